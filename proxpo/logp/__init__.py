@@ -1,0 +1,5 @@
+"""Log-probabilities of tokens from hidden states, without ever holding tokens × vocabulary."""
+
+from proxpo.logp._token import LogpEntropy, token_logp
+
+__all__ = ["LogpEntropy", "token_logp"]

@@ -1,0 +1,156 @@
+"""One tile of the logits: its share of the softmax statistics, and the gradient of the logits.
+
+A tile is `rows` tokens by `cols` vocabulary entries. Every token's statistics are merged tile by
+tile, so that no more than one tile of logits exists at any time. The functions here are the
+reference in plain torch; on CUDA `_triton.py` does the same in one kernel each, in place.
+
+Axes: `tok` tokens of the tile, `col` vocabulary entries of the tile, `dim` the hidden size.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from proxpo.shapes import Float, Int, Tensor
+
+# e^q is 0 long before this; products such as 0 · (q + H) then stay 0 where a logit is -inf.
+FLOOR = -1e4
+
+
+@dataclass(frozen=True)
+class Warp:
+    """From the head's output x to the logits of the softmax: z = softcap · tanh(x / softcap) / τ."""
+
+    temperature: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Float[Tensor, "tok col"]) -> Float[Tensor, "tok col"]:
+        if self.softcap is not None:
+            x = torch.tanh(x / self.softcap) * self.softcap
+        return x if self.temperature == 1.0 else x / self.temperature
+
+    def slope(self, z: Float[Tensor, "tok col"]) -> Float[Tensor, "tok col"] | float:
+        """dz/dx, written in z: (1 - (τ z / softcap)²) / τ."""
+        if self.softcap is None:
+            return 1.0 / self.temperature
+        return (1.0 - (z * (self.temperature / self.softcap)).square()) / self.temperature
+
+
+class Stats(NamedTuple):
+    """Per token, over the columns seen so far: m = max z, Σ e^(z-m), Σ e^(z-m) (z-m), z[target]."""
+
+    peak: Float[Tensor, " tok"]
+    total: Float[Tensor, " tok"]
+    moment: Float[Tensor, " tok"]
+    picked: Float[Tensor, " tok"]
+
+    @staticmethod
+    def empty(rows: int, like: Tensor) -> "Stats":
+        dtype = statistics_dtype(like.dtype)
+        # The lowest finite peak, not -inf: -inf minus itself would be NaN in the first merge.
+        # A target outside the vocabulary never replaces the NaN it starts from.
+        start = (torch.finfo(dtype).min, 0.0, 0.0, float("nan"))
+        return Stats(*(torch.full((rows,), x, dtype=dtype, device=like.device) for x in start))
+
+    def logsumexp(self) -> Float[Tensor, " tok"]:
+        return self.peak + self.total.log()
+
+    def entropy(self) -> Float[Tensor, " tok"]:
+        """H = log Σ e^(z-m) - E[z-m]: free of the cancellation in logsumexp - E[z]."""
+        return self.total.log() - self.moment / self.total
+
+
+class Pull(NamedTuple):
+    """What the backward pass knows per token: the softmax statistics and dL/dlogp, dL/dH."""
+
+    logsumexp: Float[Tensor, " tok"]
+    logp: Float[Tensor, " tok"]
+    entropy: Float[Tensor, " tok"] | None = None
+    d_entropy: Float[Tensor, " tok"] | None = None
+
+    def rows(self, index: slice | Int[Tensor, " row"]) -> "Pull":
+        return Pull(*(None if x is None else x[index] for x in self))
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def blocks(size: int, step: int) -> Iterator[slice]:
+    """Slices that cover range(size), none longer than `step`; one empty slice where size is 0."""
+    return (slice(at, min(at + step, size)) for at in range(0, max(size, 1), step))
+
+
+def tile_shape(tokens: int, vocab: int, logits: int) -> tuple[int, int]:
+    """Rows and columns of a tile of about `logits` entries, columns in multiples of 128.
+
+    All tokens at once where possible: the weight gradient of a vocabulary block is then a single
+    matrix product. Beyond that, 8192 columns keep the products efficient.
+    """
+    rows = max(1, min(tokens, logits // min(vocab, 8192)))
+    count = math.ceil(vocab * rows / logits)
+    cols = math.ceil(vocab / count)
+    return rows, min(vocab, math.ceil(cols / 128) * 128) if cols > 128 else max(1, cols)
+
+
+def absorb(
+    stats: Stats, x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], warp: Warp
+) -> Stats:
+    """Merge a tile into the running statistics; `target` counts from the tile's first column."""
+    if _fused(x):
+        from proxpo.logp import _triton
+
+        return _triton.absorb(stats, x, target, warp)
+    z = warp(x.to(stats.peak.dtype))
+    peak = torch.maximum(stats.peak, z.amax(dim=1))
+    shrink = torch.exp(stats.peak - peak)
+    inside = (target >= 0) & (target < z.shape[1])
+    picked = z.gather(1, target.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+    shifted = (z - peak[:, None]).clamp_(min=FLOOR)
+    weight = shifted.exp()
+    return Stats(
+        peak=peak,
+        total=stats.total * shrink + weight.sum(dim=1),
+        moment=(stats.moment + stats.total * (stats.peak - peak)) * shrink
+        + (weight * shifted).sum(dim=1),
+        picked=torch.where(inside, picked, stats.picked),
+    )
+
+
+def logit_grad(
+    x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], pull: Pull, warp: Warp
+) -> Float[Tensor, "tok col"]:
+    """dL/dx of a tile, in the tile's own precision; the tile may be overwritten.
+
+    With q = z - logsumexp and π = e^q:  dlogp/dz = 1[target] - π  and  dH/dz = -π (q + H).
+    """
+    if _fused(x):
+        from proxpo.logp import _triton
+
+        return _triton.logit_grad(x, target, pull, warp)
+    z = warp(x.to(pull.logp.dtype))
+    slope = warp.slope(z)
+    q = z - pull.logsumexp[:, None]
+    force = pull.logp[:, None]
+    if pull.d_entropy is not None and pull.entropy is not None:
+        q = q.clamp_(min=FLOOR)
+        force = force + pull.d_entropy[:, None] * (q + pull.entropy[:, None])
+    g = q.exp().mul_(force).neg_()
+    inside = (target >= 0) & (target < g.shape[1])
+    hit = torch.where(inside, pull.logp, 0.0)[:, None]
+    g.scatter_add_(1, target.clamp(0, g.shape[1] - 1)[:, None], hit)
+    return g.mul_(slope).to(x.dtype)
+
+
+def _fused(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,41 @@
+"""Exact references for small models: natural policy gradient, MinSR, TRPO.
+
+Slow and plain on purpose: tests hold the fast transforms against them, and they answer "what would
+the exact step have been" on a model of a few thousand parameters.
+"""
+
+from proxpo.reference.minsr import minsr, minsr_damping, minsr_weights
+from proxpo.reference.npg import (
+    fisher_exact,
+    fisher_sequence,
+    fisher_token,
+    kl_step,
+    mean_kl,
+    natural_gradient,
+    natural_gradient_batch,
+    policy_gradient,
+)
+from proxpo.reference.policy import Policy, Samples, scores, token_scores
+from proxpo.reference.trpo import TrpoStep, conjugate_gradient, fisher_product, trpo_step
+
+__all__ = [
+    "Policy",
+    "Samples",
+    "TrpoStep",
+    "conjugate_gradient",
+    "fisher_exact",
+    "fisher_product",
+    "fisher_sequence",
+    "fisher_token",
+    "kl_step",
+    "mean_kl",
+    "minsr",
+    "minsr_damping",
+    "minsr_weights",
+    "natural_gradient",
+    "natural_gradient_batch",
+    "policy_gradient",
+    "scores",
+    "token_scores",
+    "trpo_step",
+]

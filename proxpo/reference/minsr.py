@@ -48,15 +48,15 @@ def minsr_weights(
     centred: bool = True,
     projection: float = 0.0,
 ) -> Float[Tensor, " seq"]:
-    """w with u = Jᵀ w, from K = JJᵀ alone: H (HKH + nλI)⁻¹ H A, H = I - 11ᵀ/n (I if un-centred).
+    """w with u = Jᵀ w, from K = JJᵀ alone: (HKH + nλI)⁻¹ H A, H = I - 11ᵀ/n (I if un-centred).
 
-    λ = 0 takes the pseudo-inverse: the shortest u with J_c u = A_c.
+    Centred weights add up to 0, so that Jᵀ w = J_cᵀ w. λ = 0 takes the pseudo-inverse: the
+    shortest u with J_c u = A_c.
     """
     n = len(advantages)
     if centred:
         kernel, advantages = _centre(_centre(kernel).T), _centre(advantages)
-    weights = solve_psd(kernel + projection, advantages, shift=n * damping)
-    return _centre(weights) if centred else weights
+    return solve_psd(kernel + projection, advantages, shift=n * damping)
 
 
 def minsr_damping(kernel: Float[Tensor, "seq seq"], *, rho: float = 1.0) -> float:

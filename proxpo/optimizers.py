@@ -1,0 +1,239 @@
+"""Optimizers by name, from the libraries that maintain them; none is written here.
+
+They take the `.grad` that a loss or a gradient transform left behind:
+
+    adamw    torch.optim.AdamW                                           arXiv:1711.05101
+    muon     torch.optim.Muon on hidden matrices, AdamW on the rest      arXiv:2502.16982
+    soap     pytorch_optimizer.SOAP                                      arXiv:2409.11321
+    shampoo  pytorch_optimizer.Shampoo on hidden matrices, AdamW on the rest    arXiv:1802.09568
+    kfac     singd.SINGD in its K-FAC form on hidden linear layers, AdamW on the rest
+             (inverse-free K-FAC, arXiv:2312.05705)
+
+The learning rate means what it means to AdamW for `adamw`, `muon` and `soap`; `shampoo` has no
+grafting and `kfac` steps along a natural gradient, so both want a rate of their own.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from proxpo.errors import ProxpoError, nearest, resolve
+
+# Last part of the name of an output head, for models that do not say which module it is.
+HEADS = ("lm_head", "head", "output", "embed_out", "unembed")
+
+
+def make_optimizer(
+    name: str,
+    model: nn.Module,
+    lr: float,
+    *,
+    weight_decay: float = 0.01,
+    rest: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Optimizer:
+    """The optimizer called `name` for the trainable parameters of `model`.
+
+    `options` go to the named optimizer, `rest` to the AdamW that `muon`, `shampoo` and `kfac` pair
+    with for embeddings, the head and vectors (`rest={"lr": ...}` gives it a rate of its own).
+    Weight decay is decoupled and the same for every parameter.
+    """
+    name = resolve(name, _MAKERS, what="optimizer")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ProxpoError(f"optimizer '{name}': the model has no trainable parameter")
+    main = {"lr": lr, "weight_decay": weight_decay, **options}
+    return _MAKERS[name](model, main, {"lr": lr, "weight_decay": weight_decay, **(rest or {})})
+
+
+def hidden_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable matrices of hidden layers: no embedding, no head, no vector, nothing tied."""
+    outer = {id(p) for module in _outer_modules(model) for p in module.parameters()}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and id(p) not in outer
+    }
+
+
+def _outer_modules(model: nn.Module) -> list[nn.Module]:
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        or module is head
+        or (head is None and name.rpartition(".")[2] in HEADS)
+    ]
+
+
+class Combined(Optimizer):
+    """Several optimizers, each with its own parameters, as one: a step, a schedule, a state.
+
+    Groups and state are shared with the parts, so that a scheduler's change of `lr` reaches them
+    and the state dict has torch's usual form; what a part keeps beside them goes to "extra".
+    """
+
+    def __init__(self, parts: Iterable[Optimizer]) -> None:
+        self.parts = tuple(parts)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every part."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict; tensors, numbers and containers only."""
+        return {**super().state_dict(), "extra": [_extra(part) for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        extra = state_dict["extra"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "extra"})
+        self._share()
+        for part, values in zip(self.parts, extra):
+            _restore_extra(part, values)
+
+
+def _extra(part: Optimizer) -> dict[str, Any]:
+    """SINGD keeps its factors outside `state`, as objects; plain tensors travel better."""
+    return {
+        name: _each_matrix(getattr(part, name), lambda m: m.to_dense().clone())
+        for name in getattr(part, "STATE_ATTRIBUTES", ())
+    }
+
+
+def _restore_extra(part: Any, extra: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        side = 0 if "K" in name else 1
+        structure = part.SUPPORTED_STRUCTURES[part.param_groups[0]["structures"][side]]
+        setattr(part, name, _each_matrix(value, structure.from_dense))
+
+
+def _each_matrix(value: Any, f: Callable[[Any], Any]) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {k: v if isinstance(v, int | float) else f(v) for k, v in value.items()}
+
+
+Options = dict[str, Any]
+
+
+def _adamw(model: nn.Module, options: Options, rest: Options) -> Optimizer:
+    return _make_adamw([p for p in model.parameters() if p.requires_grad], options, "adamw")
+
+
+def _muon(model: nn.Module, options: Options, rest: Options) -> Optimizer:
+    weights = list(hidden_weights(model).values())
+    # With this adjustment AdamW's learning rates carry over.
+    options = {"adjust_lr_fn": "match_rms_adamw", **options}
+    return _split("muon", torch.optim.Muon, weights, model, options, rest)
+
+
+def _soap(model: nn.Module, options: Options, rest: Options) -> Optimizer:
+    cls = _load("pytorch_optimizer", "SOAP", "soap")
+    _check_options("soap", cls, options)
+    return cls([p for p in model.parameters() if p.requires_grad], **options)
+
+
+def _shampoo(model: nn.Module, options: Options, rest: Options) -> Optimizer:
+    cls = _load("pytorch_optimizer", "Shampoo", "shampoo")
+    weights = list(hidden_weights(model).values())
+    return _split("shampoo", cls, weights, model, {"weight_decouple": True, **options}, rest)
+
+
+def _kfac(model: nn.Module, options: Options, rest: Options) -> Optimizer:
+    """Inverse-free K-FAC, with factors from the backward it sees.
+
+    While a gradient transform is applied that is the advantage-free sum of log-probs, whose factors
+    are those of the Fisher matrix; under an ordinary loss they contain the advantages.
+    """
+    cls = _load("singd.optim.optimizer", "SINGD", "kfac")
+    defaults = {
+        "kfac_like": True, "alpha1": 0.0, "loss_average": None, "T": 1, "normalize_lr_cov": True,
+    }  # fmt: skip
+    hidden = {id(p) for p in hidden_weights(model).values()}
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in hidden]
+    frozen = next((m for m in layers if m.bias is not None and not m.bias.requires_grad), None)
+    if frozen is not None:
+        raise ProxpoError(f"optimizer 'kfac': {frozen} trains its weight but not its bias")
+    params = [p for layer in layers for p in layer.parameters()]
+    return _split("kfac", cls, params, model, {**defaults, **options}, rest, model)
+
+
+def _split(
+    name: str,
+    cls: type[Any],
+    params: list[nn.Parameter],
+    model: nn.Module,
+    options: Options,
+    rest: Options,
+    *first: Any,
+) -> Optimizer:
+    if not params:
+        raise ProxpoError(
+            f"optimizer '{name}': the model has no trainable hidden matrix; use adamw"
+        )
+    _check_options(name, cls, options)
+    taken = {id(p) for p in params}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    parts = [cls(*first, params, **options)]
+    return Combined([*parts, _make_adamw(others, rest, "adamw (rest)")] if others else parts)
+
+
+def _make_adamw(params: list[nn.Parameter], options: Options, name: str) -> Optimizer:
+    _check_options(name, torch.optim.AdamW, options)
+    fused = {"fused": True} if all(p.is_cuda for p in params) else {}
+    return torch.optim.AdamW(params, **{**fused, **options})
+
+
+def _check_options(name: str, cls: type[Optimizer], options: Options) -> None:
+    """Some optimizers swallow any keyword; a misspelt option must not pass."""
+    skipped = ("self", "model", "params", "kwargs")
+    valid = [p for p in inspect.signature(cls.__init__).parameters if p not in skipped]
+    for option in options:
+        if option not in valid:
+            raise ProxpoError(
+                f"optimizer '{name}' has no option '{option}'{nearest(option, valid)}"
+            )
+
+
+def _load(package: str, cls: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(package), cls)
+    except ImportError as error:
+        raise ProxpoError(
+            f"optimizer '{name}' needs the package {package.partition('.')[0]}: "
+            "pip install 'proxpo[optimizers]'"
+        ) from error
+
+
+_MAKERS: dict[str, Callable[[nn.Module, Options, Options], Optimizer]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "soap": _soap,
+    "shampoo": _shampoo,
+    "kfac": _kfac,
+}
+
+NAMES = tuple(_MAKERS)
+
+__all__ = ["NAMES", "Combined", "hidden_weights", "make_optimizer"]

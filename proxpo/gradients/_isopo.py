@@ -1,0 +1,183 @@
+"""ISOPO, non-interacting: each sequence's gradient scaled by powers of its lengths.
+
+U = Σ_i A_i s_i V_i,   s_i = reg2(F_i)^p reg2(N_i)^q reg2(R_i)^r          arXiv:2512.23353
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from proxpo.gradients import _norms, _plan
+from proxpo.gradients._layout import Layout
+from proxpo.gradients._rows import Dense, OneHot, Outer
+from proxpo.gradients._session import AnyRows, Session, Site
+from proxpo.shapes import Float, Int, Tensor
+
+
+class Lengths(NamedTuple):
+    """Squared lengths of the sequences of one layer; None where the exponents ask for none."""
+
+    top: Float[Tensor, " row"] | None  # Σ_j ⟨V_i, G_j⟩²
+    bottom: Float[Tensor, ""] | None  # Σ_j |G_j|²
+    norm2: Float[Tensor, " row"] | None
+    sums: Tensor | None = None  # stacked V, when the path built it whole
+
+
+@dataclass(frozen=True)
+class Isopo:
+    """The options of `isopo`, and the method itself."""
+
+    p: float
+    q: float
+    r: float
+    reg: float
+    eps: float
+    keep_small: bool
+    overlap: int | None
+    norm: Literal["exact", "sketch"]
+    sketch: int
+    scale: Literal["sum", "mean"]
+    history: Literal["microbatch", "own"]
+    path: _plan.Path
+
+    quantities = ("F", "N", "R")
+
+    @property
+    def needs_overlap(self) -> bool:
+        return bool(self.p or self.r)
+
+    @property
+    def needs_norm(self) -> bool:
+        return bool(self.q or self.r)
+
+    def needs_all(self, site: Site) -> bool:
+        """Whether one sequence's weight depends on the lengths of the others in this backward."""
+        used = [x for x, k in zip(self.quantities, (self.p, self.q, self.r)) if k]
+        known = all(site.session.averages.get(f"{site.name}/{x}") is not None for x in used)
+        return self.reg > 0 and self.history == "microbatch" and not known
+
+    def gradient(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor:
+        if not (self.needs_overlap or self.needs_norm):
+            return rows.reduce(layout.spread(self.weights(site)))
+        if isinstance(rows, Outer) and self._path(site, rows, layout) == "stream":
+            return self._streamed(site, rows, layout)
+        found = self._measure(site, rows, layout)
+        weights = self.weights(site, found.top, found.bottom, found.norm2)
+        if found.sums is not None:
+            flat = weights @ found.sums.reshape(layout.count, -1).to(weights.dtype)
+            return flat.view(rows.shape)
+        return rows.reduce(layout.spread(weights))
+
+    def plain(self, session: Session) -> Float[Tensor, " row"]:
+        """A_i, or A_i / m."""
+        share = 1 / session.layout.count if self.scale == "mean" else 1.0
+        return session.advantages * share
+
+    def weights(
+        self,
+        site: Site,
+        top: Float[Tensor, " some"] | None = None,
+        bottom: Float[Tensor, ""] | None = None,
+        norm2: Float[Tensor, " some"] | None = None,
+        sequences: Int[Tensor, " some"] | slice = slice(None),
+    ) -> Float[Tensor, " some"]:
+        """w_i = A_i s_i (/ m) of some sequences of this layer; their lengths are collected."""
+        site.done = True
+        scale = self.plain(site.session)[sequences]
+        squares: dict[str, Tensor] = {}
+        if top is not None and bottom is not None:
+            squares["F"] = _norms.ratio2(top, bottom)
+        if norm2 is not None:
+            squares["N"] = norm2
+        if self.r:
+            squares["R"] = _norms.ratio2(squares["F"], squares["N"])
+        for quantity, exponent in zip(self.quantities, (self.p, self.q, self.r)):
+            if exponent:
+                factor = self._factor(site, quantity, squares[quantity], exponent)
+                # Nothing overlaps with positions that carry no gradient: leave the length alone.
+                known = quantity == "N" or bottom is None or bottom != 0
+                scale = scale * torch.where(torch.as_tensor(known), factor, 1.0).to(scale.dtype)
+        site.observe(**{f"{name}2": value for name, value in squares.items()}, weights=scale)
+        site.session.flag(site, scale)
+        return scale
+
+    def _factor(self, site: Site, quantity: str, x2: Tensor, exponent: float) -> Tensor:
+        averages, key = site.session.averages, f"{site.name}/{quantity}"
+        averages.collect(key, x2)
+        mean2 = averages.get(key)
+        if mean2 is None:
+            mean2 = x2.mean() if self.history == "microbatch" else x2
+        base = _norms.regularised(
+            x2, rho=self.reg, mean2=mean2.to(x2), eps=self.eps, keep_small=self.keep_small
+        )
+        return _norms.power(base, exponent)
+
+    def _path(self, site: Site, rows: Outer, layout: Layout) -> _plan.Path:
+        overlap = layout.size if self.overlap is None else min(self.overlap, layout.size)
+        return _plan.choose(
+            rows,
+            layout,
+            overlap=overlap if self.needs_overlap else 0,
+            norm=self.needs_norm and self.norm == "exact",
+            path=self.path,
+            streams=not self.needs_all(site),
+        )
+
+    def _measure(self, site: Site, rows: AnyRows, layout: Layout) -> Lengths:
+        picks = site.picks(layout) if self.needs_overlap else None
+        if isinstance(rows, Dense):
+            return self._measure_dense(rows, layout, picks)
+        if isinstance(rows, Outer):
+            return self._measure_outer(site, rows, layout, picks)
+        top, bottom = _overlap(rows, layout, picks)
+        return Lengths(top, bottom, _norms.norm_pairs(rows, layout) if self.needs_norm else None)
+
+    def _measure_dense(self, rows: Dense, layout: Layout, picks: _norms.Picks | None) -> Lengths:
+        sums = rows.sums(layout)
+        top, bottom = (None, None) if picks is None else _norms.overlap_dense(rows, sums, picks)
+        return Lengths(top, bottom, sums.square().sum(1) if self.needs_norm else None, sums)
+
+    def _measure_outer(
+        self, site: Site, rows: Outer, layout: Layout, picks: _norms.Picks | None
+    ) -> Lengths:
+        path = self._path(site, rows, layout)
+        if path == "materialise" and layout.count * rows.a.shape[1] * rows.g.shape[1] <= _plan.KEEP:
+            sums = rows.sums(layout)
+            inner = None if picks is None else rows.project(sums, picks.index, slice(None))
+            if picks is None or inner is None:
+                return Lengths(None, None, sums.square().sum((1, 2)), sums)
+            keep = picks.valid.to(inner.dtype)
+            bottom = keep @ rows.squares(picks.index)
+            return Lengths(keep @ inner.square(), bottom, sums.square().sum((1, 2)), sums)
+        if path == "materialise":
+            return Lengths(*_norms.materialised(rows, layout, picks))
+        top, bottom = _overlap(rows, layout, picks)
+        if not self.needs_norm:
+            return Lengths(top, bottom, None)
+        if self.norm == "sketch":
+            norm2 = _norms.norm_sketch(rows, layout, self.sketch, site.session.generator)
+        else:
+            norm2 = _norms.norm_gram(rows, layout)
+        return Lengths(top, bottom, norm2)
+
+    def _streamed(self, site: Site, rows: Outer, layout: Layout) -> Tensor:
+        """Build V_i, take its length, scale it, add it, drop it: one buffer, no second GEMM."""
+        picks = site.picks(layout) if self.needs_overlap else None
+        top, bottom = _overlap(rows, layout, picks)
+        total: Tensor | None = None
+        for i, members in enumerate(layout.members()):
+            one = _norms.matmul(rows.g[members].T, rows.a[members])
+            here = torch.tensor([i], device=one.device)
+            mine = None if top is None else top[i : i + 1]
+            weight = self.weights(site, mine, bottom, one.square().sum()[None], here)
+            one = one * weight.to(one.dtype)
+            total = one if total is None else total.add_(one)
+        assert total is not None
+        return total
+
+
+def _overlap(
+    rows: Outer | OneHot, layout: Layout, picks: _norms.Picks | None
+) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if picks is None else _norms.overlap_gram(rows, layout, picks)

@@ -1,0 +1,139 @@
+"""Which position of the micro-batch belongs to which sequence.
+
+Axis legend of this package:
+    pos  positions of the micro-batch, flattened (T); prompts included, padding numbered -1
+    row  sequences of the micro-batch (m)
+    out, inp  the two sides of a weight, O x D
+    pick  positions of the overlap set J (M)
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+
+from proxpo.shapes import Float, Int, Shaped, Tensor
+
+# Above this many entries a one-hot matrix costs more to hold than atomics cost to run.
+_ONE_HOT_LIMIT = 1 << 25
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Sums of products are kept in float32 or better."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y for 2-D or batched 3-D operands, accumulated and returned in float32 or better."""
+    kind = accumulator(x.dtype)
+    if x.dtype == kind:
+        return x @ y.to(kind)
+    if x.is_cuda and x.dtype == y.dtype:
+        product = torch.bmm if x.dim() == 3 else torch.mm
+        return product(x, y, out_dtype=kind)
+    return x.to(kind) @ y.to(kind)
+
+
+class Layout:
+    """The sequence number of every position, and sums over positions of one sequence."""
+
+    def __init__(self, seq: Int[Tensor, " pos"], count: int) -> None:
+        self.seq = seq
+        self.count = count
+
+    @property
+    def size(self) -> int:
+        return self.seq.numel()
+
+    @cached_property
+    def valid(self) -> Tensor:
+        return self.seq >= 0
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Positions per sequence, on the host; the only place that waits for the device."""
+        counts = torch.bincount(self.seq + 1, minlength=self.count + 1)
+        return tuple(counts[1:].tolist())
+
+    @cached_property
+    def padded(self) -> bool:
+        return sum(self.lengths) < self.size
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether reshaping to (row, pos / row) puts each sequence into its own row."""
+        if self.count == 0 or self.size % self.count:
+            return False
+        width = self.size // self.count
+        rows = torch.arange(self.size, device=self.seq.device).div(width, rounding_mode="floor")
+        return bool(torch.all((self.seq == rows) | (self.seq < 0)))
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Positions sorted by sequence, padding first, each sequence in its own order."""
+        return torch.argsort(self.seq, stable=True)
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """Where each position goes in the (row, longest) grid; padding goes one past the end."""
+        longest = max(self.lengths)
+        starts = torch.tensor([0, *self.lengths], device=self.seq.device).cumsum(0)[:-1]
+        rank = torch.empty_like(self.seq)
+        rank[self.order] = torch.arange(self.size, device=self.seq.device)
+        rank = rank - (self.size - sum(self.lengths)) - starts[self.seq.clamp(min=0)]
+        slot = self.seq * longest + rank
+        return torch.where(self.valid, slot, self.count * longest)
+
+    def one_hot(self, dtype: torch.dtype) -> Tensor:
+        """pos x row indicator; rows of padding are zero."""
+        cache = self.__dict__.setdefault("_one_hot", {})
+        if dtype not in cache:
+            numbers = torch.arange(self.count, device=self.seq.device)
+            cache[dtype] = (self.seq[:, None] == numbers).to(dtype)
+        return cache[dtype]
+
+    def sum_columns(self, x: Float[Tensor, "any pos"]) -> Float[Tensor, "any row"]:
+        """Σ over the positions of each sequence, along the last axis."""
+        if self.size * self.count <= _ONE_HOT_LIMIT:
+            return x @ self.one_hot(x.dtype)
+        sums = x.new_zeros(x.shape[0], self.count + 1)
+        return sums.index_add_(1, self.seq.remainder(self.count + 1), x)[:, : self.count]
+
+    def sum_rows(self, x: Float[Tensor, "pos any"]) -> Float[Tensor, "row any"]:
+        """Σ over the positions of each sequence, along the first axis, in float32 or better."""
+        if self.size * self.count <= _ONE_HOT_LIMIT:
+            return matmul(self.one_hot(x.dtype).T, x)
+        sums = x.new_zeros(self.count + 1, x.shape[1], dtype=accumulator(x.dtype))
+        return sums.index_add_(0, self.seq.remainder(self.count + 1), x.to(sums.dtype))[:-1]
+
+    def grid(self, x: Shaped[Tensor, "pos any"], *, clear: bool) -> Shaped[Tensor, "row len any"]:
+        """Positions as (sequence, place, ...), a view where possible; `clear` zeroes padding."""
+        if self.aligned:
+            if clear and self.padded:
+                x = x * self.valid[:, None].to(x.dtype)
+            return x.reshape(self.count, -1, x.shape[1])
+        longest = max(self.lengths)
+        out = x.new_zeros(self.count * longest + 1, x.shape[1])
+        return out.index_copy_(0, self._slots, x)[:-1].view(self.count, longest, x.shape[1])
+
+    def members(self) -> Iterator[slice | Tensor]:
+        """The positions of each sequence in turn: a slice where they are contiguous."""
+        if self.aligned and not self.padded:
+            width = self.size // self.count
+            yield from (slice(i * width, (i + 1) * width) for i in range(self.count))
+            return
+        start = self.size - sum(self.lengths)
+        for length in self.lengths:
+            yield self.order[start : start + length]
+            start += length
+
+    def spread(self, weights: Float[Tensor, " row"]) -> Float[Tensor, " pos"]:
+        """One number per sequence -> one per position, 0 on padding."""
+        return torch.cat([weights, weights.new_zeros(1)])[self.seq]
+
+    def take(self, positions: Int[Tensor, " some"]) -> "Layout":
+        return Layout(self.seq[positions], self.count)
+
+    @staticmethod
+    def join(layouts: "list[Layout]") -> "Layout":
+        return Layout(torch.cat([part.seq for part in layouts]), layouts[0].count)

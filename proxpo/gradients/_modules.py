@@ -1,0 +1,162 @@
+"""Which modules are understood, and how their `forward` is exchanged while a session is open.
+
+A module is recognised by what its forward computes, never by a model's name:
+    nn.Linear, GPT-2's Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm
+    any other *Norm* whose parameters are vectors as long as the last axis of its input
+    banks of experts (3-D weights, one slice per expert), see `_experts.py`
+    weights handed to F.linear by the module that owns them (routers), see `_owned.py`
+Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a second time in the
+backward pass (`_owned.py`), with one warning that names it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from proxpo.gradients import _experts, _owned
+from proxpo.gradients._functions import Linear, Norm, Shared, embedding, expand
+from proxpo.gradients._session import Session
+from proxpo.shapes import Tensor
+
+Forward = Callable[..., Any]
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def clean(name: str) -> str:
+    """A module's name without the wrappers of DDP, torch.compile and checkpointing."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def trainable(module: nn.Module) -> list[str]:
+    """Names of the parameters a module holds itself and that are trained."""
+    own = module._parameters.items()
+    return [name for name, value in own if value is not None and value.requires_grad]
+
+
+@contextmanager
+def exchanged(model: nn.Module, session: Session, warn: Callable[[str], None]) -> Iterator[None]:
+    """Give every module with trained parameters a forward of ours, and its own back at the end."""
+    swapped: list[tuple[nn.Module, Forward | None]] = []
+    covered: set[int] = set()
+    try:
+        for name, module in model.named_modules():
+            if id(module) in covered:
+                continue
+            if isinstance(module, nn.MultiheadAttention):
+                # Its children's weights are used without calling the children.
+                covered.update(id(child) for child in module.modules())
+            forward = _forward_of(module, clean(name), session, warn)
+            if forward is not None:
+                swapped.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, own in swapped:
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
+
+
+def _forward_of(
+    module: nn.Module, name: str, session: Session, warn: Callable[[str], None]
+) -> Forward | None:
+    """The forward of one module under a session; None where it trains nothing of its own."""
+    original = module.forward
+    whole = isinstance(module, nn.MultiheadAttention)
+    if whole:
+        names = [n for n, value in module.named_parameters() if value.requires_grad]
+    else:
+        names = trainable(module)
+    if not names:
+        return None
+    build = _owned.whole if whole else _builder(module)
+    ours = build(session, module, name, names, original, warn)
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        plain = session.quiet or not torch.is_grad_enabled()
+        return original(*args, **kwargs) if plain else ours(*args, **kwargs)
+
+    return forward
+
+
+def _builder(module: nn.Module) -> Callable[..., Forward]:
+    kind = type(module)
+    if "forward" in module.__dict__ or hasattr(module, "parametrizations"):
+        return _owned.whole
+    if kind.forward is nn.Linear.forward:
+        return partial(_linear, transposed=False)
+    if kind.__name__ == "Conv1D" and hasattr(module, "nf"):
+        return partial(_linear, transposed=True)
+    if isinstance(module, nn.Embedding) and kind.forward is nn.Embedding.forward:
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return _embedding if plain else _owned.whole
+    if kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
+        return _fused_norm if len(module.normalized_shape) == 1 else _owned.whole
+    if _looks_like_norm(module):
+        return _elementwise
+    if _experts.recognised(module):
+        return _experts.bank
+    return _owned.tracked
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    """Elementwise in its parameters: a norm by name, vectors only, nothing below it."""
+    mixing = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+    vectors = all(value is None or value.dim() == 1 for value in module._parameters.values())
+    leaf = not any(module.children())
+    named = "norm" in type(module).__name__.lower()
+    return named and vectors and leaf and not isinstance(module, mixing)
+
+
+def _linear(
+    session: Session, module: Any, name: str, names: list[str], *_: Any, transposed: bool
+) -> Forward:
+    layer = Linear(session, session.add(module, name, names, draws=True), transposed=transposed)
+    return lambda input: layer(input, module.weight, module.bias)
+
+
+def _conv1d(*args: Any) -> Forward:
+    return _linear(*args, transposed=True)
+
+
+def _embedding(session: Session, module: Any, name: str, names: list[str], *_: Any) -> Forward:
+    layer = Linear(session, session.add(module, name, names, draws=True))
+    return lambda input: embedding(layer, input, module.weight, module.padding_idx)
+
+
+def _fused_norm(session: Session, module: Any, name: str, names: list[str], *_: Any) -> Forward:
+    units = {own: session.add(module, name, [own], draws=True) for own in names}
+    shape, eps = tuple(module.normalized_shape), module.eps
+
+    def apply(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if isinstance(module, nn.LayerNorm):
+            return F.layer_norm(x, shape, weight, bias, eps)
+        return F.rms_norm(x, shape, weight, eps)
+
+    def forward(input: Tensor) -> Tensor:
+        norm = Norm(apply, Shared(session, units))
+        return norm(input, module.weight, getattr(module, "bias", None))
+
+    return forward
+
+
+def _elementwise(
+    session: Session, module: Any, name: str, names: list[str], original: Forward, *_: Any
+) -> Forward:
+    """Run the module's own code with its vectors repeated for every position."""
+    units = {own: session.add(module, name, [own], draws=True) for own in names}
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shared, lead = Shared(session, units), tuple(x.shape[:-1])
+        wide = {own: expand(getattr(module, own), lead, own, shared) for own in names}
+        with _owned.substituted(module, wide):
+            return original(x, *args, **kwargs)
+
+    return forward

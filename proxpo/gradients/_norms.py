@@ -1,0 +1,202 @@
+"""Lengths and inner products of sequence gradients: F, N, R (ISOPO) and the kernel K (ISOPO-NTK).
+
+    F_i² = Σ_{j in J} ⟨V_i, G_j⟩² / Σ_{j in J} |G_j|²    N_i = |V_i|    R_i = F_i / N_i
+    K_ij = ⟨V_i, V_j⟩                                      V_i = Σ_{t in i} G_t
+
+Everything comes in a Gram form, which never builds V_i, and a materialised form, which does, block
+by block; they agree to rounding and differ in cost (see `_plan.py`). arXiv:2512.23353.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from proxpo.gradients._layout import Layout, accumulator, matmul
+from proxpo.gradients._rows import Dense, OneHot, Outer, Rows
+from proxpo.shapes import Bool, Float, Int, Tensor
+
+# Entries of one block of Gram products or of stacked sequence gradients (64 MiB in float32).
+BLOCK = 1 << 24
+
+
+class Picks:
+    """The overlap set J. Positions marked not `valid` (drawn from padding) count for nothing."""
+
+    def __init__(self, index: Int[Tensor, " pick"], valid: Bool[Tensor, " pick"]) -> None:
+        self.index = index
+        self.valid = valid
+
+    @staticmethod
+    def all(layout: Layout) -> "Picks":
+        return Picks(torch.arange(layout.size, device=layout.seq.device), layout.valid)
+
+    @staticmethod
+    def at(index: Int[Tensor, " pick"], layout: Layout) -> "Picks":
+        return Picks(index, layout.valid[index])
+
+    def __len__(self) -> int:
+        return self.index.numel()
+
+    def blocks(self, size: int) -> "Iterator[Picks]":
+        for index, valid in zip(self.index.split(size), self.valid.split(size)):
+            yield Picks(index, valid)
+
+
+def overlap_gram(
+    rows: Rows, layout: Layout, picks: Picks
+) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
+    """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from inner products of positions alone."""
+    parts = []
+    for block in picks.blocks(max(1, BLOCK // layout.size)):
+        inner = layout.sum_columns(rows.gram(block.index))
+        keep = block.valid.to(inner.dtype)
+        parts.append((keep @ inner.square(), keep @ rows.squares(block.index)))
+    tops, bottoms = zip(*parts)
+    return sum(tops[1:], tops[0]), sum(bottoms[1:], bottoms[0])
+
+
+def overlap_dense(
+    rows: Dense, sums: Float[Tensor, "row out"], picks: Picks
+) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
+    """The same from stacked V, for parameters that are vectors."""
+    inner = rows.grads[picks.index].to(sums.dtype) @ sums.T
+    keep = picks.valid.to(inner.dtype)
+    return keep @ inner.square(), keep @ rows.squares(picks.index)
+
+
+def blocks_of(rows: Outer, layout: Layout) -> Iterator[tuple[slice, Float[Tensor, "row out inp"]]]:
+    """Stacked V, some columns at a time, so that memory stays bounded."""
+    out, inp = rows.shape
+    width = max(1, min(inp, BLOCK // max(1, layout.count * out)))
+    for start in range(0, inp, width):
+        columns = slice(start, min(start + width, inp))
+        yield columns, rows.sums(layout, columns)
+
+
+def materialised(
+    rows: Outer, layout: Layout, picks: Picks | None
+) -> tuple[Float[Tensor, " row"] | None, Float[Tensor, ""] | None, Float[Tensor, " row"]]:
+    """Σ_j ⟨V_i, G_j⟩², Σ_j |G_j|² (both None without picks) and N_i², building V in blocks."""
+    inner: Tensor | None = None
+    norm2: Tensor | None = None
+    for columns, sums in blocks_of(rows, layout):
+        part = sums.square().sum((1, 2))
+        norm2 = part if norm2 is None else norm2 + part
+        if picks is not None:
+            part = rows.project(sums, picks.index, columns)
+            inner = part if inner is None else inner + part
+    assert norm2 is not None
+    if picks is None or inner is None:
+        return None, None, norm2
+    keep = picks.valid.to(inner.dtype)
+    return keep @ inner.square(), keep @ rows.squares(picks.index), norm2
+
+
+def norm_gram(rows: Outer, layout: Layout) -> Float[Tensor, " row"]:
+    """N_i² = Σ_{t,t' in i} (g_t·g_t')(a_t·a_t'), one sequence's positions against themselves."""
+    g, a = layout.grid(rows.g, clear=True), layout.grid(rows.a, clear=False)
+    step = max(1, BLOCK // max(1, g.shape[1] ** 2))
+    parts = [
+        (matmul(gs, gs.transpose(1, 2)) * matmul(as_, as_.transpose(1, 2))).sum((1, 2))
+        for gs, as_ in zip(g.split(step), a.split(step))
+    ]
+    return torch.cat(parts).clamp(min=0)
+
+
+def norm_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, " row"]:
+    """N_i² of an embedding: tokens that differ are orthogonal, so |Σ g|² per (sequence, token)."""
+    sums, row, _ = rows.pairs(layout)
+    squares = sums.grads.square().sum(1)
+    return Layout(row, layout.count).sum_columns(squares[None])[0]
+
+
+def norm_sketch(
+    rows: Outer, layout: Layout, width: int, generator: torch.Generator | None = None
+) -> Float[Tensor, " row"]:
+    """N_i² ≈ |V_i Ω|², Ω random signs / √width: unbiased, relative deviation at most √(2/width)."""
+    rows = rows.tall
+    kind, device = accumulator(rows.a.dtype), rows.a.device
+    signs = torch.randint(0, 2, (rows.a.shape[1], width), generator=generator, device=device)
+    sketch = (2 * signs - 1).to(kind) / width**0.5
+    return materialised(rows.narrowed(sketch), layout, None)[2]
+
+
+def kernel_gram(rows: Rows, layout: Layout) -> Float[Tensor, "row row"]:
+    """K_ij = Σ_{t in i, t' in j} ⟨G_t, G_t'⟩, never building V."""
+    kernel: Tensor | None = None
+    for block in Picks.all(layout).blocks(max(1, BLOCK // layout.size)):
+        inner = layout.sum_columns(rows.gram(block.index))
+        part = layout.take(block.index).sum_rows(inner)
+        kernel = part if kernel is None else kernel + part
+    assert kernel is not None
+    return kernel
+
+
+def kernel_stacked(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, "row row"]:
+    """K = V Vᵀ of stacked sequence gradients, in slices: one dot product of millions is slow."""
+    flat = sums.reshape(sums.shape[0], -1)
+    slices = max(1, flat.shape[1] // 8192)
+    whole = flat.shape[1] // slices * slices
+    tiles = flat[:, :whole].unflatten(1, (slices, -1)).transpose(0, 1)
+    kernel = torch.bmm(tiles, tiles.transpose(1, 2)).sum(0)
+    return kernel + flat[:, whole:] @ flat[:, whole:].T if whole < flat.shape[1] else kernel
+
+
+def kernel_materialised(rows: Outer, layout: Layout) -> Float[Tensor, "row row"]:
+    """K += V_blk V_blkᵀ over blocks of columns: exact, memory bounded."""
+    kernel: Tensor | None = None
+    for _, sums in blocks_of(rows, layout):
+        part = kernel_stacked(sums)
+        kernel = part if kernel is None else kernel + part
+    assert kernel is not None
+    return kernel
+
+
+def kernel_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, "row row"]:
+    """K of an embedding: sums over (sequence, token), then products between equal tokens."""
+    sums, row, token = rows.pairs(layout)
+    return kernel_gram(OneHot(token, sums.grads, rows.size), Layout(row, layout.count))
+
+
+def regularised(
+    x2: Float[Tensor, " row"],
+    *,
+    rho: float,
+    mean2: Float[Tensor, "*row"],
+    eps: float,
+    keep_small: bool = False,
+) -> Float[Tensor, " row"]:
+    """reg2(x)² = x² + ρ E[x²] + eps; `keep_small` divides it by ρ E[x²], leaving short x alone."""
+    base = x2 + rho * mean2 + eps
+    if not keep_small:
+        return base
+    unit = rho * mean2
+    return torch.where(unit > 0, base / torch.where(unit > 0, unit, 1.0), 1.0)
+
+
+def power(base2: Float[Tensor, " row"], exponent: float) -> Float[Tensor, " row"]:
+    """(√base²)^exponent, and 1 where the base is 0: such a sequence has nothing to normalise."""
+    return torch.where(base2 == 0, 1.0, base2).pow(exponent / 2)
+
+
+def ratio2(top2: Tensor, bottom2: Tensor) -> Tensor:
+    """top² / bottom², and 0 where both vanish."""
+    return torch.where(bottom2 == 0, 0.0, top2 / torch.where(bottom2 == 0, 1.0, bottom2))
+
+
+def damped_solve(
+    kernel: Float[Tensor, "row row"],
+    advantages: Float[Tensor, " row"],
+    c: Float[Tensor, ""],
+) -> Float[Tensor, " row"]:
+    """c (K + cI)⁻¹ A by Cholesky in float64; A itself where c = 0, since then every V_i is 0.
+
+    Solving (K/c + I) x = A keeps the numbers near 1 whatever the scale of the objective.
+    """
+    c = c.double()
+    scaled = kernel.double() / torch.where(c > 0, c, 1.0)
+    eye = torch.eye(scaled.shape[0], dtype=torch.float64, device=kernel.device)
+    factor, info = torch.linalg.cholesky_ex(scaled + eye)
+    solved = torch.cholesky_solve(advantages.double()[:, None], factor)[:, 0]
+    # A failed factorisation must not pass for a number.
+    return torch.where(info == 0, solved, torch.nan)

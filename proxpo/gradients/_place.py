@@ -1,0 +1,78 @@
+"""Where the positions of the micro-batch are among the axes of a tensor inside the model."""
+
+import math
+from functools import lru_cache
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients._layout import Layout
+from proxpo.shapes import Tensor
+
+
+@lru_cache(maxsize=4096)
+def axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> tuple[int, ...]:
+    """The axes of `lead` that run over the positions of `sequences`, in order.
+
+    Axes of length 1 count for nothing; the rest of `sequences`' shape must appear among the axes
+    in order (other axes are heads and the like), or all positions in one flattened axis.
+    """
+    wide = [axis for axis, length in enumerate(lead) if length != 1]
+    want = [length for length in shape if length != 1]
+    flat = math.prod(shape)
+    found = [pick for pick in _subsequences([lead[axis] for axis in wide], want)]
+    if len(want) > 1:
+        found += _subsequences([lead[axis] for axis in wide], [flat])
+    if len(found) > 1 and tuple(lead) == tuple(shape):
+        found = [tuple(range(len(wide)))]
+    if len(found) == 1:
+        return tuple(wide[place] for place in found[0])
+    problem = "cannot tell which axes hold the positions" if found else "saw other positions"
+    raise ProxpoError(
+        f"gradients.applied: {where} {problem}: its input has leading shape {tuple(lead)}, "
+        f"`sequences` has shape {tuple(shape)}; pass `sequences` shaped like input_ids"
+        + (
+            " (or packed, 1 x T), with a length that differs from the number of heads"
+            if found
+            else " and let every layer see all positions (no logits_to_keep)"
+        )
+    )
+
+
+def _subsequences(lead: list[int], want: list[int]) -> list[tuple[int, ...]]:
+    """All ways to find `want` in `lead`, in order."""
+    if not want:
+        return [()]
+    found = []
+    for place, length in enumerate(lead):
+        if length == want[0]:
+            rest = _subsequences(lead[place + 1 :], want[1:])
+            found += [(place, *(place + 1 + later for later in tail)) for tail in rest]
+    return found
+
+
+def broadcast(x: Tensor, shape: tuple[int, ...], trailing: int) -> Tensor:
+    """Repeat a tensor shared by all sequences (position ids of shape 1 x L) to every position.
+
+    Autograd would otherwise add up the sequences before their gradient arrives.
+    """
+    lead = tuple(x.shape[: x.dim() - trailing])
+    padded = (1,) * (len(shape) - len(lead)) + lead
+    shared = len(padded) == len(shape) and padded != tuple(shape)
+    if shared and all(have in (1, want) for have, want in zip(padded, shape)):
+        return x.expand(*shape, *x.shape[x.dim() - trailing :])
+    return x
+
+
+def flatten(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Tensor, int]:
+    """(..., D) -> (positions x extra, D), positions first; and how many rows a position has."""
+    lead = tuple(x.shape[:-1])
+    if lead == tuple(shape):
+        return x.reshape(-1, x.shape[-1]), 1
+    chosen = axes(lead, tuple(shape), where)
+    others = [axis for axis in range(len(lead)) if axis not in chosen]
+    extra = math.prod(lead[axis] for axis in others)
+    return x.permute(*chosen, *others, len(lead)).reshape(-1, x.shape[-1]), extra
+
+
+def repeated(layout: Layout, extra: int) -> Layout:
+    """The layout of positions that have several rows each."""
+    return layout if extra == 1 else Layout(layout.seq.repeat_interleave(extra), layout.count)

@@ -1,0 +1,234 @@
+"""One backward pass under a transform: the micro-batch, its overlap sets and who asks for them."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients._layout import Layout
+from proxpo.gradients._norms import Picks
+from proxpo.gradients._rows import Dense, OneHot, Outer, join
+from proxpo.shapes import Float, Int, Tensor
+
+if TYPE_CHECKING:
+    from proxpo.gradients._averages import Averages
+
+AnyRows = Outer | Dense | OneHot
+Observer = Callable[[str, dict[str, Tensor]], None]
+
+
+class Rule(Protocol):
+    """A method: how the position gradients of one parameter become its gradient."""
+
+    quantities: tuple[str, ...]
+    overlap: int | None  # size of the overlap set J, None for every position
+
+    def gradient(self, site: "Site", rows: AnyRows, layout: Layout) -> Tensor:
+        """Σ_i w_i V_i for the w of the method, shaped like the parameter."""
+        ...
+
+    def plain(self, session: "Session") -> Float[Tensor, " row"]:
+        """The w of parameters whose sequence gradients cannot be told: A_i, in the same scale."""
+        ...
+
+
+class Stream(NamedTuple):
+    """What makes the draws of one block reproducible."""
+
+    seed: int
+    step: int
+    block: int
+    rank: int
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        digest = hashlib.sha256(repr(tuple(self)).encode()).digest()
+        return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+class Site:
+    """One parameter in one module: the place where a layer's gradient is transformed."""
+
+    def __init__(self, session: "Session", module: nn.Module, name: str, attribute: str) -> None:
+        self.session = session
+        self.module = module
+        self.name = name
+        self.attribute = attribute
+        self.number = -1  # the site's row in the table of overlap sets
+        self.done = False
+
+    @property
+    def parameter(self) -> Tensor:
+        return getattr(self.module, self.attribute)
+
+    def picks(self, layout: Layout | None = None) -> Picks:
+        """The overlap set J of this parameter in this backward."""
+        return self.session.picks(self, self.session.layout if layout is None else layout)
+
+    def gradient(self, rows: AnyRows, layout: Layout) -> Tensor:
+        """The transformed gradient, in the dtype of the parameter's own gradient."""
+        self.done = True
+        return self.session.rule.gradient(self, rows, layout)
+
+    def observe(self, **values: Tensor) -> None:
+        if self.session.observer is not None:
+            self.session.observer(self.name, values)
+
+
+class Call:
+    """One run of a module whose backward is still to come; dies with its autograd graph."""
+
+    __slots__ = ("__weakref__", "layout", "nested")
+
+    def __init__(self, layout: Layout, nested: bool) -> None:
+        self.layout = layout
+        self.nested = nested
+
+
+class Unit:
+    """One module. Positions of several calls within a backward are treated as one long list.
+
+    The gradient leaves with the call whose backward runs last; the others return none. Calls made
+    while a backward runs (reentrant checkpointing) are counted apart: they form one list per
+    checkpointed segment, because later segments do not exist yet.
+    """
+
+    def __init__(self, sites: dict[str, Site]) -> None:
+        self.sites = sites
+        self._open: tuple[WeakSet[Call], WeakSet[Call]] = (WeakSet(), WeakSet())
+        self._held: tuple[list[_Held], list[_Held]] = ([], [])
+
+    @property
+    def name(self) -> str:
+        site = next(iter(self.sites.values()))
+        return site.name.rpartition(".")[0] or site.name
+
+    def begin(self, layout: Layout) -> Call:
+        nested = torch._C._current_graph_task_id() != -1
+        call = Call(layout, nested)
+        self._open[nested].add(call)
+        return call
+
+    def finish(self, call: Call, rows: dict[str, AnyRows]) -> dict[str, Tensor]:
+        """Gradients by parameter; empty while other calls of the module are still to come."""
+        if any(site.session.closed for site in self.sites.values()):
+            raise ProxpoError(
+                f"gradients.applied: backward reached {self.name} after the `with` block had "
+                "ended; call backward() inside it"
+            )
+        self._open[call.nested].discard(call)
+        if call.layout.size:
+            self._held[call.nested].append(_Held(call.layout, rows))
+        return {} if self._open[call.nested] else self.flush(call.nested)
+
+    def flush(self, nested: bool) -> dict[str, Tensor]:
+        """The gradients of everything held back so far."""
+        held = list(self._held[nested])
+        self._held[nested].clear()
+        out = {}
+        for attribute in dict.fromkeys(key for part in held for key in part.rows):
+            parts = [part for part in held if attribute in part.rows]
+            layouts = [part.layout for part in parts]
+            layout = layouts[0] if len(parts) == 1 else Layout.join(layouts)
+            rows = [part.rows[attribute] for part in parts]
+            out[attribute] = self.sites[attribute].gradient(
+                rows[0] if len(parts) == 1 else join(rows), layout
+            )
+        return out
+
+    @property
+    def waiting(self) -> Iterator[bool]:
+        return (nested for nested in (False, True) if self._held[nested])
+
+
+class _Held(NamedTuple):
+    layout: Layout
+    rows: dict[str, AnyRows]
+
+
+class Session:
+    """What one `with transform.applied(...)` block knows."""
+
+    def __init__(
+        self,
+        *,
+        rule: Rule,
+        averages: "Averages",
+        stream: Stream,
+        sequences: Int[Tensor, "..."],
+        advantages: Float[Tensor, " row"],
+        groups: Int[Tensor, " row"] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.rule = rule
+        self.averages = averages
+        self.shape = tuple(sequences.shape)
+        self.layout = Layout(sequences.reshape(-1).long(), advantages.numel())
+        self.advantages = advantages
+        self.groups = groups
+        self.observer = observer
+        self.sites: dict[str, Site] = {}
+        self.units: list[Unit] = []
+        self.closed = False
+        self.quiet = False  # while an unknown module is run again, its children stay as they are
+        self._generator = stream.generator(sequences.device)
+        self._table: Tensor | None = None
+        self._weights: list[tuple[str, Tensor]] = []
+
+    def add(self, module: nn.Module, name: str, attributes: list[str], *, draws: bool) -> Unit:
+        """A module under this session; `draws` gives its parameters a row in the table of J."""
+        sites = {}
+        for attribute in attributes:
+            full = f"{name}.{attribute}" if name else attribute
+            site = Site(self, module, full, attribute)
+            if draws:
+                site.number = sum(other.number >= 0 for other in self.sites.values())
+            self.sites[full] = sites[attribute] = site
+        unit = Unit(sites)
+        self.units.append(unit)
+        return unit
+
+    def picks(self, site: Site, layout: Layout) -> Picks:
+        size = self.rule.overlap
+        if size is None or size >= layout.size:
+            return Picks.all(layout)
+        if layout is not self.layout or site.number < 0:
+            return Picks.at(self._draw(layout, 1, size)[0], layout)
+        if self._table is None:
+            rows = sum(other.number >= 0 for other in self.sites.values())
+            self._table = self._draw(layout, rows, size)
+        return Picks.at(self._table[site.number], layout)
+
+    def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "site pick"]:
+        """`size` positions without replacement for each of `rows` parameters, padding last."""
+        step = max(1, (1 << 25) // layout.size)
+        drawn = []
+        for start in range(0, rows, step):
+            shape = (min(step, rows - start), layout.size)
+            score = torch.rand(shape, generator=self._generator, device=layout.seq.device)
+            score = score.masked_fill_(~layout.valid, -1.0)
+            drawn.append(score.topk(size, dim=1, sorted=False).indices)
+        return torch.cat(drawn)
+
+    def flag(self, site: Site, weights: Float[Tensor, " some"]) -> None:
+        """Remember the weights of a layer, to be looked at once, when the block ends."""
+        self._weights.append((site.name, weights))
+
+    def check(self) -> None:
+        """Refuse weights that are not numbers: activations or gradients held NaN or infinity."""
+        if not self._weights:
+            return
+        if bool(torch.isfinite(torch.cat([weights for _, weights in self._weights])).all()):
+            return
+        name = next(n for n, w in self._weights if not bool(torch.isfinite(w).all()))
+        raise ProxpoError(
+            f"gradients.applied: the gradient of {name} is not finite: its input or the gradient "
+            "of its output holds NaN or infinity; p.grad must not be used"
+        )
+
+    @property
+    def generator(self) -> torch.Generator:
+        return self._generator

@@ -1,0 +1,226 @@
+"""A gradient transform: a rule, its trailing averages, and the block it is applied in."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients._averages import Averages
+from proxpo.gradients._modules import exchanged
+from proxpo.gradients._session import Observer, Rule, Session, Site, Stream
+from proxpo.shapes import Float, Int, Tensor
+
+_OPEN: list[tuple[nn.Module, Session]] = []
+
+
+class Transform:
+    """Turns the gradient of a sum of log-probabilities into the gradient of a method.
+
+        with transform.applied(model, sequences=seq_index, advantages=A):
+            nll = -(token_logp * mask).sum()     # no advantages in the objective
+            nll.backward()                       # p.grad is what the optimizer should descend
+        optimizer.step(); transform.step()
+
+    Forward and backward both belong inside the block; one block per micro-batch, any number of
+    blocks per optimizer step.
+    """
+
+    def __init__(self, rule: Rule, *, seed: int = 0) -> None:
+        self.rule = rule
+        self.seed = seed
+        self.averages = Averages()
+        self._steps = 0
+        self._blocks = 0
+        self._names: dict[str, None] = {}
+        self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"Transform({self.rule!r}, seed={self.seed})"
+
+    @contextmanager
+    def applied(
+        self,
+        model: nn.Module,
+        *,
+        sequences: Int[Tensor, "..."],
+        advantages: Float[Tensor, " row"],
+        groups: Int[Tensor, " row"] | None = None,
+        observe: Observer | None = None,
+    ) -> Iterator[Session]:
+        """Transform the gradients of `model` while the block is open.
+
+        sequences: shaped like input_ids (padded B x L, or packed 1 x T); the number of the
+            sequence each position belongs to, prompt included, and -1 for padding.
+        advantages: one number per sequence.
+        groups: one prompt number per sequence, for `group_by="prompt"`.
+        observe: called with (parameter name, tensors) for every layer, to log its lengths.
+        """
+        session = self._open(model, sequences, advantages, groups, observe)
+        _OPEN.append((model, session))
+        before = {name: _mark(site.parameter) for name, site in session.sites.items()}
+        try:
+            with exchanged(model, session, self._warn):
+                self._names.update(dict.fromkeys(session.sites))
+                before = {name: _mark(site.parameter) for name, site in session.sites.items()}
+                yield session
+            _settle(session, before)
+        finally:
+            session.closed = True
+            _OPEN.remove((model, session))
+
+    def step(self) -> None:
+        """Move the trailing averages by what the blocks since the last step have collected."""
+        quantities = self.rule.quantities
+        self.averages.step([f"{name}/{x}" for name in self._names for x in quantities])
+        self._steps += 1
+        self._blocks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter and quantity, and how many steps were made."""
+        values = {f"average.{key}": value.clone() for key, value in self.averages.values.items()}
+        return {"steps": self._steps, **values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; anything collected since the last step is dropped."""
+        unknown = [key for key in state if key != "steps" and not key.startswith("average.")]
+        if unknown or "steps" not in state:
+            raise ProxpoError(
+                "gradients: not the state of a transform: expected 'steps' and 'average.*', got "
+                + (f"'{unknown[0]}'" if unknown else "no 'steps'")
+            )
+        averages = Averages()
+        for key, value in state.items():
+            if key != "steps":
+                averages.values[key.removeprefix("average.")] = torch.as_tensor(value).clone()
+        self.averages, self._steps, self._blocks = averages, int(state["steps"]), 0
+
+    def _open(
+        self,
+        model: nn.Module,
+        sequences: Tensor,
+        advantages: Tensor,
+        groups: Tensor | None,
+        observe: Observer | None,
+    ) -> Session:
+        device = _device(model)
+        own = {id(module) for module in model.modules()}
+        if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
+            raise ProxpoError(
+                "gradients.applied: a transform is already applied to this model; close its "
+                "`with` block first"
+            )
+        _check(sequences, advantages, groups, needs_groups=_by_prompt(self.rule))
+        kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        stream = Stream(self.seed, self._steps, self._blocks, rank)
+        self._blocks += 1
+        return Session(
+            rule=self.rule,
+            averages=self.averages,
+            stream=stream,
+            sequences=sequences.to(device),
+            advantages=advantages.detach().to(device, kind),
+            groups=groups.to(device) if groups is not None and _by_prompt(self.rule) else None,
+            observer=observe,
+        )
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(
+                f"gradients.applied: no per-sequence form for {what}; it gets the "
+                "advantage-weighted gradient without normalisation (s = 1)",
+                stacklevel=2,
+            )
+
+
+def active(parameter: Tensor) -> Site | None:
+    """The open block's site for a parameter used outside its module; None where none is open.
+
+    A tied weight is found at the module that multiplies by it (the head), not at the embedding.
+    """
+    for _, session in reversed(_OPEN):
+        found = [
+            s for s in session.sites.values() if s.module._parameters.get(s.attribute) is parameter
+        ]
+        if found:
+            return next((s for s in found if not isinstance(s.module, nn.Embedding)), found[0])
+    return None
+
+
+def _by_prompt(rule: Rule) -> bool:
+    return getattr(rule, "group_by", None) == "prompt"
+
+
+def _device(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            return parameter.device
+    raise ProxpoError(
+        "gradients.applied: no parameter of the model requires a gradient; unfreeze some or add "
+        "an adapter"
+    )
+
+
+def _check(
+    sequences: Tensor, advantages: Tensor, groups: Tensor | None, *, needs_groups: bool
+) -> None:
+    """One line for every way the micro-batch can be wrong."""
+    where = "gradients.applied: "
+    if sequences.is_floating_point() or sequences.dtype == torch.bool or sequences.numel() == 0:
+        raise ProxpoError(
+            f"{where}`sequences` must hold whole numbers shaped like input_ids (the sequence of "
+            f"each position, -1 for padding), got {sequences.dtype} of {tuple(sequences.shape)}"
+        )
+    if advantages.dim() != 1 or not advantages.is_floating_point():
+        raise ProxpoError(
+            f"{where}`advantages` must be one float per sequence, got {advantages.dtype} of shape "
+            f"{tuple(advantages.shape)}"
+        )
+    low, high = (int(x) for x in torch.aminmax(sequences))
+    if low < -1 or high + 1 != advantages.numel():
+        raise ProxpoError(
+            f"{where}`sequences` numbers {low}..{high}, which asks for {high + 1} advantages "
+            f"(padding is -1), got {advantages.numel()}"
+        )
+    if not bool(torch.isfinite(advantages).all()):
+        raise ProxpoError(f"{where}`advantages` holds NaN or infinity")
+    if needs_groups and (groups is None or groups.shape != advantages.shape):
+        got = "none" if groups is None else f"shape {tuple(groups.shape)}"
+        raise ProxpoError(
+            f"{where}group_by='prompt' needs `groups`, one prompt number for each of the "
+            f"{advantages.numel()} sequences, got {got}"
+        )
+
+
+def _mark(parameter: Tensor) -> tuple[int, int] | None:
+    """Changes whenever the parameter's gradient does."""
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)
+
+
+def _settle(session: Session, before: dict[str, tuple[int, int] | None]) -> None:
+    """Finish what waits, then make sure that no gradient went past the transform."""
+    for unit in session.units:
+        for nested in unit.waiting:
+            for attribute, gradient in unit.flush(nested).items():
+                _accumulate(unit.sites[attribute].parameter, gradient)
+    session.check()
+    for name, site in session.sites.items():
+        if not site.done and _mark(site.parameter) != before[name]:
+            raise ProxpoError(
+                f"gradients.applied: {name} received a gradient that did not pass through the "
+                "transform (forward outside the `with` block, or its weight used without calling "
+                "the module); p.grad must not be used"
+            )
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """A call of the module never reached its backward, so autograd is not waiting for this."""
+    gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

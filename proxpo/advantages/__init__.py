@@ -1,0 +1,31 @@
+"""Rewards -> advantages."""
+
+from proxpo.advantages.group_relative import (
+    group_process,
+    group_relative,
+    leave_one_out,
+    length_weighted_baseline,
+)
+from proxpo.advantages.returns import (
+    discounted_return,
+    gae,
+    greedy_baseline,
+    raw_gae,
+    rollout_values,
+    token_rewards,
+    whiten,
+)
+
+__all__ = [
+    "discounted_return",
+    "gae",
+    "greedy_baseline",
+    "group_process",
+    "group_relative",
+    "leave_one_out",
+    "length_weighted_baseline",
+    "raw_gae",
+    "rollout_values",
+    "token_rewards",
+    "whiten",
+]

@@ -1,0 +1,153 @@
+"""Advantages from returns: rewards summed to the end of the response, with or without a critic."""
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.groups import group_stats
+from proxpo.masked import last_valid, moments, packing, suffix_sum
+from proxpo.shapes import Bool, Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import AllSum, Batch, Context, Metrics, local
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+BASELINES = ("none", "batch", "group", "leave_one_out")
+
+
+def token_rewards(batch: Batch) -> Float[Tensor, "seq tok"]:
+    """ρ_it: the token rewards there are, plus the response's reward on its last valid token."""
+    outcome = torch.zeros_like(batch.logp)
+    if batch.rewards is not None:
+        score = torch.nan_to_num(batch.rewards, nan=0.0).to(outcome.dtype)
+        outcome = torch.where(last_valid(batch.mask), score[:, None], 0.0)
+    if batch.token_rewards is None:
+        return outcome
+    return outcome + torch.where(batch.mask, batch.token_rewards, 0.0).to(outcome.dtype)
+
+
+def whiten(
+    x: Float[Tensor, "seq tok"],
+    mask: Bool[Tensor, "seq tok"],
+    *,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    all_sum: AllSum = local,
+) -> Float[Tensor, "seq tok"]:
+    """(x - μ)/√(σ² + eps) over all valid tokens of the batch.
+
+    unbiased=True: variance over N-1 (verl); False: over N and √max(σ², eps) (OpenRLHF).
+    """
+    mean, variance, n = moments(x, mask, unbiased=unbiased, all_sum=all_sum)
+    if 0 < n <= 1:
+        raise ProxpoError("whitening needs at least two valid tokens in the batch, got 1")
+    scale = (variance + eps if unbiased else variance.clamp(min=eps)).rsqrt()
+    return torch.where(mask, (x - mean) * scale, 0.0)
+
+
+@stage("advantage", needs=("rewards",))
+def discounted_return(
+    *,
+    gamma: float = 1.0,
+    baseline: str = "none",
+    whitening: bool = False,
+    whiten_unbiased: bool = True,
+    singleton: str = "raw",
+):
+    """A_it = Σ_{s≥t} γ^{s-t} ρ_is - b, then optionally whitened over all tokens.
+
+    b = 0 ("none"), the mean reward of the batch, of the group, or of the group's other responses.
+    A group of one has b = 0 (singleton="raw", as verl) or A = 0 ("zero").
+    """
+    if baseline not in BASELINES:
+        raise ProxpoError(f"baseline '{baseline}' is not one of {', '.join(BASELINES)}")
+
+    def advantage(batch: Batch, ctx: Context) -> Result:
+        total = suffix_sum(token_rewards(batch), batch.mask, discount=gamma)
+        offset = _baseline(batch, ctx, baseline, singleton).to(total.dtype)[:, None]
+        scored = batch.mask & ~batch.rewards.isnan()[:, None]
+        out = torch.where(scored, total - offset, 0.0)
+        if whitening:
+            out = whiten(out, batch.mask, unbiased=whiten_unbiased, all_sum=ctx.all_sum)
+        return out, {}
+
+    return advantage
+
+
+def _baseline(batch: Batch, ctx: Context, baseline: str, singleton: str) -> Float[Tensor, " seq"]:
+    rewards = batch.rewards
+    if baseline == "none":
+        return torch.zeros_like(rewards)
+    if baseline == "batch":
+        scored = ~rewards.isnan()
+        filled = torch.where(scored, rewards, 0.0)[:, None]
+        mean, _, _ = moments(filled, scored[:, None], all_sum=ctx.all_sum)
+        return mean.expand_as(rewards)
+    group = batch.require("group", by=f"advantage=discounted_return(baseline={baseline})")
+    stats = group_stats(rewards, group)
+    others = (stats.size * stats.mean - rewards) / (stats.size - 1).clamp(min=1)
+    mean = stats.mean if baseline == "group" else others
+    return torch.where(stats.size == 1, 0.0 if singleton == "raw" else rewards, mean)
+
+
+@stage("advantage", needs=("rewards", "greedy_rewards"))
+def greedy_baseline(
+    *, form: str = "framework", gamma: float = 0.99, reward_clip: float = 5.0, kl_coef: float = 0.05
+):
+    """A_it = Σ_{s≥t} ρ_is - b, b the reward of the greedy response. ReMax, arXiv:2310.10505.
+
+    form="official" is the repository's: A_it = γ^{L_i-t}·clip(r_i - b, ±reward_clip)
+    - kl_coef·(log π_old - log π_ref)_t with t = 0..L_i-1 and a KL that is not accumulated.
+    """
+    if form not in ("framework", "official"):
+        raise ProxpoError(f"greedy_baseline: form '{form}' is not framework or official")
+
+    def framework(batch: Batch, ctx: Context) -> Result:
+        total = suffix_sum(token_rewards(batch), batch.mask)
+        return torch.where(batch.mask, total - batch.greedy_rewards[:, None], 0.0), {}
+
+    def official(batch: Batch, ctx: Context) -> Result:
+        gain = (batch.rewards - batch.greedy_rewards).clamp(-reward_clip, reward_clip)
+        left = batch.mask.flip(1).cumsum(1).flip(1).to(gain.dtype)  # L - t on valid tokens
+        out = gamma**left * gain[:, None]
+        if kl_coef:
+            ref = batch.require("ref_logp", by="advantage=greedy_baseline(form=official)")
+            old = batch.require("old_logp", by="advantage=greedy_baseline(form=official)")
+            out = out - kl_coef * (old - ref)
+        return torch.where(batch.mask, out, 0.0), {}
+
+    return framework if form == "framework" else official
+
+
+@stage("advantage")
+def gae(
+    *, gamma: float = 1.0, lam: float = 1.0, whitening: bool = True, whiten_unbiased: bool = True
+):
+    """A_t = δ_t + γλ A_next, δ_t = ρ_t + γ V_next - V_t, over valid tokens. GAE, 1506.02438.
+
+    Masked tokens are skipped: V_next and A_next are those of the next valid token, 0 after the
+    last. Values are those at rollout time (`old_values`, else `values`).
+    """
+
+    def advantage(batch: Batch, ctx: Context) -> Result:
+        raw = raw_gae(batch, gamma=gamma, lam=lam)
+        if not whitening:
+            return raw, {}
+        return whiten(raw, batch.mask, unbiased=whiten_unbiased, all_sum=ctx.all_sum), {}
+
+    return advantage
+
+
+def raw_gae(batch: Batch, *, gamma: float, lam: float) -> Float[Tensor, "seq tok"]:
+    """GAE before whitening; returns are this plus the values."""
+    values = rollout_values(batch, by="advantage=gae")
+    order = packing(batch.mask)
+    packed = values.gather(1, order)
+    following = torch.nn.functional.pad(packed[:, 1:], (0, 1))
+    next_value = torch.empty_like(values).scatter(1, order, following)
+    delta = token_rewards(batch) + gamma * next_value - values
+    return suffix_sum(delta, batch.mask, discount=gamma * lam)
+
+
+def rollout_values(batch: Batch, *, by: str) -> Float[Tensor, "seq tok"]:
+    if batch.old_values is not None:
+        return torch.where(batch.mask, batch.old_values, 0.0)
+    return torch.where(batch.mask, batch.require("values", by=by).detach(), 0.0)

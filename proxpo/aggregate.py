@@ -1,0 +1,144 @@
+"""Per-token losses -> one scalar. The divisor decides how much a long response or a prompt weighs.
+
+x_it token loss, m mask, L_i = Σ_t m, N = Σ m, B⁺ non-empty rows, P prompts. All counts are those
+of the whole optimizer step (`Denominators`), so micro-batches and ranks add up to one big batch.
+Fully masked rows do not count, except where a mode says so. Nothing valid: loss 0, gradient 0.
+"""
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.masked import masked_sum, row_mean, row_sum
+from proxpo.pairs import best_and_worst
+from proxpo.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, ""], Metrics]
+
+
+@stage("aggregate", takes=("loss",))
+def token_mean():
+    """Σ m x / N: every token of the step weighs the same."""
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return masked_sum(x, batch.mask) / _count(ctx.counts.tokens, x), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("loss",))
+def token_sum():
+    """Σ m x."""
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return masked_sum(x, batch.mask), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("loss",))
+def seq_mean_token_sum(*, count_empty: bool = False):
+    """(1/B⁺) Σ_i Σ_t m x: the derivation-faithful REINFORCE average."""
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return masked_sum(x, batch.mask) / _rows(ctx, x, count_empty), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("loss",))
+def seq_mean_token_mean(*, count_empty: bool = False):
+    """(1/B⁺) Σ_i (1/L_i) Σ_t m x: GRPO's average; long responses weigh less per token.
+
+    count_empty=True divides by all rows instead, as TRL's "grpo" does.
+    """
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return row_mean(x, batch.mask).sum() / _rows(ctx, x, count_empty), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("loss",))
+def constant_length(*, max_tokens: float, count_empty: bool = False):
+    """(1/B⁺) Σ_i Σ_t m x / K with a constant K: Dr. GRPO's unbiased average.
+
+    K must not be the padded width of the batch, which would move the step size with the longest
+    response of the moment. verl calls this seq-mean-token-sum-norm.
+    """
+    if not max_tokens > 0:
+        raise ProxpoError(f"constant_length: max_tokens must be positive, got {max_tokens}")
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return masked_sum(x, batch.mask) / (_rows(ctx, x, count_empty) * max_tokens), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("loss",), needs=("group",))
+def prompt_mean():
+    """(1/P) Σ_g [Σ_{i∈g} Σ_t m x / N_g]: token mean inside a prompt, then the mean over prompts."""
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        tokens = batch.require("group_tokens", by="aggregate=prompt_mean").clamp(min=1)
+        prompts = ctx.counts.prompts
+        if prompts is None:
+            raise ProxpoError("aggregate=prompt_mean: the denominators hold no count of prompts")
+        rows = row_sum(x, batch.mask) / tokens.to(x.dtype)
+        return rows.sum() / _count(prompts, x), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("log_ratio",), needs=("rewards", "group"))
+def pairwise_logistic(
+    *, beta: float = 0.1, label_smoothing: float = 0.0, form: str = "sigmoid", ipo_mean: bool = True
+):
+    """Mean over pairs of -log σ(β h), h = Σ_t log-ratio of the best minus of the worst response.
+
+    form="sigmoid": (1-ε)(-log σ(βh)) + ε(-log σ(-βh)), ε the label smoothing (DPO, cDPO);
+    form="robust": [(1-ε)(-log σ(βh)) - ε(-log σ(-βh))] / (1-2ε);
+    form="ipo": (h̄ - 1/(2β))², h̄ from length-averaged log-ratios, or sums with ipo_mean=False.
+    """
+    if form not in ("sigmoid", "robust", "ipo"):
+        raise ProxpoError(f"pairwise_logistic: form '{form}' is not sigmoid, robust or ipo")
+    if form == "robust" and not label_smoothing < 0.5:
+        raise ProxpoError("pairwise_logistic: the robust form needs label_smoothing below 0.5")
+
+    def per_pair(h: Tensor) -> Tensor:
+        agree = -torch.nn.functional.logsigmoid(beta * h)
+        oppose = -torch.nn.functional.logsigmoid(-beta * h)
+        if form == "ipo":
+            return (h - 1 / (2 * beta)).square()
+        if form == "robust":
+            return ((1 - label_smoothing) * agree - label_smoothing * oppose) / (
+                1 - 2 * label_smoothing
+            )
+        return (1 - label_smoothing) * agree + label_smoothing * oppose
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        chosen, rejected = best_and_worst(batch)
+        pool = row_mean if form == "ipo" and ipo_mean else row_sum
+        score = pool(x, batch.mask)
+        h = score[chosen] - score[rejected]
+        if ctx.counts.pairs is None:
+            raise ProxpoError(
+                "aggregate=pairwise_logistic: the denominators hold no count of pairs"
+            )
+        pairs = _count(ctx.counts.pairs, x)
+        seen = {
+            "pairs/accuracy": (h > 0).to(x.dtype).sum() / pairs,
+            "pairs/margin": beta * h.sum() / pairs,
+        }
+        return per_pair(h).sum() / pairs, seen
+
+    return aggregate
+
+
+def _count(n: Tensor, like: Tensor) -> Tensor:
+    return n.clamp(min=1).to(like.dtype)
+
+
+def _rows(ctx: Context, like: Tensor, count_empty: bool) -> Tensor:
+    return _count(ctx.counts.rows if count_empty else ctx.counts.sequences, like)

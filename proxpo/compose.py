@@ -1,0 +1,172 @@
+"""The order of the stages, in one place: prepare() once per rollout, policy_loss() per micro-batch.
+
+prepare:      reward -> filter -> advantage, and the counts everything is divided by
+policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (+ value)
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from proxpo.masked import spread
+from proxpo.pairs import best_and_worst
+from proxpo.shapes import Float, Tensor
+from proxpo.stages import check
+from proxpo.types import (
+    AllSum,
+    Batch,
+    Context,
+    Denominators,
+    Loss,
+    Metrics,
+    Recipe,
+    Stage,
+    State,
+    local,
+)
+
+States = Mapping[str, State]
+
+
+class Prepared(NamedTuple):
+    """A batch with advantages and its final mask, the counts of the step, and metrics."""
+
+    batch: Batch
+    denominators: Denominators
+    metrics: Metrics
+
+
+def loss_fn(recipe: Recipe) -> Callable[..., Loss]:
+    """The recipe as one function of a whole batch: `loss_fn(recipe)(batch).value.backward()`."""
+    check(recipe)
+
+    def loss(
+        batch: Batch,
+        *,
+        state: States | None = None,
+        all_sum: AllSum = local,
+        generator: torch.Generator | None = None,
+    ) -> Loss:
+        ready = prepare(recipe, batch, state=state, all_sum=all_sum)
+        value, metrics = policy_loss(
+            recipe,
+            ready.batch,
+            denominators=ready.denominators,
+            state=state,
+            all_sum=all_sum,
+            generator=generator,
+        )
+        return Loss(value, ready.metrics | metrics)
+
+    return loss
+
+
+def prepare(
+    recipe: Recipe, batch: Batch, *, state: States | None = None, all_sum: AllSum = local
+) -> Prepared:
+    """What is fixed for all updates on a rollout: mask, advantages, denominators.
+
+    Groups must be whole in `batch`; ranks may hold different groups (`all_sum` adds over them).
+    Advantages given with the batch are used as they are.
+    """
+    ctx = Context(all_sum=all_sum)
+    state = recipe.init_state() if state is None else state
+    metrics: Metrics = {}
+    batch = batch.clean()
+
+    def run(place: str, stage: Stage) -> Tensor | Batch:
+        require(recipe, stage, batch)
+        value, seen = stage.apply(batch, replace(ctx, state=state.get(place, {})))
+        metrics.update(seen)
+        return value
+
+    with torch.no_grad():
+        if batch.advantages is None:
+            for stage in recipe.reward:
+                batch = run(f"reward.{stage.name}", stage)
+        for stage in recipe.filter:
+            keep = run(f"filter.{stage.name}", stage)
+            batch = batch.replace(mask=batch.mask & keep)
+        if batch.advantages is None:
+            found = batch.logp.new_zeros(batch.logp.shape)
+            if recipe.advantage is not None:
+                found = run("advantage", recipe.advantage)
+            batch = batch.replace(advantages=found)
+    batch = batch.replace(advantages=as_tokens(batch.advantages, batch)).clean()
+    if batch.group is not None and batch.group_tokens is None:
+        batch = batch.replace(group_tokens=tokens_of_group(batch))
+    return Prepared(batch, count(batch, all_sum=all_sum), metrics)
+
+
+def policy_loss(
+    recipe: Recipe,
+    batch: Batch,
+    *,
+    denominators: Denominators,
+    state: States | None = None,
+    all_sum: AllSum = local,
+    generator: torch.Generator | None = None,
+) -> Loss:
+    """Loss of a prepared batch, or of any cut of it: the cuts add up to the whole."""
+    ctx = Context(all_sum=all_sum, denominators=denominators, generator=generator)
+    state = recipe.init_state() if state is None else state
+    metrics: Metrics = {}
+    batch = batch.clean()
+
+    def run(place: str, stage: Stage, *inputs: Tensor) -> Tensor:
+        require(recipe, stage, batch)
+        value, seen = stage.apply(*inputs, batch, replace(ctx, state=state.get(place, {})))
+        metrics.update(seen)
+        return value
+
+    ratio = run("ratio", recipe.ratio)
+    token_loss = run("trust", recipe.trust, ratio)
+    for stage in recipe.weights:
+        token_loss = token_loss * run(f"weights.{stage.name}", stage)
+    for stage in recipe.regularisers:
+        token_loss = token_loss + run(f"regularisers.{stage.name}", stage, ratio)
+    for stage in recipe.select:
+        token_loss = token_loss * run(f"select.{stage.name}", stage)
+    loss = run("aggregate", recipe.aggregate, token_loss)
+    if recipe.value is not None and batch.values is not None:
+        value_loss = run("aggregate", recipe.aggregate, run("value", recipe.value))
+        metrics["loss/value"] = value_loss.detach()
+        loss = loss + value_loss
+    return Loss(loss, {name: seen.detach() for name, seen in metrics.items()})
+
+
+def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:
+    """Valid tokens, non-empty responses, all responses, prompts and reward-ordered pairs."""
+    filled = batch.mask.any(dim=1)
+    counts = [int(batch.mask.sum()), int(filled.sum()), len(filled)]
+    if batch.group is not None:
+        counts.append(batch.group[filled].unique().numel())
+        if batch.rewards is not None:
+            counts.append(len(best_and_worst(batch)[0]))
+    totals = all_sum(torch.tensor(counts, dtype=torch.float64, device=batch.mask.device))
+    named = dict(zip(("tokens", "sequences", "rows", "prompts", "pairs"), totals))
+    return Denominators(**named)
+
+
+def tokens_of_group(batch: Batch) -> Tensor:
+    """N_g for each response: the valid tokens of all responses to its prompt."""
+    _, index = batch.group.unique(return_inverse=True)
+    lengths = batch.mask.sum(dim=1)
+    totals = torch.zeros_like(lengths).index_add(0, index, lengths) if len(lengths) else lengths
+    return totals[index]
+
+
+def as_tokens(advantages: Tensor, batch: Batch) -> Float[Tensor, "seq tok"]:
+    """Advantages per token, detached, in the dtype of the log-probabilities."""
+    advantages = advantages.detach().to(batch.logp.dtype)
+    return spread(advantages, batch.mask) if advantages.dim() == 1 else advantages
+
+
+def require(recipe: Recipe, stage: Stage, batch: Batch) -> None:
+    for name in stage.needs:
+        batch.require(name, by=f"{recipe.name or 'recipe'}: {stage.kind}={stage.name}")
+
+
+__all__ = ["Prepared", "count", "loss_fn", "policy_loss", "prepare"]

@@ -1,0 +1,9 @@
+"""Which prompts and which tokens take part. A filter shrinks the mask and every denominator.
+
+`prompts` stages decide on whole prompts before the loss (a trainer may resample what they refuse);
+`filter` stages take tokens or responses out of the batch.
+"""
+
+from proxpo.filters.filters import fresh_enough, informative, not_truncated, reject
+
+__all__ = ["fresh_enough", "informative", "not_truncated", "reject"]

@@ -1,0 +1,52 @@
+"""Statistics over the responses to one prompt. Rows whose reward is missing (NaN) do not count."""
+
+from typing import NamedTuple
+
+import torch
+
+from proxpo.shapes import Bool, Float, Int, Tensor
+
+
+class GroupStats(NamedTuple):
+    """Per row: its group's mean, standard deviation and number of scored rows; which are scored."""
+
+    mean: Float[Tensor, " seq"]
+    std: Float[Tensor, " seq"]
+    size: Float[Tensor, " seq"]
+    scored: Bool[Tensor, " seq"]
+
+
+def group_stats(
+    x: Float[Tensor, " seq"],
+    group: Int[Tensor, " seq"],
+    *,
+    weight: Float[Tensor, " seq"] | None = None,
+    unbiased: bool = True,
+) -> GroupStats:
+    """Weighted mean and (unbiased) standard deviation of each row's group, spread to its rows."""
+    scored = ~x.isnan()
+    filled = torch.where(scored, x, 0.0)
+    share = scored.to(x.dtype) if weight is None else scored * weight.to(x.dtype)
+    size = group_sum(scored.to(x.dtype), group)
+    total = group_sum(share, group)
+    mean = group_sum(share * filled, group) / total.clamp(min=torch.finfo(x.dtype).tiny)
+    top = group_extreme(torch.where(scored, x, -torch.inf), group)
+    bottom = -group_extreme(torch.where(scored, -x, -torch.inf), group)
+    mean = torch.where(top == bottom, top, mean)  # equal rewards centre to exactly 0
+    squares = group_sum(torch.where(scored, (filled - mean).square(), 0.0), group)
+    variance = squares / (size - 1 if unbiased else size).clamp(min=1)
+    return GroupStats(mean, variance.sqrt(), size, scored)
+
+
+def group_extreme(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Tensor, " seq"]:
+    """Largest value among the rows of the same group, given to each of them."""
+    _, index = group.unique(return_inverse=True)
+    groups = int(index.max()) + 1 if len(index) else 0
+    return x.new_full((groups,), -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+
+
+def group_sum(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Tensor, " seq"]:
+    """Σ over the rows of the same group, given to each of them."""
+    _, index = group.unique(return_inverse=True)
+    groups = int(index.max()) + 1 if len(index) else 0
+    return x.new_zeros(groups).index_add(0, index, x)[index]

@@ -1,0 +1,35 @@
+"""Preference pairs inside a group: the best and the worst response to a prompt."""
+
+import torch
+
+from proxpo.shapes import Int, Tensor
+from proxpo.types import Batch
+
+
+def best_and_worst(batch: Batch) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
+    """Rows (chosen, rejected), one pair per prompt; prompts whose rewards are all equal give none.
+
+    The first row wins a tie. Responses whose reward is missing are left out.
+    """
+    rewards = batch.require("rewards", by="pairing responses")
+    group = batch.require("group", by="pairing responses")
+    prompts, index = group.unique(return_inverse=True)
+    scored = ~rewards.isnan()
+    best = _first_extreme(rewards, index, scored, len(prompts), largest=True)
+    worst = _first_extreme(rewards, index, scored, len(prompts), largest=False)
+    paired = (best >= 0) & (rewards[best.clamp(min=0)] > rewards[worst.clamp(min=0)])
+    return best[paired], worst[paired]
+
+
+def _first_extreme(
+    rewards: Tensor, index: Tensor, scored: Tensor, groups: int, *, largest: bool
+) -> Int[Tensor, " group"]:
+    if not len(rewards):
+        return index.new_full((groups,), -1)
+    sign = 1.0 if largest else -1.0
+    value = torch.where(scored, sign * rewards, -torch.inf)
+    top = value.new_full((groups,), -torch.inf).scatter_reduce(0, index, value, "amax")
+    row = torch.arange(len(rewards), device=rewards.device)
+    candidate = torch.where(scored & (value == top[index]), row, len(rewards))
+    first = index.new_full((groups,), len(rewards)).scatter_reduce(0, index, candidate, "amin")
+    return torch.where(first < len(rewards), first, -1)

@@ -1,0 +1,67 @@
+import math
+
+from proxpo.advantages import group_relative
+from proxpo.aggregate import prompt_mean, token_mean
+from proxpo.filters import informative
+from proxpo.filters.filters import informative_prompts
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.trust import clipped_weight
+from proxpo.types import Recipe
+
+
+@register("cispo", paper="arXiv:2506.13585", confidence="paper formulas")
+def cispo(
+    *,
+    low: float = math.inf,
+    high: float = 0.2,
+    absolute: bool = False,
+    mask_low: float | None = None,
+    mask_high: float | None = None,
+    eps: float = 1e-6,
+) -> Recipe:
+    """CISPO: REINFORCE weighted by a truncated ratio without gradient; no token is ever silenced.
+
+        L = (1/N) Σ -sg[clip(r, 1-ε_lo, 1+ε_hi)] · A · log π
+
+    ε_hi is not published; 0.2 (cap 1.2) is verl's. mask_low, mask_high give the unified form
+    (eqs 6-7), which with an uncapped weight is PPO's gradient.
+
+    Departures: the paper and verl cap at 1+high, TRL at `high` itself (absolute=True, high=5).
+    verl's default floors the weight at 0.8; the paper has no lower bound (low=inf).
+
+    Reference: MiniMax, arXiv:2506.13585 eqs 4-7.
+    """
+    return Recipe(
+        prompts=(informative_prompts(),),
+        advantage=group_relative(eps=eps),
+        ratio=token(),
+        trust=clipped_weight(
+            low=low, high=high, absolute=absolute, mask_low=mask_low, mask_high=mask_high
+        ),
+        aggregate=token_mean(),
+    )
+
+
+@register("scalerl", paper="arXiv:2510.13786", confidence="paper formulas")
+def scalerl(*, cap: float = 5.0, eps: float = 1e-6) -> Recipe:
+    """ScaleRL: CISPO with an absolute cap, batch-scaled advantages and the mean over prompts.
+
+        Â_i = (r_i - mean_g)/σ, σ the std of all centred rewards of the batch
+        L = (1/P) Σ_g (1/N_g) Σ_{i∈g,t} -sg[min(π/π_roll, cap)] · Â · log π
+
+    The ratio is to the sampler's log-probabilities. Prompts with equal rewards are dropped, not
+    redrawn. Caps of 4, 5 and 8 made no significant difference in the paper.
+
+    Departures: the removal of prompts with a pass rate of 0.9 and the fp32 head belong to the
+    trainer, not to the loss.
+
+    Reference: Khatri et al., arXiv:2510.13786, sections 3-4.
+    """
+    return Recipe(
+        filter=(informative(),),
+        advantage=group_relative(scale="centred", eps=eps),
+        ratio=token(anchor="rollout"),
+        trust=clipped_weight(high=cap, absolute=True),
+        aggregate=prompt_mean(),
+    )

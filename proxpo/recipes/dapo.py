@@ -1,0 +1,56 @@
+from proxpo.advantages import group_relative
+from proxpo.aggregate import prompt_mean, token_mean
+from proxpo.errors import ProxpoError
+from proxpo.filters import informative, not_truncated
+from proxpo.filters.filters import informative_prompts
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.rewards import overlong_penalty
+from proxpo.trust import ppo_clip
+from proxpo.types import Recipe
+
+
+@register("dapo", paper="arXiv:2503.14476")
+def dapo(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual: float | None = None,
+    average: str = "token",
+    group_filter: str = "resample",
+    overlong: str = "penalty",
+    max_tokens: float = 20480,
+    cache: float = 4096,
+    penalty_floor: bool = True,
+    eps: float = 1e-6,
+) -> Recipe:
+    """DAPO: GRPO with a higher upper clip, informative prompts, a token mean and a length penalty.
+
+        A_i = (R_i - mean_g)/(std_g + δ), R_i = r_i + soft overlong punishment
+        L = (1/N) Σ max(-A r, -A clip(r, 1-0.2, 1+0.28))
+
+    average="prompt" divides by the tokens of each prompt's group, then averages prompts (the
+    paper's eq. 8); "token" by all tokens (released code). group_filter: "resample" leaves the
+    dropping and redrawing of uninformative prompts to the trainer, "mask" drops them here, "off".
+    overlong: "penalty", "filter" (masks truncated responses), "both" or "off".
+
+    Departures: the released penalty has no floor at -1 (penalty_floor=False). Their scripts add
+    dual=10.
+
+    Reference: Yu et al., arXiv:2503.14476 eqs 8-13.
+    """
+    if average not in ("token", "prompt") or group_filter not in ("resample", "mask", "off"):
+        raise ProxpoError("dapo: average is token or prompt; group_filter is resample, mask or off")
+    if overlong not in ("penalty", "filter", "both", "off"):
+        raise ProxpoError("dapo: overlong is penalty, filter, both or off")
+    penalty = overlong_penalty(max_tokens=max_tokens, cache=cache, floor=penalty_floor)
+    masks = (informative(),) if group_filter == "mask" else ()
+    return Recipe(
+        prompts=(informative_prompts(),) if group_filter == "resample" else (),
+        reward=(penalty,) if overlong in ("penalty", "both") else (),
+        filter=(*masks, not_truncated()) if overlong in ("filter", "both") else masks,
+        advantage=group_relative(eps=eps),
+        ratio=token(),
+        trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
+        aggregate=token_mean() if average == "token" else prompt_mean(),
+    )

@@ -1,0 +1,48 @@
+import math
+
+from proxpo.advantages import group_relative
+from proxpo.aggregate import token_mean
+from proxpo.filters import fresh_enough
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.trust import ppo_clip
+from proxpo.types import Recipe
+from proxpo.weights import behaviour
+
+
+@register("decoupled-ppo", paper="arXiv:2505.24298")
+def decoupled_ppo(
+    *,
+    prox: str = "recompute",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual: float | None = None,
+    weight: bool = True,
+    weight_mode: str = "clamp",
+    weight_level: str = "token",
+    weight_cap: float = math.inf,
+    max_lag: float | None = None,
+) -> Recipe:
+    """Decoupled PPO: clip against a recent proximal policy, correct for the older sampling policy.
+
+        u = π/π_prox,   v = sg[π_prox/π_behaviour],   L = (1/N) Σ v · max(-A u, -A clip(u, 1±ε))
+
+    π_behaviour is `old_logp`. prox="recompute" reads `prox_logp`; "a3po" interpolates it from the
+    policy lag, log π_p = α log π_b + (1-α) sg[log π] with α = 1/d; "areal" and "linear" are the
+    released code's variants. weight_cap with weight_mode clamp or mask bounds v. max_lag drops
+    responses staler than that.
+
+    Departures: the paper has no cap; AReaL applies v only when a rejection rule is configured
+    (weight=False), and interpolates to π_b, not π, at d = 0 (prox="areal").
+
+    Reference: Fu et al., arXiv:2505.24298 section 5.2; Hilton et al. 2110.00641; A-3PO 2512.06547.
+    """
+    correction = behaviour(prox=prox, mode=weight_mode, level=weight_level, cap=weight_cap)
+    return Recipe(
+        filter=() if max_lag is None else (fresh_enough(max_lag=max_lag),),
+        advantage=group_relative(),
+        weights=(correction,) if weight else (),
+        ratio=token(anchor=prox),
+        trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
+        aggregate=token_mean(),
+    )

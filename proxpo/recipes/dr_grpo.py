@@ -1,0 +1,31 @@
+from proxpo.advantages import group_relative
+from proxpo.aggregate import constant_length
+from proxpo.filters import not_truncated
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.trust import ppo_clip
+from proxpo.types import Recipe
+
+
+@register("dr-grpo", paper="arXiv:2503.20783")
+def dr_grpo(
+    *, clip: float = 0.2, max_tokens: float = 3000, ignore_truncated: bool = False
+) -> Recipe:
+    """Dr. GRPO: GRPO without its two biased normalisers, the response length and the group's std.
+
+        A_i = r_i - mean_g,   L = (1/B) Σ_i Σ_t max(-A r, -A clip(r, 1±ε)) / L_max
+
+    L_max is a constant, the generation budget (official: 3000), never the padded width.
+    ignore_truncated=True masks responses without end of sequence; they still count in B.
+
+    Departures: older verl summed over responses instead of averaging. A group of one has A = 0.
+
+    Reference: Liu et al., arXiv:2503.20783, section 3.2.
+    """
+    return Recipe(
+        advantage=group_relative(scale="none", singleton="zero"),
+        filter=(not_truncated(),) if ignore_truncated else (),
+        ratio=token(),
+        trust=ppo_clip(low=clip, high=clip),
+        aggregate=constant_length(max_tokens=max_tokens, count_empty=ignore_truncated),
+    )

@@ -1,0 +1,32 @@
+from proxpo.recipes._registry import register
+from proxpo.recipes.dapo import dapo
+from proxpo.types import Recipe
+from proxpo.weights import top_entropy
+
+
+@register("entropy-80-20", paper="arXiv:2506.01939")
+def entropy_80_20(
+    *,
+    share: float = 0.2,
+    normalize: str = "selected",
+    rule: str = "top_k",
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual: float | None = None,
+) -> Recipe:
+    """Entropy 80/20: DAPO's gradient on the 20 % of tokens with the highest entropy only.
+
+        S = the max(1, ⌈ρN⌉) tokens of largest H
+        L = (1/|S|) Σ_{t∈S} max(-A r, -A clip(r, 0.8, 1.28))
+
+    H is the entropy of the current policy's whole next-token distribution, detached. Terms such as
+    a KL stay on all tokens.
+
+    Departures: TRL divides by all tokens (normalize="all", smaller by about ρ) and takes an
+    interpolated quantile (rule="quantile"). The choice is made per micro-batch. The released script
+    adds dual=10.
+
+    Reference: Wang et al., arXiv:2506.01939 (revised) eq. 6.
+    """
+    base = dapo(clip_low=clip_low, clip_high=clip_high, dual=dual)
+    return base.replace(weights=(top_entropy(share=share, normalize=normalize, rule=rule),))

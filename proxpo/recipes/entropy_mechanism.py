@@ -1,0 +1,68 @@
+from proxpo.advantages import group_relative
+from proxpo.aggregate import token_mean
+from proxpo.filters.filters import informative_prompts
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.regularisers import covariance_penalty
+from proxpo.trust import clip_cov as clip_cov_trust
+from proxpo.trust import unclipped
+from proxpo.types import Recipe
+
+
+@register("clip-cov", paper="arXiv:2505.22617")
+def clip_cov(
+    *,
+    share: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    clip_low: float = 1.0,
+    clip_high: float = 1.0,
+    keep_value: bool = False,
+) -> Recipe:
+    """Clip-Cov: a few tokens whose log-probability and advantage co-vary lose their gradient.
+
+        Cov_it = (A - Ā)(log π - mean log π);  max(1, ⌊κN⌋) random ones of
+        {unclipped, ω_lo < Cov < ω_hi} drop out
+        L = (1/N) Σ over the others of max(-A r, -A clip(r, 1-ε_lo, 1+ε_hi))
+
+    Departures: the paper detaches the chosen tokens (keep_value=True), the code zeroes them: equal
+    gradients. The clip is nearly off, [0, 2], as in their scripts (verl's default is 0.2). Chosen
+    per micro-batch and rank; below 1/κ tokens the floor of one token acts.
+
+    Reference: Cui et al., arXiv:2505.22617 eqs 10-12.
+    """
+    return Recipe(
+        prompts=(informative_prompts(),),
+        advantage=group_relative(),
+        ratio=token(),
+        trust=clip_cov_trust(
+            share=share,
+            cov_low=cov_low,
+            cov_high=cov_high,
+            low=clip_low,
+            high=clip_high,
+            keep_value=keep_value,
+        ),
+        aggregate=token_mean(),
+    )
+
+
+@register("kl-cov", paper="arXiv:2505.22617")
+def kl_cov(*, share: float = 2e-3, coef: float = 1.0) -> Recipe:
+    """KL-Cov: a penalty on |log-ratio| for the tokens of highest covariance, and no clip at all.
+
+        L = (1/N) Σ [ -A r + β·1[Cov among the top max(1, ⌊kN⌋)]·|log π - log π_old| ]
+
+    Departures: the paper writes KL(π_old‖π), the code the absolute log-ratio. k = 2e-3 is the 7B
+    setting (2e-4 for 32B); the official option 0.2 is in percent; verl's coefficient is 0.1.
+
+    Reference: Cui et al., arXiv:2505.22617 eqs 10, 13, 14.
+    """
+    return Recipe(
+        prompts=(informative_prompts(),),
+        advantage=group_relative(),
+        ratio=token(),
+        trust=unclipped(),
+        regularisers=(covariance_penalty(share=share, coef=coef),),
+        aggregate=token_mean(),
+    )

@@ -1,0 +1,76 @@
+from proxpo.advantages import group_relative
+from proxpo.aggregate import seq_mean_token_mean
+from proxpo.ratios import ema, kalman
+from proxpo.recipes._registry import register
+from proxpo.trust import ppo_clip, unclipped
+from proxpo.types import Recipe
+
+
+@register("kpo", paper="arXiv:2602.10609")
+def kpo(
+    *,
+    q: float = 1e-6,
+    v: float = 1.0,
+    p0: float = 0.0,
+    clipped: bool = True,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    mask_mode: str = "zero",
+    eps: float = 1e-6,
+) -> Recipe:
+    """KPO: token log-ratios smoothed along the response by a causal Kalman filter.
+
+        P⁻ = P + Q, K = P⁻/(P⁻ + V), x̂ ← (1-K) x̂ + K z, P = V K,   z = log π - log π_old
+        r̂ = exp(log π - sg[log π] + sg[x̂])
+        L = (1/B) Σ_i (1/L_i) Σ_t max(-A r̂, -A clip(r̂, 1-3e-4, 1+4e-4))
+
+    clipped=False leaves the clip out. No gradient flows through the filter: a token never hears of
+    the ratio of a later one.
+
+    Departures: the released code starts from P0 = 0, where the gain rises from 1e-6; the follow-up
+    paper from P0 = 1. Its float32 gains are 2.4 % off at Q = 1e-6 and its cumulative products
+    underflow; here gains are exact and the scan holds to 65,536 tokens. mask_mode="skip" passes
+    over masked tokens inside a response instead of counting them as observations of 0.
+
+    Reference: arXiv:2602.10609, section 3.
+    """
+    return Recipe(
+        advantage=group_relative(eps=eps),
+        ratio=kalman(q=q, v=v, p0=p0, mask_mode=mask_mode),
+        trust=ppo_clip(low=clip_low, high=clip_high) if clipped else unclipped(),
+        aggregate=seq_mean_token_mean(),
+    )
+
+
+@register("ema-kpo", paper="EMA-KPO (FARS)", confidence="paper formulas")
+def ema_kpo(
+    *,
+    mode: str = "scheduled",
+    alpha: float = 0.01,
+    q: float = 1e-6,
+    v: float = 1.0,
+    p0: float = 1.0,
+    clipped: bool = True,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    mask_mode: str = "zero",
+    eps: float = 1e-6,
+) -> Recipe:
+    """EMA-KPO: KPO's gains never look at the data, so a precomputed moving average does the same.
+
+        ρ_t = (1-α_t) ρ_{t-1} + α_t z_t,   α_t = K_t(Q, V, P0 = 1),   r̂ = exp(ρ), then as KPO
+
+    mode="fixed" uses the constant alpha (the paper's ablations: 0.01 and 0.0001).
+
+    Departures: the paper's KPO starts from P0 = 1 (gain 0.5, falling), the released KPO from 0;
+    p0=0 reproduces the latter. The gradient convention is KPO's, the paper does not state one.
+
+    Reference: EMA-KPO, "Simplifying Kalman Policy Optimization with Fixed-Gain Exponential
+    Smoothing", section 3.
+    """
+    return Recipe(
+        advantage=group_relative(eps=eps),
+        ratio=ema(mode=mode, alpha=alpha, q=q, v=v, p0=p0, mask_mode=mask_mode),
+        trust=ppo_clip(low=clip_low, high=clip_high) if clipped else unclipped(),
+        aggregate=seq_mean_token_mean(),
+    )

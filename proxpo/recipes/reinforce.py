@@ -1,0 +1,58 @@
+from proxpo.advantages import discounted_return, group_relative
+from proxpo.aggregate import seq_mean_token_sum
+from proxpo.errors import ProxpoError
+from proxpo.ratios import none, sequence, token
+from proxpo.recipes._registry import register
+from proxpo.trust import score_function, unclipped
+from proxpo.types import Recipe
+
+FORMS = ("score", "ratio", "truncated")
+
+
+@register("reinforce", paper="Williams 1992", confidence="framework code")
+def reinforce(
+    *,
+    form: str = "score",
+    baseline: str = "group",
+    standardise: bool = False,
+    gamma: float = 1.0,
+    cap: float = 2.0,
+    level: str = "token",
+) -> Recipe:
+    """REINFORCE: raise the log-probability of sampled tokens in proportion to a baselined return.
+
+        L = (1/B) Σ_i Σ_t -A_it · log π(o_it),   A_it = Σ_{s≥t} γ^{s-t} ρ_is - b
+
+    form="ratio": x = -A·r without any clip, which ISOPO's paper calls REINFORCE; equal gradients at
+    r = 1. form="truncated": x = -sg[min(π/π_roll, cap)]·A·log π on data from the sampler, the
+    weight per token or per response (level). baseline: none, batch, group or leave_one_out.
+    standardise=True takes GRPO's advantages (group mean and std) instead.
+
+    Departures: with form="score" the gradient is -A whatever the ratio. Frameworks usually average
+    over tokens instead (`--set aggregate=token_mean`). A group of one has advantage 0.
+
+    Reference: R. J. Williams, Machine Learning 8 (1992), eq. 4.
+    """
+    if form not in FORMS or level not in ("token", "sequence"):
+        raise ProxpoError(
+            f"reinforce: form must be one of {', '.join(FORMS)}; level token or sequence"
+        )
+    ratios = {
+        "score": none(),
+        "ratio": token(),
+        "truncated": token(anchor="rollout")
+        if level == "token"
+        else sequence(anchor="rollout", normalise=False, limit=20.0),
+    }
+    return Recipe(
+        advantage=group_relative(singleton="zero")
+        if standardise
+        else discounted_return(gamma=gamma, baseline=baseline, singleton="zero"),
+        ratio=ratios[form],
+        trust={
+            "score": score_function(),
+            "ratio": unclipped(),
+            "truncated": score_function(cap=cap),
+        }[form],
+        aggregate=seq_mean_token_sum(),
+    )

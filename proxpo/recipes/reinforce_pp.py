@@ -1,0 +1,58 @@
+from proxpo.advantages import discounted_return
+from proxpo.aggregate import token_mean
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.regularisers import kl_to_ref
+from proxpo.rewards import kl_in_reward
+from proxpo.trust import ppo_clip
+from proxpo.types import Recipe
+
+
+@register("reinforce-pp", paper="arXiv:2501.03262")
+def reinforce_pp(
+    *, kl_coef: float = 0.01, clip: float = 0.2, gamma: float = 1.0, whiten_unbiased: bool = True
+) -> Recipe:
+    """REINFORCE++: PPO's clip on returns that are normalised over the whole batch, without critic.
+
+        ρ_it = 1[t last]·r_i - β(log π_old - log π_ref)_t,   A_it = Σ_{s≥t} γ^{s-t} ρ_is
+        Â = (A - μ)/σ over all valid tokens,   L = token mean of max(-Â r, -Â clip(r, 1±ε))
+
+    Departures: verl whitens with the unbiased variance (default here), OpenRLHF with the population
+    variance (whiten_unbiased=False). The token-weighted μ lets long responses dominate. β = 0.01 is
+    OpenRLHF's; kl_coef=0 needs no reference model.
+
+    Reference: Hu et al., arXiv:2501.03262v9, eqs 4-5.
+    """
+    return Recipe(
+        reward=(kl_in_reward(coef=kl_coef),),
+        advantage=discounted_return(gamma=gamma, whitening=True, whiten_unbiased=whiten_unbiased),
+        ratio=token(),
+        trust=ppo_clip(low=clip, high=clip),
+        aggregate=token_mean(),
+    )
+
+
+@register("reinforce-pp-baseline", paper="arXiv:2501.03262")
+def reinforce_pp_baseline(
+    *, kl_coef: float = 0.01, clip: float = 0.2, whiten_unbiased: bool = True
+) -> Recipe:
+    """REINFORCE++-baseline: group-mean-centred rewards, then whitened over the whole batch.
+
+        A'_i = r_i - mean_g r,   Â = (A' - μ)/σ over all valid tokens
+        L = token mean of max(-Â r, -Â clip(r, 1±ε)) + λ·½(log π - log π_ref)²
+
+    Departures: μ ≠ 0 in general, so a prompt with equal rewards gets Â = -μ/σ, not 0. verl has no
+    KL term unless asked (kl_coef=0). A group of one keeps its raw reward, as in verl.
+
+    Reference: Hu et al., arXiv:2501.03262v9, eqs 6-8.
+    """
+    kl = (kl_to_ref(coef=kl_coef, estimator="k2"),) if kl_coef else ()
+    return Recipe(
+        advantage=discounted_return(
+            baseline="group", whitening=True, whiten_unbiased=whiten_unbiased
+        ),
+        ratio=token(),
+        trust=ppo_clip(low=clip, high=clip),
+        regularisers=kl,
+        aggregate=token_mean(),
+    )

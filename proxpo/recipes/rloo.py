@@ -1,0 +1,47 @@
+from proxpo.advantages import leave_one_out
+from proxpo.aggregate import seq_mean_token_mean, seq_mean_token_sum
+from proxpo.errors import ProxpoError
+from proxpo.ratios import none, sequence
+from proxpo.recipes._registry import register
+from proxpo.rewards import clip_reward, kl_in_reward
+from proxpo.trust import ppo_clip, score_function
+from proxpo.types import Recipe
+
+
+@register("rloo", paper="arXiv:2402.14740", confidence="framework code")
+def rloo(
+    *,
+    form: str = "paper",
+    kl_coef: float = 0.05,
+    clip: float = 0.2,
+    reward_low: float | None = None,
+    reward_high: float | None = None,
+    normalise: bool = False,
+) -> Recipe:
+    """RLOO: each response is baselined by the mean reward of the others to the same prompt.
+
+        R_i = r_i - β Σ_t (log π_old - log π_ref),   A_i = R_i - mean_{j≠i} R_j
+        L = -(1/B) Σ_i A_i Σ_t log π(o_it)
+
+    form="trl": one ratio per response, ρ_i = exp(Σ_t log π/π_old), not length-normalised, in a PPO
+    clip. normalise=True standardises A over the batch. reward_low/high clip r before the KL term.
+
+    Departures: the paper is strictly on-policy and unclipped; every framework adds a ratio and a
+    clip. β = 0.05 is TRL's; a group of one has advantage 0. kl_coef=0 needs no reference model.
+
+    Reference: Ahmadian et al., arXiv:2402.14740, section 2; Kool et al. 2019.
+    """
+    if form not in ("paper", "trl"):
+        raise ProxpoError(f"rloo: form '{form}' is not paper or trl")
+    bounds = (
+        ()
+        if reward_low is None or reward_high is None
+        else (clip_reward(low=reward_low, high=reward_high),)
+    )
+    return Recipe(
+        reward=(*bounds, kl_in_reward(coef=kl_coef, per="sequence")),
+        advantage=leave_one_out(normalise=normalise),
+        ratio=none() if form == "paper" else sequence(normalise=False, limit=20.0),
+        trust=score_function() if form == "paper" else ppo_clip(low=clip, high=clip),
+        aggregate=seq_mean_token_sum() if form == "paper" else seq_mean_token_mean(),
+    )

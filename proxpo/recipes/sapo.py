@@ -1,0 +1,32 @@
+from proxpo.advantages import group_relative
+from proxpo.aggregate import seq_mean_token_mean
+from proxpo.errors import ProxpoError
+from proxpo.ratios import sequence, token
+from proxpo.recipes._registry import register
+from proxpo.trust import soft_gate
+from proxpo.types import Recipe
+
+
+@register("sapo", paper="arXiv:2511.20347", confidence="framework code")
+def sapo(
+    *, tau_pos: float = 1.0, tau_neg: float = 1.05, level: str = "token", eps: float = 1e-6
+) -> Recipe:
+    """SAPO: a smooth sigmoid gate on the ratio instead of a clip, sharper for negative advantages.
+
+        L = (1/B) Σ_i (1/L_i) Σ_t -(4/τ)·σ(τ(r-1))·A,   τ = τ_pos if A > 0 else τ_neg
+
+    The gradient weight sech²(τ(r-1)/2)·r is 1 on-policy and never exactly 0. level="sequence" gates
+    GSPO's ratio instead (AReaL).
+
+    Departures: none known; the loss is offset by -2A/τ against -A r, so compare gradients.
+
+    Reference: arXiv:2511.20347.
+    """
+    if level not in ("token", "sequence"):
+        raise ProxpoError(f"sapo: level '{level}' is not token or sequence")
+    return Recipe(
+        advantage=group_relative(eps=eps),
+        ratio=token() if level == "token" else sequence(),
+        trust=soft_gate(tau_pos=tau_pos, tau_neg=tau_neg),
+        aggregate=seq_mean_token_mean(),
+    )

@@ -1,0 +1,47 @@
+from proxpo.filters import reject
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.recipes.grpo import grpo
+from proxpo.types import Recipe
+from proxpo.weights import tis as tis_weights
+
+
+@register("tis", paper="Yao et al. 2025", confidence="framework code")
+def tis(
+    *,
+    mode: str = "truncate",
+    level: str = "token",
+    cap: float = 2.0,
+    floor: float = 0.0,
+    normalise: bool = False,
+    bypass: bool = False,
+    reject_estimator: str = "k1",
+    reject_statistic: str = "seq_mean",
+    reject_threshold: str | float | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Recipe:
+    """TIS: GRPO times a capped, gradient-free ratio of trainer to sampler probabilities.
+
+        w = min(exp(log π_old - log π_roll), C),   x = w · max(-A r, -A clip(r, 1±ε)),   r = π/π_old
+
+    mode="mask" with floor and cap is IcePop. level: token, sequence or geometric. bypass=True takes
+    the ratio to π_roll instead, without w, which would count twice. reject_threshold adds a
+    rejection mask (see filter=reject). Any recipe can have the weight: `--set weights+=tis`.
+
+    Departures: verl C = 2; TRL's default is a sequence mask with cap 3. Masking by weight 0 keeps
+    the denominators, a rejection mask shrinks them.
+
+    Reference: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training"; IcePop arXiv:2510.18855.
+    """
+    base = grpo(clip_low=clip_low, clip_high=clip_high)
+    if reject_threshold is not None:
+        rule = reject(
+            estimator=reject_estimator, statistic=reject_statistic, threshold=reject_threshold
+        )
+        base = base.replace(filter=(rule,))
+    if bypass:
+        return base.replace(ratio=token(anchor="rollout"))
+    correction = tis_weights(mode=mode, level=level, cap=cap, floor=floor, normalise=normalise)
+    return base.replace(weights=(correction,))

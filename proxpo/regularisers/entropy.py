@@ -1,0 +1,42 @@
+"""Penalties that keep entropy up."""
+
+import torch
+
+from proxpo.masked import masked_mean
+from proxpo.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.trust.covariance import covariance
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage("regularisers", needs=("entropy",))
+def entropy_bonus(*, coef: float):
+    """-coef · H of the next-token distribution; `entropy` must carry gradient to have an effect."""
+
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return -coef * batch.entropy, {"entropy": masked_mean(batch.entropy.detach(), batch.mask)}
+
+    return penalty
+
+
+@stage("regularisers", needs=("old_logp",), whole_batch=False)
+def covariance_penalty(*, share: float = 2e-3, coef: float = 1.0):
+    """coef·|log π - log π_old| on the max(1, ⌊share·N⌋) tokens of largest covariance. KL-Cov.
+
+    Covariance of log-probability and advantage over the N valid tokens of the micro-batch;
+    share=0 selects none. arXiv:2505.22617 eqs 13-14 (the paper writes a KL, the code |log-ratio|).
+    """
+
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        n = int(batch.mask.sum())
+        k = min(max(1, int(share * n)), n) if share else 0
+        rank = torch.where(batch.mask, covariance(batch), -torch.inf).flatten().topk(k).indices
+        chosen = torch.zeros_like(batch.mask).flatten()
+        chosen[rank] = True
+        chosen = chosen.view_as(batch.mask)
+        distance = (batch.logp - batch.old_logp.detach()).abs()
+        return coef * chosen * distance, {"weights/selected": masked_mean(chosen, batch.mask)}
+
+    return penalty

@@ -1,0 +1,115 @@
+"""Terms added to the reward: a KL penalty, a length penalty, a clip."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from proxpo.advantages.returns import token_rewards
+from proxpo.errors import ProxpoError
+from proxpo.kl import kl_estimate
+from proxpo.masked import row_mean, row_sum
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics, State
+
+Result = tuple[Batch, Metrics]
+CONTROLLERS = ("fixed", "horizon", "doubling")
+
+
+@stage("reward", needs=("rewards",))
+def clip_reward(*, low: float, high: float):
+    """r_i -> clip(r_i, low, high)."""
+
+    def shape(batch: Batch, ctx: Context) -> Result:
+        return batch.replace(rewards=batch.rewards.clamp(low, high)), {}
+
+    return shape
+
+
+@stage("reward", needs=("rewards",))
+def overlong_penalty(
+    *, max_tokens: float = 20480, cache: float = 4096, factor: float = 1.0, floor: bool = True
+):
+    """Soft overlong punishment, n the response length. DAPO, arXiv:2503.14476 eq. 13.
+
+    0 if n ≤ L_max - L_c;  ((L_max - L_c) - n)/L_c up to n = L_max;  -1 beyond (floor=False: linear
+    without the floor, as verl). L_c = 0 means no soft zone.
+    """
+    if cache < 0 or max_tokens <= 0 or cache > max_tokens:
+        raise ProxpoError(
+            f"overlong_penalty: need 0 ≤ cache ≤ max_tokens, got {cache}, {max_tokens}"
+        )
+
+    def shape(batch: Batch, ctx: Context) -> Result:
+        length = batch.mask.sum(dim=1).to(batch.rewards.dtype)
+        if cache == 0:
+            penalty = -(length > max_tokens).to(length.dtype)
+        else:
+            penalty = ((max_tokens - cache - length) / cache).clamp(max=0.0)
+            penalty = penalty.clamp(min=-1.0) if floor else penalty
+        share = (penalty < 0).to(length.dtype).mean()
+        return batch.replace(rewards=batch.rewards + factor * penalty), {"reward/overlong": share}
+
+    return shape
+
+
+def _start(options: Mapping[str, Any]) -> State:
+    return {"coef": torch.tensor(float(options["coef"]), dtype=torch.float64)}
+
+
+def _adapt(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metrics) -> State:
+    """The coefficient after a batch whose mean KL was `reward/kl`."""
+    if options["controller"] == "fixed" or "reward/kl" not in metrics:
+        return state
+    kl, target = metrics["reward/kl"].double().cpu(), options["target"]
+    if options["controller"] == "horizon":
+        error = (kl / target - 1).clamp(-0.2, 0.2)
+        return {"coef": state["coef"] * (1 + error * len(batch.logp) / options["horizon"])}
+    if kl < target / 1.5:
+        return {"coef": state["coef"] / 2}
+    return {"coef": state["coef"] * 2 if kl > 1.5 * target else state["coef"]}
+
+
+def _needs_kl(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("rewards", "old_logp", "ref_logp") if options["coef"] else ("rewards",)
+
+
+@stage("reward", needs=_needs_kl, init=_start, update=_adapt)
+def kl_in_reward(
+    *,
+    coef: float = 0.001,
+    estimator: str = "k1",
+    per: str = "token",
+    clamp: str = "none",
+    controller: str = "fixed",
+    target: float = 0.1,
+    horizon: float = 10000.0,
+):
+    """ρ_t = score_t - β·k(log π_old - log π_ref)_t, detached.
+
+    per="token" leaves it on the tokens (PPO, REINFORCE++); "sequence" subtracts its sum from the
+    response's reward (RLOO). controller="horizon": β ← β(1 + clip(KL/target - 1, ±0.2)·n/horizon)
+    with n responses (Ziegler et al., arXiv:1909.08593); "doubling": halved below target/1.5,
+    doubled above 1.5·target (arXiv:1707.06347 section 4). KL is the mean over responses of their
+    token means.
+    """
+    if per not in ("token", "sequence"):
+        raise ProxpoError(f"kl_in_reward: per '{per}' is not token or sequence")
+    if controller not in CONTROLLERS:
+        raise ProxpoError(
+            f"kl_in_reward: controller '{controller}' is not {', '.join(CONTROLLERS)}"
+        )
+
+    def shape(batch: Batch, ctx: Context) -> Result:
+        if not coef:
+            return batch, {}
+        beta = ctx.state.get("coef", torch.tensor(coef)).to(batch.logp)
+        kl = kl_estimate(batch.old_logp, batch.ref_logp, estimator=estimator, clamp=clamp).detach()
+        seen = {"reward/kl": row_mean(kl, batch.mask).mean(), "reward/kl_coef": beta}
+        if per == "sequence":
+            penalty = (beta * row_sum(kl, batch.mask)).to(batch.rewards.dtype)
+            return batch.replace(rewards=batch.rewards - penalty), seen
+        kept = batch.replace(rewards=None)
+        return batch.replace(token_rewards=token_rewards(kept) - beta * kl), seen
+
+    return shape

@@ -1,0 +1,149 @@
+"""A recipe from names and settings: what `--set`, YAML and keyword arguments all come down to.
+
+make_recipe("grpo", {"clip_high": 0.28})                      an option of the method
+make_recipe("grpo", {"ratio": "kalman", "ratio.q": 1e-6})     another stage, and its options
+make_recipe("dapo", {"weights+": "tis", "weights.tis.cap": 3})  one more stage where many may be
+make_recipe("grpo", {"ratio": {"name": "kalman", "q": 1e-6}}) the same from YAML
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.recipes._registry import method
+from proxpo.stages import STAGES, check, load_all, make_stage
+from proxpo.types import KINDS, MANY, Recipe, Stage
+
+Settings = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def make_recipe(name: str, settings: Settings = ()) -> Recipe:
+    """The method `name` with its options set and its stages swapped, checked as a whole."""
+    entry = method(name)
+    pairs = list(settings.items() if isinstance(settings, Mapping) else settings)
+    own = [(key, value) for key, value in pairs if not _is_stage(key)]
+    options = {_option(key, entry.defaults, entry.slug): value for key, value in own}
+    recipe = entry.make(**options)
+    swaps = [(key, value) for key, value in pairs if _is_stage(key)]
+    passes = tuple(apply_swaps(one, swaps) for one in recipe.passes)
+    return apply_swaps(recipe, swaps).replace(passes=passes)
+
+
+def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
+    """Stages replaced first, then their options, whatever the order they were written in."""
+    load_all()
+    swaps = [pair for key, value in swaps for pair in _unfold(key, value)]
+    for key, value in swaps:
+        if "." not in key:
+            recipe = _swap(recipe, key, value)
+    for key, value in swaps:
+        if "." in key:
+            recipe = _adjust(recipe, key, value)
+    return check(recipe)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`key=value` from the command line; numbers, true/false and none are read as such."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ProxpoError(f"--set takes option=value, got '{text}'")
+    return key.strip(), parse_value(value.strip())
+
+
+def parse_value(text: str) -> Any:
+    plain = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in plain:
+        return plain[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _is_stage(key: str) -> bool:
+    return key.split(".")[0].rstrip("+") in KINDS
+
+
+def _option(key: str, defaults: Mapping[str, Any], slug: str) -> str:
+    if "." in key:
+        raise ProxpoError(
+            f"unknown kind of stage '{key.split('.')[0]}'{nearest(key.split('.')[0], KINDS)}"
+        )
+    try:
+        return resolve(key, defaults, what=f"option of {slug}")
+    except ProxpoError:
+        hint = nearest(key, [*defaults, *KINDS])
+        raise ProxpoError(f"unknown option '{key}' of {slug}{hint}") from None
+
+
+def _unfold(key: str, value: Any) -> list[tuple[str, Any]]:
+    """{"name": "kalman", "q": 1e-6} under `ratio` becomes ratio=kalman, ratio.q=1e-6."""
+    if not isinstance(value, Mapping):
+        return [(key, value)]
+    kind = key.rstrip("+")
+    rest = {option: given for option, given in value.items() if option != "name"}
+    if "name" not in value:
+        return [(f"{kind}.{option}", given) for option, given in rest.items()]
+    place = f"{kind}.{value['name']}" if kind in MANY else kind
+    return [(key, value["name"]), *((f"{place}.{option}", given) for option, given in rest.items())]
+
+
+def _swap(recipe: Recipe, key: str, value: Any) -> Recipe:
+    kind, add = key.rstrip("+"), key.endswith("+")
+    if kind not in MANY:
+        if add:
+            raise ProxpoError(f"{recipe.name}: there is one {kind} stage; write {kind}=NAME")
+        if value is None:
+            optional = ("advantage", "value", "gradient", "schedule")
+            if kind not in optional and "none" not in STAGES[kind]:
+                raise ProxpoError(f"{recipe.name}: the {kind} stage cannot be left out")
+            if kind in optional:
+                return recipe.replace(**{kind: None})
+        return recipe.replace(**{kind: _made(kind, "none" if value is None else value)})
+    names = (
+        []
+        if value is None
+        else value
+        if isinstance(value, (list, tuple))
+        else str(value).split(",")
+    )
+    made = tuple(_made(kind, name) for name in names)
+    return recipe.replace(**{kind: (*getattr(recipe, kind), *made) if add else made})
+
+
+def _made(kind: str, value: Any) -> Stage:
+    if isinstance(value, Stage):
+        return value
+    if isinstance(value, Mapping):
+        return make_stage(kind, value["name"], **{k: v for k, v in value.items() if k != "name"})
+    return make_stage(kind, str(value))
+
+
+def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
+    kind, *path = key.split(".")
+    stages = getattr(recipe, kind)
+    if kind not in MANY:
+        if stages is None or len(path) != 1:
+            raise ProxpoError(
+                f"{recipe.name}: '{key}' should read {kind}.OPTION and needs a {kind} stage"
+            )
+        return recipe.replace(**{kind: _with_option(stages, path[0], value)})
+    named = path[0] if len(path) == 2 else None
+    fitting = [one for one in stages if named is None or one.name == named]
+    if len(fitting) != 1:
+        present = ", ".join(one.name for one in stages) or "none"
+        raise ProxpoError(
+            f"{recipe.name}: '{key}' should read {kind}.STAGE.OPTION; {kind} stages: {present}"
+        )
+    changed = _with_option(fitting[0], path[-1], value)
+    return recipe.replace(**{kind: tuple(changed if one is fitting[0] else one for one in stages)})
+
+
+def _with_option(stage: Stage, option: str, value: Any) -> Stage:
+    option = resolve(option, stage.options, what=f"option of {stage.kind}={stage.name}")
+    return STAGES[stage.kind][stage.name](**{**stage.options, option: value})
+
+
+__all__ = ["apply_swaps", "make_recipe", "parse_setting", "parse_value"]

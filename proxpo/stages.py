@@ -1,0 +1,116 @@
+"""The registry of stages: every factory by kind and name, so that any stage can be swapped by name.
+
+    @stage("trust", needs=("old_logp",), takes=("ratio",), gives="loss")
+    def ppo_clip(*, low: float = 0.2, high: float = 0.2): ...
+
+turns a keyword-only factory of a pure function into a factory of `Stage`.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.options import bind
+from proxpo.types import KINDS, MANY, Batch, Metrics, Recipe, Stage, State
+
+Factory = Callable[..., Stage]
+Needs = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+STAGES: dict[str, dict[str, Factory]] = {kind: {} for kind in KINDS}
+
+
+def stage(
+    kind: str,
+    *,
+    name: str = "",
+    needs: Needs = (),
+    takes: tuple[str, ...] = (),
+    gives: str = "",
+    whole_batch: bool = True,
+    init: Callable[[Mapping[str, Any]], State] | None = None,
+    update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
+) -> Callable[[Callable[..., Any]], Factory]:
+    """Register a factory. `needs` may depend on the options; `init` and `update` get them too.
+
+    whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
+    so that cutting the batch differently changes its result.
+    """
+
+    def decorate(factory: Callable[..., Any]) -> Factory:
+        label = name or factory.__name__
+
+        @functools.wraps(factory)
+        def make(**given: Any) -> Stage:
+            options = bind(factory, given, what=f"{kind}={label}")
+            return Stage(
+                kind=kind,
+                name=label,
+                apply=factory(**options),
+                options=options,
+                needs=needs(options) if callable(needs) else needs,
+                takes=takes,
+                gives=gives,
+                whole_batch=whole_batch,
+                init=functools.partial(init, options) if init else None,
+                update=functools.partial(update, options) if update else None,
+            )
+
+        STAGES[kind][label] = make
+        return make
+
+    return decorate
+
+
+def make_stage(kind: str, name: str, **options: Any) -> Stage:
+    """The stage `name` of this kind, e.g. make_stage("ratio", "kalman", q=1e-6)."""
+    load_all()
+    if kind not in STAGES:
+        raise ProxpoError(f"unknown kind of stage '{kind}'{nearest(kind, KINDS)}")
+    return STAGES[kind][resolve(name, STAGES[kind], what=f"{kind} stage")](**options)
+
+
+def check(recipe: Recipe) -> Recipe:
+    """The recipe, if its stages fit together; else the reason why they cannot."""
+    for kind in KINDS:
+        found = getattr(recipe, kind)
+        for one in found if kind in MANY else [found]:
+            if one is not None and one.kind != kind:
+                raise ProxpoError(f"{recipe.name}: '{one.name}' is a {one.kind} stage, not {kind}")
+    for giver, taker in ((recipe.ratio, recipe.trust), (recipe.trust, recipe.aggregate)):
+        if taker.takes and giver.gives not in taker.takes:
+            raise ProxpoError(
+                f"{recipe.name}: {taker.kind}={taker.name} works on {' or '.join(taker.takes)}, "
+                f"but {giver.kind}={giver.name} gives {giver.gives}"
+            )
+    if recipe.trust.gives == "log_ratio" and (
+        recipe.regularisers or recipe.weights or recipe.select
+    ):
+        raise ProxpoError(
+            f"{recipe.name}: {recipe.aggregate.name} compares whole responses, so token weights, "
+            "selections and token regularisers have no place in it"
+        )
+    return recipe
+
+
+@functools.cache
+def load_all() -> None:
+    """Import every module that registers stages."""
+    import importlib.util
+
+    for module in (
+        "advantages",
+        "aggregate",
+        "filters",
+        "ratios",
+        "regularisers",
+        "rewards",
+        "schedules",
+        "trust",
+        "values",
+        "weights",
+    ):
+        if importlib.util.find_spec(f"proxpo.{module}"):
+            importlib.import_module(f"proxpo.{module}")
+
+
+__all__ = ["STAGES", "check", "load_all", "make_stage", "stage"]

@@ -1,0 +1,271 @@
+"""The vocabulary: Batch in, Loss out, and what a stage and a recipe are.
+
+    prompts -> reward -> filter -> advantage -> weights -> ratio -> trust -> regularisers
+            -> select -> aggregate -> backward [gradient] -> optimizer [passes]
+
+Axes: `seq` responses, `tok` response tokens, `vocab` the vocabulary. `compose.py` knows the order.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.shapes import Bool, Float, Int, Num, Shaped, Tensor
+
+Metrics = dict[str, Tensor]
+State = dict[str, Tensor]
+Scope = Literal["batch", "microbatch"]
+
+
+@runtime_checkable
+class AllSum(Protocol):
+    """Adds a tensor over the parts of one batch: data-parallel ranks and micro-batches.
+
+    scope="microbatch" asks for the sum over ranks alone, as code that works per micro-batch does.
+    """
+
+    def __call__(self, x: Tensor, scope: Scope = "batch") -> Tensor: ...
+
+
+def local(x: Tensor, scope: Scope = "batch") -> Tensor:
+    """The batch at hand is the whole batch."""
+    return x
+
+
+FIELDS: dict[str, str] = {
+    "logp": "log-probability of each response token under the policy being trained",
+    "mask": "1 where a token of the response is trained on, 0 for padding and tool output",
+    "old_logp": "log-probability under the policy at the start of the step, from the trainer",
+    "ref_logp": "log-probability under the frozen reference policy, from a second model",
+    "rollout_logp": "log-probability reported by the sampler when it drew the token",
+    "prox_logp": "log-probability under the proximal policy, a recent snapshot of the learner",
+    "entropy": "entropy of the next-token distribution, from the trainer's forward pass",
+    "values": "critic's value of each token, from a value head",
+    "old_values": "critic's values at rollout time",
+    "token_rewards": "reward on single tokens, e.g. of a process reward model",
+    "step_end": "1 on the last token of each scored step",
+    "lag": "policy versions between the one that sampled the token and the current one",
+    "vocab_logp": "log-probabilities of the whole vocabulary under the policy",
+    "old_vocab_logp": "log-probabilities of the whole vocabulary under the sampling policy",
+    "tokens": "token ids of the response",
+    "turn": "number of the turn each token belongs to",
+    "rewards": "one reward per response; missing ones are NaN (null in a file)",
+    "group": "number of the prompt each response answers",
+    "greedy_rewards": "reward of the greedy response to the same prompt, from one extra rollout",
+    "correct": "1 if the response is right, before any reward shaping",
+    "truncated": "1 if the response was cut at the length limit",
+    "group_tokens": "valid tokens of all responses to the same prompt, over the whole step",
+    "advantages": "advantage per response or per token; computed by the recipe when absent",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """B responses of up to T tokens. Values at masked positions are arbitrary, NaN included."""
+
+    logp: Float[Tensor, "seq tok"]
+    mask: Bool[Tensor, "seq tok"]
+    old_logp: Float[Tensor, "seq tok"] | None = None
+    ref_logp: Float[Tensor, "seq tok"] | None = None
+    rollout_logp: Float[Tensor, "seq tok"] | None = None
+    prox_logp: Float[Tensor, "seq tok"] | None = None
+    entropy: Float[Tensor, "seq tok"] | None = None
+    values: Float[Tensor, "seq tok"] | None = None
+    old_values: Float[Tensor, "seq tok"] | None = None
+    token_rewards: Float[Tensor, "seq tok"] | None = None
+    step_end: Bool[Tensor, "seq tok"] | None = None
+    lag: Num[Tensor, "seq tok"] | None = None
+    vocab_logp: Float[Tensor, "seq tok vocab"] | None = None
+    old_vocab_logp: Float[Tensor, "seq tok vocab"] | None = None
+    tokens: Int[Tensor, "seq tok"] | None = None
+    turn: Int[Tensor, "seq tok"] | None = None
+    rewards: Float[Tensor, " seq"] | None = None
+    group: Int[Tensor, " seq"] | None = None
+    greedy_rewards: Float[Tensor, " seq"] | None = None
+    correct: Bool[Tensor, " seq"] | None = None
+    truncated: Bool[Tensor, " seq"] | None = None
+    group_tokens: Num[Tensor, " seq"] | None = None
+    advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"] | None = None
+
+    def replace(self, **changes: Any) -> "Batch":
+        return replace(self, **changes)
+
+    def rows(self, index: slice | Int[Tensor, " row"]) -> "Batch":
+        """The responses `index` alone: a micro-batch of a prepared batch."""
+        return Batch(**{name: value[index] for name, value in self.items()})
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """The fields that are there."""
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return [(name, value) for name, value in named if value is not None]
+
+    def require(self, name: str, *, by: str) -> Tensor:
+        value = getattr(self, name)
+        if value is None:
+            raise ProxpoError(
+                f"{by} needs the batch field '{name}' ({FIELDS[name]}), which is missing"
+            )
+        return value
+
+    def clean(self) -> "Batch":
+        """Zeros where masked, half precision raised to float32: what every stage may rely on."""
+
+        def cleaned(x: Tensor) -> Tensor:
+            if x.dtype in (torch.bfloat16, torch.float16):
+                x = x.float()
+            if not x.is_floating_point() or x.shape[:2] != self.mask.shape:
+                return x
+            return x.masked_fill(~self.mask.reshape(self.mask.shape + (1,) * (x.dim() - 2)), 0.0)
+
+        return Batch(**{name: cleaned(value) for name, value in self.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denominators:
+    """Global counts of one optimizer step; micro-batches and ranks divide by the same numbers."""
+
+    tokens: Num[Tensor, ""]
+    sequences: Num[Tensor, ""]
+    rows: Num[Tensor, ""]
+    prompts: Num[Tensor, ""] | None = None
+    pairs: Num[Tensor, ""] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a stage may use besides the batch; all of it has a single-process default."""
+
+    all_sum: AllSum = local
+    denominators: Denominators | None = None
+    generator: torch.Generator | None = None
+    state: State = field(default_factory=dict)
+
+    @property
+    def counts(self) -> Denominators:
+        if self.denominators is None:
+            raise ProxpoError("aggregation needs the denominators of the step: call compose.count")
+        return self.denominators
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of a recipe: a pure function, its name and the options it was built with.
+
+    `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
+    the batch fields it reads. A stage with memory has `init`, which makes its state, and `update`,
+    which returns the next one from the state, the batch and the step's metrics.
+    """
+
+    kind: str
+    name: str
+    apply: Callable[..., Any] = field(compare=False, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    gives: str = ""
+    whole_batch: bool = True
+    init: Callable[[], State] | None = field(default=None, compare=False, repr=False)
+    update: Callable[[State, Batch, Metrics], State] | None = field(
+        default=None, compare=False, repr=False
+    )
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name}({shown})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A method: a frozen composition of stages. `passes` are run one after another on a batch."""
+
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prompts: tuple[Stage, ...] = ()
+    reward: tuple[Stage, ...] = ()
+    filter: tuple[Stage, ...] = ()
+    advantage: Stage | None = None
+    weights: tuple[Stage, ...] = ()
+    ratio: Stage
+    trust: Stage
+    regularisers: tuple[Stage, ...] = ()
+    select: tuple[Stage, ...] = ()
+    aggregate: Stage
+    value: Stage | None = None
+    gradient: Stage | None = None
+    schedule: Stage | None = None
+    passes: tuple["Recipe", ...] = field(default=(), repr=False)
+
+    def replace(self, **changes: Any) -> "Recipe":
+        return replace(self, **changes)
+
+    def stages(self) -> list[tuple[str, Stage]]:
+        """Every stage with its place, in pipeline order: ("regularisers.kl_to_ref", Stage)."""
+        places: list[tuple[str, Stage]] = []
+        for kind in KINDS:
+            found = getattr(self, kind)
+            if isinstance(found, tuple):
+                places += [(f"{kind}.{stage.name}", stage) for stage in found]
+            elif found is not None:
+                places.append((kind, found))
+        return places
+
+    def init_state(self) -> dict[str, State]:
+        """Fresh state of every stage that has memory, by place."""
+        return {place: stage.init() for place, stage in self.stages() if stage.init is not None}
+
+    def update_state(
+        self, state: Mapping[str, State], batch: Batch, metrics: Metrics
+    ) -> dict[str, State]:
+        """The state after a step: each stage with memory sees the batch and the metrics."""
+        return {
+            place: stage.update(state[place], batch, metrics) if stage.update else state[place]
+            for place, stage in self.stages()
+            if place in state
+        }
+
+
+KINDS = (
+    "prompts",
+    "reward",
+    "filter",
+    "advantage",
+    "weights",
+    "ratio",
+    "trust",
+    "regularisers",
+    "select",
+    "aggregate",
+    "value",
+    "gradient",
+    "schedule",
+)
+MANY = ("prompts", "reward", "filter", "weights", "regularisers", "select")
+
+
+class Loss(NamedTuple):
+    """A scalar to minimise and what was seen on the way."""
+
+    value: Float[Tensor, ""]
+    metrics: Metrics
+
+
+__all__ = [
+    "FIELDS",
+    "KINDS",
+    "MANY",
+    "AllSum",
+    "Batch",
+    "Context",
+    "Denominators",
+    "Loss",
+    "Metrics",
+    "Recipe",
+    "Scope",
+    "Shaped",
+    "Stage",
+    "State",
+    "local",
+]

@@ -1,0 +1,35 @@
+"""The critic's loss, for recipes that train one."""
+
+import torch
+
+from proxpo.advantages.returns import raw_gae, rollout_values
+from proxpo.masked import masked_mean
+from proxpo.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage("value", needs=("values",))
+def value_loss(
+    *, coef: float = 1.0, clip: float | None = 0.5, gamma: float = 1.0, lam: float = 1.0
+):
+    """coef·½·max((V - R)², (V_clip - R)²), V_clip = clip(V, V_old ± clip), R = A_raw + V_old.
+
+    clip=None: ½(V - R)². R uses the advantages before whitening. verl: clip 0.5; TRL: 0.2 with
+    coefficient 0.1.
+    """
+
+    def loss(batch: Batch, ctx: Context) -> Result:
+        old = rollout_values(batch, by="value=value_loss")
+        target = (raw_gae(batch, gamma=gamma, lam=lam) + old).detach()
+        error = (batch.values - target).square()
+        if clip is None:
+            return coef * error / 2, {}
+        held = torch.clamp(batch.values, old - clip, old + clip)
+        bound = (held - target).square()
+        share = masked_mean((bound > error).detach(), batch.mask)
+        return coef * torch.maximum(error, bound) / 2, {"value/clipped": share}
+
+    return loss

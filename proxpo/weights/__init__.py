@@ -1,0 +1,13 @@
+"""Per-token weights on the policy loss. `select` stages weigh the regularisers too."""
+
+from proxpo.weights.correction import behaviour, off_policy_mask, tis
+from proxpo.weights.token import probability_reweight, probability_split, top_entropy
+
+__all__ = [
+    "behaviour",
+    "off_policy_mask",
+    "probability_reweight",
+    "probability_split",
+    "tis",
+    "top_entropy",
+]

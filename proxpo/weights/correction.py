@@ -1,0 +1,116 @@
+"""Importance weights between the policy that sampled and the one the ratio is taken against."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.masked import masked_mean, moments, row_mean, row_sum
+from proxpo.ratios.proximal import proximal_logp, proximal_needs
+from proxpo.shapes import Bool, Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+LEVELS = ("token", "sequence", "geometric")
+
+
+def level_log_ratio(
+    q: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], level: str
+) -> Float[Tensor, "seq tok"]:
+    """The log-ratio of each token, of the response (its sum), or its mean over the response."""
+    if level not in LEVELS:
+        raise ProxpoError(
+            f"unknown level '{level}' of importance weights; valid: {', '.join(LEVELS)}"
+        )
+    if level == "token":
+        return q
+    return (row_sum if level == "sequence" else row_mean)(q, mask)[:, None].expand_as(q)
+
+
+@stage("weights", needs=("old_logp", "rollout_logp"))
+def tis(
+    *,
+    mode: str = "truncate",
+    level: str = "token",
+    cap: float = 2.0,
+    floor: float = 0.0,
+    normalise: bool = False,
+):
+    """w = min(exp(log π_old - log π_roll), cap), without gradient: undoes the sampler's mismatch.
+
+    mode="truncate" holds w within [floor, cap]; "mask" keeps w where floor ≤ w ≤ cap and drops the
+    token otherwise (IcePop; the denominators stay). level: per token, per response, or the
+    response's geometric mean. normalise=True divides by the batch mean of w (verl). A NaN sampler
+    log-probability counts as agreement, w = 1. The summed log-ratio is held within ±20.
+    """
+    if mode not in ("truncate", "mask"):
+        raise ProxpoError(f"weights=tis: mode '{mode}' is not truncate or mask")
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        q = torch.nan_to_num(batch.old_logp - batch.rollout_logp, nan=0.0).detach()
+        raw = level_log_ratio(q, batch.mask, level).clamp(-20.0, 20.0).exp()
+        bounded = raw.clamp(floor, cap)
+        outside = bounded != raw
+        w = bounded if mode == "truncate" else torch.where(outside, 0.0, raw)
+        if normalise:
+            rows = batch.mask.any(dim=1, keepdim=True)
+            over, mask = (w, batch.mask) if level == "token" else (w[:, :1], rows)
+            mean, _, _ = moments(over, mask, all_sum=ctx.all_sum)
+            w = torch.where(mean > 1e-8, w / mean, w)
+        seen = {
+            "weights/mean": masked_mean(w, batch.mask),
+            "weights/bounded": masked_mean(outside, batch.mask),
+        }
+        return w, seen
+
+    return weights
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return proximal_needs(options["prox"])
+
+
+@stage("weights", needs=_needs)
+def behaviour(
+    *, prox: str = "recompute", mode: str = "clamp", level: str = "token", cap: float = math.inf
+):
+    """v = π_prox/π_behaviour, without gradient: decoupled PPO's second factor (arXiv:2505.24298).
+
+    Above the cap v is held there (mode="clamp") or the token is dropped with the denominator kept
+    ("mask"). level="geometric": the response's geometric mean is the common weight and criterion.
+    """
+    if mode not in ("clamp", "mask"):
+        raise ProxpoError(f"weights=behaviour: mode '{mode}' is not clamp or mask")
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        q = (proximal_logp(batch, prox=prox) - batch.old_logp).detach()
+        q = torch.where(q.isfinite(), q, 0.0)
+        raw = level_log_ratio(q, batch.mask, level).exp()
+        over = raw > cap
+        v = torch.where(over, cap if mode == "clamp" else 0.0, raw)
+        return v, {
+            "weights/mean": masked_mean(v, batch.mask),
+            "weights/bounded": masked_mean(over, batch.mask),
+        }
+
+    return weights
+
+
+@stage("weights", needs=("rollout_logp",))
+def off_policy_mask(*, threshold: float = 0.5):
+    """0 for responses with A < 0 whose mean of log π_roll - log π exceeds the threshold, else 1.
+
+    DeepSeek-V3.2's off-policy sequence mask, arXiv:2512.02556; the denominators stay.
+    """
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        drift = row_mean(batch.rollout_logp - batch.logp.detach(), batch.mask)[:, None]
+        dropped = (batch.advantages < 0) & (drift > threshold)
+        return (~dropped).to(batch.logp.dtype), {
+            "weights/bounded": masked_mean(dropped, batch.mask)
+        }
+
+    return weights

@@ -180,7 +180,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, table: ScanTable, backwards: bool = False) -> Tensor:
-        ctx.table, ctx.backwards, ctx.dtype = table, backwards, z.dtype
+        ctx.table, ctx.backwards = table, backwards
         if not backwards:
             return _scan(z, table)
         tokens = z.shape[1]
@@ -189,7 +189,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Scan.apply(grads[0], ctx.table, not ctx.backwards).to(ctx.dtype), None, None
+        return _Scan.apply(grads[0], ctx.table, not ctx.backwards), None, None
 
 
 def _scan(z: Float[Tensor, "seq tok"], table: ScanTable) -> Float[Tensor, "seq tok"]:
@@ -266,7 +266,7 @@ def _filter(
         raise ValueError(f'kalman: mask_mode must be "zero" or "skip", got "{mask_mode}"')
     size, dtype = _power_of_two(log_ratio.shape[1]), _at_least_float32(log_ratio.dtype)
     table = _cached_table(schedule, size, dtype, log_ratio.device)
-    z = torch.where(mask, log_ratio if differentiable else log_ratio.detach(), 0.0)
+    z = torch.where(mask, log_ratio, 0.0)
     if mask_mode == "zero":
         return ema_scan(z, table, differentiable=differentiable)
     # Valid tokens move to the front, are filtered without holes, and every position reads the
@@ -281,8 +281,7 @@ def _filter(
 def _cached_table(
     schedule: KalmanSchedule | float, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> ScanTable:
-    # A table made under inference_mode would be refused by a later training step.
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):  # float64 does not exist on every default device
         if isinstance(schedule, KalmanSchedule):
             gains = kalman_gains(tokens, **schedule._asdict())
         else:

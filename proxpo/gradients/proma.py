@@ -1,0 +1,213 @@
+"""PROMA: micro-batches accumulated so that a new one is not undone by those before it.
+
+Accumulation, layer by layer, R the running gradient, v_i = V_i/|V_i|, G_b = Σ_{i∈b} A_i V_i:
+
+    R ← R - σ P + G_b,   P = projection of R onto span{v_i : i ∈ b},  |P| ≤ ρ |G_b|
+
+Intra, within one micro-batch: G_b ← G_b - σ' Q_g Q_gᵀ G_b Q_a Q_aᵀ, with Q_a, Q_g the dominant
+subspaces of the layer's inputs and output gradients. arXiv:2601.10498.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from proxpo.errors import ProxpoError, resolve
+from proxpo.gradients._layout import Layout, accumulator, matmul
+from proxpo.gradients._ntk import Ntk
+from proxpo.gradients._rows import Dense, OneHot, Outer
+from proxpo.gradients._session import AnyRows, Session, Site
+from proxpo.gradients._transform import Transform
+from proxpo.shapes import Float, Tensor
+
+VARIANTS = ("accumulation", "intra", "both")
+SOLVERS = ("exact", "solve", "sweep")
+
+
+def proma(
+    *,
+    variant: str = "accumulation",
+    solver: str = "solve",
+    sigma: float = 1.0,
+    rho: float | None = 0.5,
+    ridge: float = 0.01,
+    dim: int = 30,
+    intra_sigma: float = 1.0,
+    bases: str = "random",
+    path: str = "auto",
+    seed: int = 0,
+) -> "Proma":
+    """PROMA as a transform: one `applied` block per micro-batch, `step()` after the last.
+
+    variant: "accumulation" depends on the order of the micro-batches and is REINFORCE for one of
+        them; "intra" treats each alone; "both" accumulates what intra leaves.
+    solver: how R is projected: "exact" least squares; "solve" with a `ridge` on the Gram matrix of
+        the v_i; "sweep", two passes that remove one v_i after the other.
+    sigma, rho: how much of the projection is removed, and its bound against |G_b| (None: none).
+    dim, intra_sigma, bases: rank and share of what intra removes; bases by a randomised range
+        finder ("random") or by SVD ("exact"). Vectors and embeddings have no intra variant.
+    path: how the Gram matrix is computed, as in `isopo_ntk`.
+
+    The running gradient of every layer is kept beside `.grad`, unsharded, between two `step()`s;
+    call it also when an optimizer step is skipped.
+    """
+    for name, number in {"sigma": sigma, "intra_sigma": intra_sigma, "ridge": ridge}.items():
+        if not (math.isfinite(number) and number >= 0):
+            raise ProxpoError(f"proma: {name} must be a finite number >= 0, got {number}")
+    if rho is not None and not rho >= 0:
+        raise ProxpoError(f"proma: rho must be >= 0 or None, got {rho}")
+    if solver == "solve" and ridge == 0.0:
+        raise ProxpoError("proma: solver 'solve' needs ridge > 0; without one use solver 'exact'")
+    if dim < 0:
+        raise ProxpoError(f"proma: dim must be >= 0, got {dim}")
+    rule = _Rule(
+        variant=resolve(variant, VARIANTS, what="variant of proma"),
+        solver=resolve(solver, SOLVERS, what="solver of proma"),
+        sigma=sigma,
+        rho=rho,
+        ridge=ridge,
+        dim=dim,
+        intra_sigma=intra_sigma,
+        exact_bases=resolve(bases, ("random", "exact"), what="bases of proma") == "exact",
+        kernels=Ntk(
+            rho=1.0,
+            scale="c",
+            group_by="microbatch",
+            path=resolve(path, ("auto", "gram", "materialise"), what="path of proma"),  # type: ignore[arg-type]
+        ),
+    )
+    return Proma(rule, seed=seed)
+
+
+class Proma(Transform):
+    """A transform that remembers the running gradient until the step is made."""
+
+    rule: "_Rule"
+
+    def step(self) -> None:
+        """The gradient has been used: the next block opens a new accumulation."""
+        super().step()
+        self.rule.running.clear()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.rule.running.clear()
+
+
+@dataclass(frozen=True)
+class _Rule:
+    variant: str
+    solver: str
+    sigma: float
+    rho: float | None
+    ridge: float
+    dim: int
+    intra_sigma: float
+    exact_bases: bool
+    kernels: Ntk
+    running: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    quantities: ClassVar[tuple[str, ...]] = ()
+    overlap: ClassVar[int | None] = None
+
+    def plain(self, session: Session) -> Float[Tensor, " row"]:
+        """Parameters whose sequence gradients cannot be told accumulate as usual."""
+        return session.advantages
+
+    def gradient(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor:
+        """This micro-batch's share of R, so that ordinary accumulation in `.grad` gives R."""
+        site.done = True
+        advantages = site.session.advantages
+        share = rows.reduce(layout.spread(advantages))
+        if self.variant != "accumulation" and isinstance(rows, Outer):
+            share = self._without_bases(site, share, rows, layout)
+        if self.variant == "intra":
+            return share
+        before = self.running.get(site.name)
+        if before is not None and self.sigma > 0:
+            beta = self._projection(site, before, share, rows, layout)
+            share = share - rows.reduce(layout.spread(self.sigma * beta.to(advantages.dtype)))
+        part = share.to(accumulator(share.dtype))
+        self.running[site.name] = part if before is None else before + part
+        return share
+
+    def _projection(
+        self, site: Site, running: Tensor, share: Tensor, rows: AnyRows, layout: Layout
+    ) -> Float[Tensor, " row"]:
+        """β with P = Σ_i β_i V_i, bounded by ρ |G_b|; all of it from the kernel of the V_i."""
+        kernel = self.kernels._kernel(rows, layout)[0]
+        noise = len(kernel) * torch.finfo(kernel.dtype).eps
+        kernel = kernel.double()
+        against = layout.sum_columns(overlaps(rows, running)[None])[0].double()
+        length = kernel.diagonal().clamp(min=0).sqrt()
+        inverse = torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0)
+        unit = inverse[:, None] * kernel * inverse
+        small = self.ridge if self.solver == "solve" else noise
+        weights = project(unit, inverse * against, solver=self.solver, small=small)
+        size = (weights @ unit @ weights).clamp(min=0).sqrt()
+        if self.rho is not None:
+            bound = self.rho * torch.linalg.vector_norm(share.double())
+            weights = weights * torch.where(size > bound, bound / size.clamp(min=1e-300), 1.0)
+        site.observe(projected=size, kernel=kernel, weights=inverse * weights)
+        site.session.flag(site, weights)
+        return inverse * weights
+
+    def _without_bases(self, site: Site, share: Tensor, rows: Outer, layout: Layout) -> Tensor:
+        rank = min(self.dim, rows.positions, *rows.shape)
+        if rank == 0 or self.intra_sigma == 0.0:
+            return share
+        valid = layout.valid[:, None]
+        left, right = (
+            self._basis(x * valid, rank, site.session.generator) for x in (rows.g, rows.a)
+        )
+        inner = left.T @ share.to(left.dtype) @ right
+        return share - (self.intra_sigma * left @ inner @ right.T).to(share.dtype)
+
+    def _basis(
+        self, x: Float[Tensor, "pos wide"], rank: int, generator: torch.Generator
+    ) -> Float[Tensor, "wide rank"]:
+        """An orthonormal basis of the dominant right singular subspace of x."""
+        x = x.to(accumulator(x.dtype))
+        if self.exact_bases:
+            return torch.linalg.svd(x, full_matrices=False).Vh[:rank].T
+        start = torch.randn(x.shape[0], rank, generator=generator, device=x.device, dtype=x.dtype)
+        return torch.linalg.qr(x.T @ (x @ (x.T @ start))).Q
+
+
+def overlaps(rows: AnyRows, running: Tensor) -> Float[Tensor, " pos"]:
+    """⟨R, G_t⟩ for every position, one product of the size of the layer's forward."""
+    if isinstance(rows, Outer):
+        through = matmul(rows.a, running.T.to(rows.a.dtype))
+        return (through * rows.g.to(through.dtype)).sum(1)
+    if isinstance(rows, Dense):
+        return rows.grads.to(running.dtype) @ running
+    assert isinstance(rows, OneHot)
+    kept = rows.ids != rows.padding
+    return (running[rows.ids] * rows.g.to(running.dtype)).sum(1) * kept
+
+
+def project(
+    unit: Float[Tensor, "row row"], against: Float[Tensor, " row"], *, solver: str, small: float
+) -> Float[Tensor, " row"]:
+    """w with P = Σ w_i v_i, from the Gram matrix of the unit vectors and r_i = ⟨R, v_i⟩.
+
+    `small` is the ridge of "solve" and, for "exact", the cut-off of the eigenvalues where v_i
+    depend on each other. "sweep" is x ← x - ⟨x, v_i⟩ v_i for one i after the other, twice over; in
+    the weights w that is two Gauss-Seidel steps, each a triangular solve.
+    """
+    if solver == "exact":
+        # On the host: eigenvalues of a nearly singular kernel do not always converge on a GPU.
+        inverse = torch.linalg.pinv(unit.cpu(), rtol=small, hermitian=True)
+        return inverse.to(unit.device) @ against
+    eye = torch.eye(len(unit), dtype=unit.dtype, device=unit.device)
+    if solver == "solve":
+        factor = torch.linalg.cholesky_ex(unit + small * eye).L
+        return torch.cholesky_solve(against[:, None], factor)[:, 0]
+    lower = unit.tril(-1) + eye
+    weights = torch.zeros_like(against)
+    for _ in range(2):
+        rest = (against - unit.triu(1) @ weights)[:, None]
+        weights = torch.linalg.solve_triangular(lower, rest, upper=False, unitriangular=True)[:, 0]
+    return weights

@@ -49,17 +49,17 @@ class Head:
 
 
 def softmax_stats(
-    head: Head, hidden: Float[Tensor, "tok dim"], targets: Int[Tensor, " tok"]
+    head: Head, hidden: Float[Tensor, "tok dim"], targets: Int[Tensor, " tok"], *, entropy: bool
 ) -> Stats:
     """Softmax statistics of every token, from logits that live one tile at a time."""
     rows, cols = head.tile(len(hidden))
     parts = []
     for row in blocks(len(hidden), rows):
-        stats = Stats.empty(row.stop - row.start, hidden)
+        stats = Stats.empty(row.stop - row.start, hidden, entropy=entropy)
         for col in blocks(len(head.weight), cols):
             stats = absorb(stats, head(hidden[row], col), targets[row] - col.start, head.warp)
         parts.append(stats)
-    return Stats(*(torch.cat(part) for part in zip(*parts)))
+    return Stats.join(parts)
 
 
 def pull_back(
@@ -96,7 +96,7 @@ def add_matmul_(
     *,
     fresh: bool = False,
 ) -> None:
-    """total += x y, or total = x y when `fresh`; half-precision factors may have a float32 total."""
+    """total += x y, or total = x y when `fresh`; half-precision factors may sum up in float32."""
     beta = 0.0 if fresh else 1.0
     if total.dtype == x.dtype:
         total.addmm_(x, y, beta=beta)

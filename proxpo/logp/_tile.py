@@ -24,7 +24,7 @@ FLOOR = -1e4
 
 @dataclass(frozen=True)
 class Warp:
-    """From the head's output x to the logits of the softmax: z = softcap · tanh(x / softcap) / τ."""
+    """From the head's output to the logits of the softmax: z = softcap · tanh(x / softcap) / τ."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -42,27 +42,38 @@ class Warp:
 
 
 class Stats(NamedTuple):
-    """Per token, over the columns seen so far: m = max z, Σ e^(z-m), Σ e^(z-m) (z-m), z[target]."""
+    """Per token, over the columns seen so far: m = max z, Σ e^(z-m), z[target], Σ e^(z-m) (z-m)."""
 
     peak: Float[Tensor, " tok"]
     total: Float[Tensor, " tok"]
-    moment: Float[Tensor, " tok"]
     picked: Float[Tensor, " tok"]
+    moment: Float[Tensor, " tok"] | None  # for the entropy alone
 
     @staticmethod
-    def empty(rows: int, like: Tensor) -> "Stats":
+    def empty(rows: int, like: Tensor, *, entropy: bool) -> "Stats":
         dtype = statistics_dtype(like.dtype)
         # The lowest finite peak, not -inf: -inf minus itself would be NaN in the first merge.
         # A target outside the vocabulary never replaces the NaN it starts from.
-        start = (torch.finfo(dtype).min, 0.0, 0.0, float("nan"))
-        return Stats(*(torch.full((rows,), x, dtype=dtype, device=like.device) for x in start))
+        zero = torch.zeros(rows, dtype=dtype, device=like.device)
+        return Stats(
+            peak=torch.full_like(zero, torch.finfo(dtype).min),
+            total=zero,
+            picked=torch.full_like(zero, float("nan")),
+            moment=torch.zeros_like(zero) if entropy else None,
+        )
+
+    @staticmethod
+    def join(parts: "list[Stats]") -> "Stats":
+        peak, total, picked = (torch.cat(column) for column in list(zip(*parts))[:3])
+        moments = [part.moment for part in parts if part.moment is not None]
+        return Stats(peak, total, picked, torch.cat(moments) if moments else None)
 
     def logsumexp(self) -> Float[Tensor, " tok"]:
         return self.peak + self.total.log()
 
-    def entropy(self) -> Float[Tensor, " tok"]:
+    def entropy(self) -> Float[Tensor, " tok"] | None:
         """H = log Σ e^(z-m) - E[z-m]: free of the cancellation in logsumexp - E[z]."""
-        return self.total.log() - self.moment / self.total
+        return None if self.moment is None else self.total.log() - self.moment / self.total
 
 
 class Pull(NamedTuple):
@@ -74,7 +85,8 @@ class Pull(NamedTuple):
     d_entropy: Float[Tensor, " tok"] | None = None
 
     def rows(self, index: slice | Int[Tensor, " row"]) -> "Pull":
-        return Pull(*(None if x is None else x[index] for x in self))
+        entropy, d_entropy = (None if x is None else x[index] for x in self[2:])
+        return Pull(self.logsumexp[index], self.logp[index], entropy, d_entropy)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -101,25 +113,27 @@ def tile_shape(tokens: int, vocab: int, logits: int) -> tuple[int, int]:
 def absorb(
     stats: Stats, x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], warp: Warp
 ) -> Stats:
-    """Merge a tile into the running statistics; `target` counts from the tile's first column."""
+    """Merge a tile into the running statistics; `target` counts from the tile's first column.
+
+    Tile and statistics may be overwritten.
+    """
     if _fused(x):
         from proxpo.logp import _triton
 
         return _triton.absorb(stats, x, target, warp)
     z = warp(x.to(stats.peak.dtype))
-    peak = torch.maximum(stats.peak, z.amax(dim=1))
-    shrink = torch.exp(stats.peak - peak)
     inside = (target >= 0) & (target < z.shape[1])
     picked = z.gather(1, target.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    shifted = (z - peak[:, None]).clamp_(min=FLOOR)
-    weight = shifted.exp()
-    return Stats(
-        peak=peak,
-        total=stats.total * shrink + weight.sum(dim=1),
-        moment=(stats.moment + stats.total * (stats.peak - peak)) * shrink
-        + (weight * shifted).sum(dim=1),
-        picked=torch.where(inside, picked, stats.picked),
-    )
+    peak = torch.maximum(stats.peak, z.amax(dim=1))
+    step = stats.peak - peak
+    shifted = z.sub_(peak[:, None])
+    moment = None
+    if stats.moment is not None:
+        shifted = shifted.clamp_(min=FLOOR)
+        seen = (stats.moment + stats.total * step) * step.exp()
+        moment = seen + (shifted.exp() * shifted).sum(dim=1)
+    total = stats.total * step.exp() + shifted.exp_().sum(dim=1)
+    return Stats(peak, total, torch.where(inside, picked, stats.picked), moment)
 
 
 def logit_grad(

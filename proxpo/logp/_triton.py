@@ -19,13 +19,15 @@ def _warped(x, inverse_temperature, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _absorb_kernel(
-    x, target, peak, total, moment, picked, cols, inverse_temperature, softcap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    x, target, peak, total, picked, moment, cols, inverse_temperature, softcap,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     m = tl.load(peak + row)
     s = tl.load(total + row)
-    w = tl.load(moment + row)
+    w = 0.0
+    if ENTROPY:
+        w = tl.load(moment + row)
     for start in range(0, cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         inside = col < cols
@@ -37,12 +39,14 @@ def _absorb_kernel(
         shifted = tl.where(shifted < _FLOOR, _FLOOR, shifted)  # tl.maximum would swallow a NaN
         e = tl.exp(shifted)
         shrink = tl.exp(m - new)
-        w = (w + s * (m - new)) * shrink + tl.sum(e * shifted, 0)
+        if ENTROPY:
+            w = (w + s * (m - new)) * shrink + tl.sum(e * shifted, 0)
         s = s * shrink + tl.sum(e, 0)
         m = new
     tl.store(peak + row, m)
     tl.store(total + row, s)
-    tl.store(moment + row, w)
+    if ENTROPY:
+        tl.store(moment + row, w)
     y = tl.load(target + row)
     here = (y >= 0) & (y < cols)
     raw = tl.load(x + row * cols + y, mask=here, other=0.0).to(tl.float32)
@@ -81,9 +85,11 @@ def absorb(
 ) -> Stats:
     """`_tile.absorb`, updating `stats` in place."""
     rows, cols = x.shape
+    entropic = stats.moment is not None
     _absorb_kernel[(rows,)](
-        x, target, *stats, cols, 1.0 / warp.temperature, warp.softcap or 0.0,
-        CAPPED=warp.softcap is not None, BLOCK=_BLOCK, num_warps=8,
+        x, target, *stats[:3], stats.moment if entropic else stats.total,
+        cols, 1.0 / warp.temperature, warp.softcap or 0.0,
+        CAPPED=warp.softcap is not None, ENTROPY=entropic, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     return stats
 

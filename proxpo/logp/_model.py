@@ -1,0 +1,274 @@
+"""`model_logp`: the log-probabilities of a Hugging Face causal language model, without its logits.
+
+The whole model runs, wrappers included (peft, DDP, FSDP2, torch.compile), only its head is
+replaced for the duration of the call: in place of logits it computes `token_logp`. What a model
+does to its logits after the head (Gemma's soft cap, the scale of Granite or Cohere) is learnt from
+the model itself: along with the result, a few known numbers pass through it.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from proxpo.errors import ProxpoError
+from proxpo.logp._token import LogpEntropy, token_logp
+from proxpo.shapes import Bool, Float, Int, Tensor
+
+# Small ones show a scale, the largest a soft cap, the others that it is nothing else.
+_PROBES = (1.0, -1.0, 8.0, -30.0, 100.0, 1e6)
+
+
+@dataclass(frozen=True)
+class _After:
+    """What the model does to the output of its head: a scale, or a soft cap, or nothing."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Float[Tensor, " probe"]) -> Float[Tensor, " probe"]:
+        return (
+            x * self.scale if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What one call wants to know of the positions of `input_ids`."""
+
+    targets: Int[Tensor, "seq pos"]
+    mask: Bool[Tensor, "seq pos"]
+    temperature: float
+    entropy: bool
+    chunk: int | None
+
+
+class _Tap:
+    """Stands in for a linear head; it outlives the call, so that compiled models see no change."""
+
+    def __init__(self) -> None:
+        self.after = _After()
+        self.known = False
+        self.result: list[Tensor] = []  # log-probabilities, and entropies on request
+        self.request: tuple[nn.Linear, _Request] | None = None
+        self._opaque: Any = None
+
+    @property
+    def forward(self) -> Any:
+        if self._opaque is None and "torch._dynamo" in sys.modules:
+            self._opaque = torch.compiler.disable(self.score)
+        return self._opaque or self.score
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """The result goes out by the side door; what takes the place of logits only carries it."""
+        assert self.request is not None
+        head, request = self.request
+        if hidden.shape[:-1] != request.targets.shape:
+            raise ProxpoError(
+                f"model_logp: the head got hidden states of {list(hidden.shape[:-1])} positions,"
+                f" input_ids have {list(request.targets.shape)}"
+            )
+        found: Any = token_logp(  # type: ignore[call-overload]
+            hidden,
+            head.weight,
+            request.targets,
+            bias=head.bias,
+            mask=request.mask,
+            temperature=request.temperature / self.after.scale,
+            softcap=self.after.softcap,
+            entropy=request.entropy,
+            chunk=request.chunk,
+        )
+        self.result = list(found) if request.entropy else [found]
+        logp = self.result[0]
+        if self.known:
+            return logp[..., None]
+        dtype = torch.float32 if logp.device.type == "mps" else torch.float64
+        probes = torch.tensor(_PROBES, dtype=dtype, device=logp.device).expand(*logp.shape, -1)
+        return torch.cat([logp[..., None], probes], dim=-1)
+
+    @contextmanager
+    def installed(self, head: nn.Linear, request: _Request) -> Iterator[None]:
+        before = head.__dict__.get("forward")
+        self.request, self.result = (head, request), []
+        head.forward = self.forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.request = None
+            del head.forward
+            if before is not None:
+                head.forward = before  # type: ignore[method-assign]
+
+
+_TAPS: WeakKeyDictionary[nn.Module, _Tap] = WeakKeyDictionary()
+
+
+@overload
+def model_logp(
+    model: nn.Module, input_ids: Tensor, mask: Tensor, *, attention_mask: Tensor | None = ...,
+    position_ids: Tensor | None = ..., temperature: float = ..., entropy: Literal[False] = ...,
+    chunk: int | None = ..., **inputs: Any,
+) -> Tensor: ...  # fmt: skip
+@overload
+def model_logp(
+    model: nn.Module, input_ids: Tensor, mask: Tensor, *, attention_mask: Tensor | None = ...,
+    position_ids: Tensor | None = ..., temperature: float = ..., entropy: Literal[True],
+    chunk: int | None = ..., **inputs: Any,
+) -> LogpEntropy: ...  # fmt: skip
+def model_logp(
+    model: nn.Module,
+    input_ids: Int[Tensor, "seq pos"],
+    mask: Bool[Tensor, "seq tok"],
+    *,
+    attention_mask: Int[Tensor, "seq pos"] | Bool[Tensor, "seq pos"] | None = None,
+    position_ids: Int[Tensor, "seq pos"] | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk: int | None = None,
+    **inputs: Any,
+) -> Float[Tensor, "seq tok"] | LogpEntropy:
+    """log π(o_t | prompt, o_<t) of a causal language model: `logp`, and `entropy`, of a Batch.
+
+    mask: the response tokens among the last `tok` columns of `input_ids`, as in Batch.mask. Column
+        t of the result belongs to column t of the mask: the log-probability of that very token,
+        0 where the mask is False. Prompts and padding cost nothing in the head.
+    attention_mask: 0 on padding, on either side. Positions are counted from the first real token,
+        as `generate` does, unless `position_ids` are given.
+    inputs: passed on to the model (packed sequences, images).
+
+    The gradient side is that of `token_logp`: inside `transform.applied(...)` the head is treated
+    like the other layers.
+    """
+    _check(input_ids, mask)
+    bare = _bare(model)
+    heads = _linear_heads(bare)
+    request = _request(input_ids, mask, temperature, entropy, chunk)
+    inputs = inputs | _positions(bare, attention_mask, position_ids)
+    taps = [_TAPS.setdefault(head, _Tap()) for head in heads]
+    output, tap = _run(model, input_ids, inputs, heads, taps, request)
+    if not tap.known and not _learn(tap, output, model=type(bare).__name__):
+        output, tap = _run(model, input_ids, inputs, heads, taps, request)
+    result, tap.result = tap.result, []
+    aligned = [_align(x, output, mask) for x in result]
+    return LogpEntropy(*aligned) if entropy else aligned[0]
+
+
+def _run(
+    model: nn.Module,
+    input_ids: Tensor,
+    inputs: dict[str, Any],
+    heads: list[nn.Linear],
+    taps: list[_Tap],
+    request: _Request,
+) -> tuple[Tensor, _Tap]:
+    """One call of the model; its output in place of logits, and the tap that was used."""
+    with ExitStack() as stack:
+        for tap, head in zip(taps, heads):
+            stack.enter_context(tap.installed(head, request))
+        output = model(input_ids=input_ids, use_cache=False, **inputs)
+    used = [tap for tap in taps if tap.result is not None]
+    if len(used) != 1:
+        raise ProxpoError(
+            f"model_logp: {type(model).__name__} called {len(used)} heads, expected one"
+        )
+    return (output.logits if hasattr(output, "logits") else output[0]), used[0]
+
+
+def _learn(tap: _Tap, output: Tensor, *, model: str) -> bool:
+    """Read off the probes what happens after the head; True if it is what was assumed."""
+    sent = torch.tensor(_PROBES, dtype=torch.float64)
+    got = output.detach()[0, 0, 1:].double().cpu()
+    for guess in (tap.after, _After(scale=float(got[0])), _After(softcap=float(got[-1]))):
+        if (guess.softcap or guess.scale) > 0 and torch.allclose(guess(sent), got, rtol=1e-5):
+            assumed, tap.after, tap.known = tap.after, guess, True
+            return guess == assumed
+    raise ProxpoError(
+        f"model_logp: {model} changes its logits after the head by more than a scale or a soft cap"
+        f" ({_PROBES} became {got.tolist()}); use token_logp on its hidden states"
+    )
+
+
+def _align(x: Tensor, output: Tensor, mask: Tensor) -> Tensor:
+    """Position t scores token t + 1; the last position scores nothing and holds 0.
+
+    The result is tied to the model's output, with gradient 0, because wrappers such as FSDP2 start
+    their backward pass when a gradient reaches that output.
+    """
+    if x.requires_grad:
+        x = torch.where(torch.zeros((), dtype=torch.bool, device=x.device), output[..., 0], x)
+    return x.roll(1, dims=1)[:, x.shape[1] - mask.shape[1] :]
+
+
+def _request(
+    ids: Tensor, mask: Tensor, temperature: float, entropy: bool, chunk: int | None
+) -> _Request:
+    scored = torch.zeros_like(ids, dtype=torch.bool)
+    scored[:, ids.shape[1] - mask.shape[1] :] = mask
+    return _Request(
+        targets=ids.roll(-1, dims=1),
+        mask=scored.roll(-1, dims=1),
+        temperature=temperature,
+        entropy=entropy,
+        chunk=chunk,
+    )
+
+
+def _positions(
+    bare: nn.Module, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> dict[str, Tensor]:
+    """The arguments that say where a token stands; models without position_ids use the mask."""
+    given = {}
+    if attention_mask is not None:
+        given["attention_mask"] = attention_mask
+        if position_ids is None and "position_ids" in inspect.signature(bare.forward).parameters:
+            position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    if position_ids is not None:
+        given["position_ids"] = position_ids
+    return given
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model itself, out of torch.compile, DDP and peft."""
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return _bare(inner)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def _linear_heads(bare: nn.Module) -> list[nn.Linear]:
+    """The linear layers one of which will be called as the head: several under modules_to_save."""
+    find = getattr(bare, "get_output_embeddings", lambda: None)
+    head: Any = find()
+    if hasattr(head, "modules_to_save"):
+        heads = [head.original_module, *head.modules_to_save.values()]
+    else:
+        heads = [head]
+    for module in heads:
+        if getattr(type(module), "forward", None) is not nn.Linear.forward:
+            raise ProxpoError(
+                f"model_logp: the head of {type(bare).__name__} must be a plain nn.Linear, found"
+                f" {type(module).__name__}; use token_logp on its hidden states, or keep adapters"
+                " and quantisation off the head"
+            )
+    return heads
+
+
+def _check(input_ids: Tensor, mask: Tensor) -> None:
+    def refuse(rule: str) -> None:
+        found = f"{list(mask.shape)} {str(mask.dtype)[6:]} for input_ids {list(input_ids.shape)}"
+        raise ProxpoError(f"model_logp: mask must {rule}; got {found}")
+
+    if mask.dtype != torch.bool or mask.dim() != 2 or input_ids.dim() != 2:
+        refuse("be bool, sequences x response tokens")
+    if len(mask) != len(input_ids) or mask.shape[1] > input_ids.shape[1]:
+        refuse("have one row per sequence and no more columns than input_ids")
+    if mask.shape[1] == input_ids.shape[1] and mask[:, :1].any():
+        refuse("be False in the first column of input_ids, which no token precedes")

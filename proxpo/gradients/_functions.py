@@ -6,6 +6,7 @@ runs again simply runs them again.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ from proxpo.gradients._rows import Dense, OneHot, Outer
 from proxpo.gradients._session import AnyRows, Session, Unit
 from proxpo.shapes import Float, Int, Tensor
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
 
 def _autocast(x: Tensor) -> Tensor:
+    """What autocast does to the operand of a matrix product."""
     kind = x.device.type
     wanted = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if wanted else x
 
 
-def _no_autocast(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
+def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:

@@ -38,57 +38,85 @@ def trainable(module: nn.Module) -> list[str]:
     return [name for name, value in own if value is not None and value.requires_grad]
 
 
-@contextmanager
-def exchanged(model: nn.Module, session: Session, warn: Callable[[str], None]) -> Iterator[None]:
-    """Give every module with trained parameters a forward of ours, and its own back at the end."""
-    swapped: list[tuple[nn.Module, Forward | None]] = []
-    covered: set[int] = set()
-    try:
-        for name, module in model.named_modules():
-            if id(module) in covered:
-                continue
-            if isinstance(module, nn.MultiheadAttention):
-                # Its children's weights are used without calling the children.
-                covered.update(id(child) for child in module.modules())
-            forward = _forward_of(module, clean(name), session, warn)
-            if forward is not None:
-                swapped.append((module, module.__dict__.get("forward")))
+class Fitting:
+    """A model under a transform: its session, and one forward of ours per module.
+
+    Made once and kept while the model stays the same, so that opening a block costs little and a
+    compiled model meets the same functions in every block.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, warn: Callable[[str], None]) -> None:
+        self.session = session
+        self.mark = fingerprint(model)
+        self._forwards: list[tuple[nn.Module, Forward]] = []
+        for name, module, names in _holders(model):
+            original = module.forward
+            ours = _builder(module)(session, module, clean(name), names, original, warn)
+            self._forwards.append((module, _switch(session, original, ours)))
+
+    @contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Give every module with trained parameters a forward of ours, and its own back after."""
+        own = [module.__dict__.get("forward") for module, _ in self._forwards]
+        try:
+            for module, forward in self._forwards:
                 module.__dict__["forward"] = forward
-        yield
-    finally:
-        for module, own in swapped:
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = own
+            yield
+        finally:
+            for (module, _), before in zip(self._forwards, own):
+                module.__dict__.pop("forward", None)
+                if before is not None:
+                    module.__dict__["forward"] = before
 
 
-def _forward_of(
-    module: nn.Module, name: str, session: Session, warn: Callable[[str], None]
-) -> Forward | None:
-    """The forward of one module under a session; None where it trains nothing of its own."""
-    original = module.forward
-    whole = isinstance(module, nn.MultiheadAttention)
-    if whole:
-        names = [n for n, value in module.named_parameters() if value.requires_grad]
-    else:
-        names = trainable(module)
-    if not names:
-        return None
-    build = _owned.whole if whole else _builder(module)
-    ours = build(session, module, name, names, original, warn)
-
-    @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def _switch(session: Session, original: Forward, ours: Forward) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
         plain = session.quiet or not torch.is_grad_enabled()
         return original(*args, **kwargs) if plain else ours(*args, **kwargs)
+
+    uncompiled = torch.compiler.disable(run)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (uncompiled if torch.compiler.is_compiling() else run)(*args, **kwargs)
 
     return forward
 
 
+def fingerprint(model: nn.Module) -> list[Any]:
+    """Equal as long as the same modules train the same parameters with the same code."""
+    mark: list[Any] = []
+    seen: set[int] = set()
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        todo.extend(child for child in module._modules.values() if child is not None)
+        own = module.__dict__.get("forward")
+        mark += [id(module), id(own) if own else None, *trainable(module)]
+    return mark
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Modules that hold trained parameters, with the names of these."""
+    covered: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in covered:
+            continue
+        names = trainable(module)
+        if isinstance(module, nn.MultiheadAttention):
+            # Its children's weights are used without calling the children.
+            covered.update(id(child) for child in module.modules())
+            names = [own for own, value in module.named_parameters() if value.requires_grad]
+        if names:
+            yield name, module, names
+
+
 def _builder(module: nn.Module) -> Callable[..., Forward]:
     kind = type(module)
-    if "forward" in module.__dict__ or hasattr(module, "parametrizations"):
+    opaque = isinstance(module, nn.MultiheadAttention) or hasattr(module, "parametrizations")
+    if opaque or "forward" in module.__dict__:
         return _owned.whole
     if kind.forward is nn.Linear.forward:
         return partial(_linear, transposed=False)
@@ -120,10 +148,6 @@ def _linear(
 ) -> Forward:
     layer = Linear(session, session.add(module, name, names, draws=True), transposed=transposed)
     return lambda input: layer(input, module.weight, module.bias)
-
-
-def _conv1d(*args: Any) -> Forward:
-    return _linear(*args, transposed=True)
 
 
 def _embedding(session: Session, module: Any, name: str, names: list[str], *_: Any) -> Forward:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from proxpo.errors import ProxpoError
 from proxpo.gradients import _place
-from proxpo.gradients._functions import Linear
-from proxpo.gradients._session import Session, Unit
+from proxpo.gradients._functions import Linear, embedding
+from proxpo.gradients._session import Session, Site
 from proxpo.shapes import Tensor
 
 Forward = Callable[..., Any]
@@ -42,23 +41,39 @@ class _Unfamiliar(Exception):
 
 
 class _Weight(torch.Tensor):
-    """Stands for a parameter inside its module's forward: F.linear is understood, nothing else."""
+    """Stands for a matrix inside its module's forward: F.linear and F.embedding are understood."""
 
-    linear: Linear
+    layer: Linear
     owner: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and not kwargs and isinstance(args[1], _Weight):
-            rest = [part for part in args if isinstance(part, _Weight)]
-            plain = len(args) == 2 or args[2] is None
-            if len(rest) == 1 and plain:
-                return args[1].linear(args[0], args[1].owner)
         if getattr(func, "__name__", "") == "__get__":  # .shape, .dtype, .device
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if len(args) > 1 and isinstance(args[1], _Weight) and not isinstance(args[0], _Weight):
+            stand_in, options = args[1], {*args[2:], *kwargs.values()}
+            if func is F.linear and options <= {None}:
+                return stand_in.layer(args[0], stand_in.owner)
+            if func is F.embedding:
+                return _lookup(stand_in, *args[:1], *args[2:], **kwargs)
         raise _Unfamiliar(getattr(func, "__name__", str(func)))
+
+
+def _lookup(
+    stand_in: _Weight,
+    input: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """F.embedding with its own signature; the options that change the gradient are not ours."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise _Unfamiliar("embedding")
+    return embedding(stand_in.layer, input, stand_in.owner, padding_idx)
 
 
 def tracked(
@@ -69,29 +84,31 @@ def tracked(
     original: Forward,
     warn: Callable[[str], None],
 ) -> Forward:
-    """Try F.linear on the module's own matrices; where it does anything else, run it twice."""
-    fallback = whole(session, module, name, names, original, warn)
-    if not all(getattr(module, own).dim() == 2 for own in names):
-        return fallback
+    """Try the module's own matrices in F.linear and F.embedding; for anything else run it twice."""
+    if not all(_reach(module, own).dim() == 2 for own in names):
+        return whole(session, module, name, names, original, warn)
     layers = {
         own: Linear(session, session.add(module, name, [own], draws=True), weight=own)
         for own in names
     }
-    state = {"known": True}
+    sites = {own: layer.unit.sites[own] for own, layer in layers.items()}
+    fallback = _twice(session, sites, module, name, original, warn)
+    familiar = True
 
     def stand_in(own: str) -> Tensor:
-        value = getattr(module, own)
+        value = _reach(module, own)
         weight = value.detach().as_subclass(_Weight)
-        weight.owner, weight.linear = value, layers[own]
+        weight.owner, weight.layer = value, layers[own]
         return weight
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if state["known"]:
+        nonlocal familiar
+        if familiar:
             try:
                 with substituted(module, {own: stand_in(own) for own in names}):
                     return original(*args, **kwargs)
             except _Unfamiliar:
-                state["known"] = False
+                familiar = False
         return fallback(*args, **kwargs)
 
     return forward
@@ -105,19 +122,32 @@ def whole(
     original: Forward,
     warn: Callable[[str], None],
 ) -> Forward:
-    """Σ_i A_i V_i for parameters of any use: the backward pass runs the module again.
+    """Σ_i A_i V_i for parameters of any use."""
+    sites = session.add(module, name, names, draws=False).sites
+    return _twice(session, sites, module, name, original, warn)
+
+
+def _twice(
+    session: Session,
+    sites: dict[str, Site],
+    module: nn.Module,
+    name: str,
+    original: Forward,
+    warn: Callable[[str], None],
+) -> Forward:
+    """Σ_i A_i V_i by running the module again in the backward pass.
 
     The first run sees constants in place of its own parameters, so its inputs and its children
     get their gradients as usual; the second sees everything else as constants and pulls back
     A[seq] g, which is right wherever sequences do not mix.
     """
-    unit = session.add(module, name, names, draws=False)
+    what = f"{name or 'the model itself'} ({type(module).__name__}: {', '.join(sites)})"
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        warn(f"{name or 'the model itself'} ({type(module).__name__}: {', '.join(names)})")
-        again = _Again(session, unit, module, names, original, args, kwargs)
-        values = [_reach(module, own) for own in names]
-        with substituted(module, {own: v.detach() for own, v in zip(names, values)}):
+        warn(what)
+        again = _Again(session, sites, module, original, args, kwargs)
+        values = [_reach(module, own) for own in sites]
+        with substituted(module, {own: v.detach() for own, v in zip(sites, values)}):
             out = original(*args, **kwargs)
         leaves, spec = tree_flatten(out)
         floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
@@ -130,7 +160,8 @@ def whole(
 
 
 def _reach(module: nn.Module, name: str) -> Tensor:
-    return functools.reduce(getattr, name.split("."), module)  # type: ignore[arg-type]
+    value: Any = module
+    return functools.reduce(getattr, name.split("."), value)
 
 
 class _Again:
@@ -139,15 +170,15 @@ class _Again:
     def __init__(
         self,
         session: Session,
-        unit: Unit,
+        sites: dict[str, Site],
         module: nn.Module,
-        names: list[str],
         original: Forward,
         args: Any,
         kwargs: Any,
     ) -> None:
-        self.session, self.unit, self.module, self.names = session, unit, module, names
-        self.original = original
+        self.session, self.sites, self.module = session, sites, module
+        self.original, self.block = original, session.block
+        self.site = next(iter(sites.values()))
         self.inputs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
         self.autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -170,7 +201,7 @@ class _Again:
             try:
                 with (
                     torch.autocast(kind, dtype=dtype, enabled=enabled),
-                    substituted(self.module, dict(zip(self.names, values))),
+                    substituted(self.module, dict(zip(self.sites, values))),
                 ):
                     out = self.original(*self.inputs[0], **self.inputs[1])
             finally:
@@ -181,7 +212,7 @@ class _Again:
     def weighted(self, grad: Tensor) -> Tensor:
         """A[seq] g: each position's gradient times the advantage of its sequence."""
         session, lead = self.session, tuple(grad.shape[:-1])
-        chosen = _place.axes(lead, session.shape, self.unit.name)
+        chosen = _place.axes(lead, session.shape, self.site.name)
         weights = session.layout.spread(session.rule.plain(session)).to(grad.dtype)
         shape = [lead[axis] if axis in chosen else 1 for axis in range(len(lead))]
         return grad * weights.view(*shape, 1)
@@ -200,11 +231,7 @@ class _Beside(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         again: _Again = ctx.again
-        if again.session.closed:
-            raise ProxpoError(
-                f"gradients.applied: backward reached {again.unit.name} after the `with` block "
-                "had ended; call backward() inside it"
-            )
+        again.session.expect(again.block, again.site)
         values = [v.detach().requires_grad_() for v in ctx.saved_tensors]
         pairs = [
             (out, again.weighted(grad))
@@ -215,6 +242,6 @@ class _Beside(torch.autograd.Function):
         if pairs:
             outs, cotangents = zip(*pairs)
             found = torch.autograd.grad(outs, values, cotangents, allow_unused=True)
-        for site in again.unit.sites.values():
+        for site in again.sites.values():
             site.done = True
         return None, None, *grads, *found

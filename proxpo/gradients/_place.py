@@ -18,7 +18,7 @@ def axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> tuple[int
     wide = [axis for axis, length in enumerate(lead) if length != 1]
     want = [length for length in shape if length != 1]
     flat = math.prod(shape)
-    found = [pick for pick in _subsequences([lead[axis] for axis in wide], want)]
+    found = _subsequences([lead[axis] for axis in wide], want)
     if len(want) > 1:
         found += _subsequences([lead[axis] for axis in wide], [flat])
     if len(found) > 1 and tuple(lead) == tuple(shape):

@@ -4,7 +4,7 @@ Per layer O x D with T positions, m sequences of L = T/m, overlap M (in FLOPs; m
 charged `TRAFFIC` of them):
 
     gram         F: 2MT(O+D)         N: 2TL(O+D)          then the usual GEMM
-    materialise  F: 2mMOD            N: 0                 V stacked once: Σ w_i V_i replaces the GEMM
+    materialise  F: 2mMOD            N: 0                 V stacked: Σ w_i V_i replaces the GEMM
     stream       F: 2MT(O+D)         N: 0                 V_i one at a time, scaled and added
 """
 

@@ -62,7 +62,7 @@ class Site:
 
     @property
     def parameter(self) -> Tensor:
-        return getattr(self.module, self.attribute)
+        return self.module.get_parameter(self.attribute)
 
     def picks(self, layout: Layout | None = None) -> Picks:
         """The overlap set J of this parameter in this backward."""
@@ -81,11 +81,12 @@ class Site:
 class Call:
     """One run of a module whose backward is still to come; dies with its autograd graph."""
 
-    __slots__ = ("__weakref__", "layout", "nested")
+    __slots__ = ("__weakref__", "block", "layout", "nested")
 
-    def __init__(self, layout: Layout, nested: bool) -> None:
+    def __init__(self, layout: Layout, nested: bool, block: int) -> None:
         self.layout = layout
         self.nested = nested
+        self.block = block
 
 
 class Unit:
@@ -96,7 +97,8 @@ class Unit:
     checkpointed segment, because later segments do not exist yet.
     """
 
-    def __init__(self, sites: dict[str, Site]) -> None:
+    def __init__(self, session: "Session", sites: dict[str, Site]) -> None:
+        self.session = session
         self.sites = sites
         self._open: tuple[WeakSet[Call], WeakSet[Call]] = (WeakSet(), WeakSet())
         self._held: tuple[list[_Held], list[_Held]] = ([], [])
@@ -106,19 +108,21 @@ class Unit:
         site = next(iter(self.sites.values()))
         return site.name.rpartition(".")[0] or site.name
 
+    def reset(self) -> None:
+        """Forget calls whose backward never came; a new block starts."""
+        for calls, held in zip(self._open, self._held):
+            calls.clear()
+            held.clear()
+
     def begin(self, layout: Layout) -> Call:
         nested = torch._C._current_graph_task_id() != -1
-        call = Call(layout, nested)
+        call = Call(layout, nested, self.session.block)
         self._open[nested].add(call)
         return call
 
     def finish(self, call: Call, rows: dict[str, AnyRows]) -> dict[str, Tensor]:
         """Gradients by parameter; empty while other calls of the module are still to come."""
-        if any(site.session.closed for site in self.sites.values()):
-            raise ProxpoError(
-                f"gradients.applied: backward reached {self.name} after the `with` block had "
-                "ended; call backward() inside it"
-            )
+        self.session.expect(call.block, self)
         self._open[call.nested].discard(call)
         if call.layout.size:
             self._held[call.nested].append(_Held(call.layout, rows))
@@ -150,33 +154,50 @@ class _Held(NamedTuple):
 
 
 class Session:
-    """What one `with transform.applied(...)` block knows."""
+    """What a transform knows of one model, and of the micro-batch of the open block."""
 
-    def __init__(
+    def __init__(self, rule: Rule, averages: "Averages") -> None:
+        self.rule = rule
+        self.averages = averages
+        self.sites: dict[str, Site] = {}
+        self.units: list[Unit] = []
+        self.closed = True
+        self.quiet = False  # while an unknown module is run again, its children stay as they are
+        self.block = 0
+        self._drawing = 0  # how many sites have a row in the table of overlap sets
+
+    def open(
         self,
         *,
-        rule: Rule,
-        averages: "Averages",
         stream: Stream,
         sequences: Int[Tensor, "..."],
         advantages: Float[Tensor, " row"],
         groups: Int[Tensor, " row"] | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.rule = rule
-        self.averages = averages
+        """Start a block."""
         self.shape = tuple(sequences.shape)
         self.layout = Layout(sequences.reshape(-1).long(), advantages.numel())
         self.advantages = advantages
         self.groups = groups
         self.observer = observer
-        self.sites: dict[str, Site] = {}
-        self.units: list[Unit] = []
         self.closed = False
-        self.quiet = False  # while an unknown module is run again, its children stay as they are
+        self.block += 1
         self._generator = stream.generator(sequences.device)
         self._table: Tensor | None = None
         self._weights: list[tuple[str, Tensor]] = []
+        for unit in self.units:
+            unit.reset()
+        for site in self.sites.values():
+            site.done = False
+
+    def expect(self, block: int, where: "Unit | Site") -> None:
+        """A backward belongs to the block its forward ran in."""
+        if self.closed or block != self.block:
+            raise ProxpoError(
+                f"gradients.applied: backward reached {where.name} after the `with` block of its "
+                "forward had ended; call backward() inside it"
+            )
 
     def add(self, module: nn.Module, name: str, attributes: list[str], *, draws: bool) -> Unit:
         """A module under this session; `draws` gives its parameters a row in the table of J."""
@@ -185,9 +206,9 @@ class Session:
             full = f"{name}.{attribute}" if name else attribute
             site = Site(self, module, full, attribute)
             if draws:
-                site.number = sum(other.number >= 0 for other in self.sites.values())
+                site.number, self._drawing = self._drawing, self._drawing + 1
             self.sites[full] = sites[attribute] = site
-        unit = Unit(sites)
+        unit = Unit(self, sites)
         self.units.append(unit)
         return unit
 
@@ -198,8 +219,7 @@ class Session:
         if layout is not self.layout or site.number < 0:
             return Picks.at(self._draw(layout, 1, size)[0], layout)
         if self._table is None:
-            rows = sum(other.number >= 0 for other in self.sites.values())
-            self._table = self._draw(layout, rows, size)
+            self._table = self._draw(layout, self._drawing, size)
         return Picks.at(self._table[site.number], layout)
 
     def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "site pick"]:

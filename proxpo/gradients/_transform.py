@@ -11,7 +11,7 @@ from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._averages import Averages
-from proxpo.gradients._modules import exchanged
+from proxpo.gradients._modules import Fitting, fingerprint
 from proxpo.gradients._session import Observer, Rule, Session, Site, Stream
 from proxpo.shapes import Float, Int, Tensor
 
@@ -38,6 +38,7 @@ class Transform:
         self._blocks = 0
         self._names: dict[str, None] = {}
         self._warned: set[str] = set()
+        self._fitted: tuple[nn.Module, Fitting] | None = None
 
     def __repr__(self) -> str:
         return f"Transform({self.rule!r}, seed={self.seed})"
@@ -60,13 +61,12 @@ class Transform:
         groups: one prompt number per sequence, for `group_by="prompt"`.
         observe: called with (parameter name, tensors) for every layer, to log its lengths.
         """
-        session = self._open(model, sequences, advantages, groups, observe)
+        fitting = self._open(model, sequences, advantages, groups, observe)
+        session = fitting.session
         _OPEN.append((model, session))
-        before = {name: _mark(site.parameter) for name, site in session.sites.items()}
         try:
-            with exchanged(model, session, self._warn):
-                self._names.update(dict.fromkeys(session.sites))
-                before = {name: _mark(site.parameter) for name, site in session.sites.items()}
+            with fitting.exchanged():
+                before = [_mark(site.parameter) for site in session.sites.values()]
                 yield session
             _settle(session, before)
         finally:
@@ -93,11 +93,13 @@ class Transform:
                 "gradients: not the state of a transform: expected 'steps' and 'average.*', got "
                 + (f"'{unknown[0]}'" if unknown else "no 'steps'")
             )
-        averages = Averages()
-        for key, value in state.items():
-            if key != "steps":
-                averages.values[key.removeprefix("average.")] = torch.as_tensor(value).clone()
-        self.averages, self._steps, self._blocks = averages, int(state["steps"]), 0
+        averages = {
+            key.removeprefix("average."): torch.as_tensor(value).clone()
+            for key, value in state.items()
+            if key != "steps"
+        }
+        self.averages.load(averages)
+        self._steps, self._blocks = int(state["steps"]), 0
 
     def _open(
         self,
@@ -106,28 +108,39 @@ class Transform:
         advantages: Tensor,
         groups: Tensor | None,
         observe: Observer | None,
-    ) -> Session:
+    ) -> Fitting:
         device = _device(model)
-        own = {id(module) for module in model.modules()}
-        if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
-            raise ProxpoError(
-                "gradients.applied: a transform is already applied to this model; close its "
-                "`with` block first"
-            )
+        if _OPEN:
+            own = {id(module) for module in model.modules()}
+            if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
+                raise ProxpoError(
+                    "gradients.applied: a transform is already applied to this model; close its "
+                    "`with` block first"
+                )
         _check(sequences, advantages, groups, needs_groups=_by_prompt(self.rule))
         kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        stream = Stream(self.seed, self._steps, self._blocks, rank)
-        self._blocks += 1
-        return Session(
-            rule=self.rule,
-            averages=self.averages,
-            stream=stream,
+        fitting = self._fit(model)
+        fitting.session.open(
+            stream=Stream(self.seed, self._steps, self._blocks, rank),
             sequences=sequences.to(device),
             advantages=advantages.detach().to(device, kind),
             groups=groups.to(device) if groups is not None and _by_prompt(self.rule) else None,
             observer=observe,
         )
+        self._blocks += 1
+        return fitting
+
+    def _fit(self, model: nn.Module) -> Fitting:
+        """Sites for the parameters the model trains now; as before if it has not changed."""
+        if self._fitted is not None:
+            fitted, fitting = self._fitted
+            if fitted is model and fitting.mark == fingerprint(model):
+                return fitting
+        fitting = Fitting(model, Session(self.rule, self.averages), self._warn)
+        self._fitted = (model, fitting)
+        self._names.update(dict.fromkeys(fitting.session.sites))
+        return fitting
 
     def _warn(self, what: str) -> None:
         if what not in self._warned:
@@ -204,17 +217,17 @@ def _mark(parameter: Tensor) -> tuple[int, int] | None:
     return None if grad is None else (id(grad), grad._version)
 
 
-def _settle(session: Session, before: dict[str, tuple[int, int] | None]) -> None:
+def _settle(session: Session, before: list[tuple[int, int] | None]) -> None:
     """Finish what waits, then make sure that no gradient went past the transform."""
     for unit in session.units:
         for nested in unit.waiting:
             for attribute, gradient in unit.flush(nested).items():
                 _accumulate(unit.sites[attribute].parameter, gradient)
     session.check()
-    for name, site in session.sites.items():
-        if not site.done and _mark(site.parameter) != before[name]:
+    for site, mark in zip(session.sites.values(), before):
+        if not site.done and _mark(site.parameter) != mark:
             raise ProxpoError(
-                f"gradients.applied: {name} received a gradient that did not pass through the "
+                f"gradients.applied: {site.name} received a gradient that did not pass through the "
                 "transform (forward outside the `with` block, or its weight used without calling "
                 "the module); p.grad must not be used"
             )

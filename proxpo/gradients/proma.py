@@ -17,7 +17,7 @@ import torch
 from proxpo.errors import ProxpoError, resolve
 from proxpo.gradients._layout import Layout, accumulator, matmul
 from proxpo.gradients._ntk import Ntk
-from proxpo.gradients._rows import Dense, OneHot, Outer
+from proxpo.gradients._rows import Dense, Outer
 from proxpo.gradients._session import AnyRows, Session, Site
 from proxpo.gradients._transform import Transform
 from proxpo.shapes import Float, Tensor
@@ -183,9 +183,8 @@ def overlaps(rows: AnyRows, running: Tensor) -> Float[Tensor, " pos"]:
         return (through * rows.g.to(through.dtype)).sum(1)
     if isinstance(rows, Dense):
         return rows.grads.to(running.dtype) @ running
-    assert isinstance(rows, OneHot)
-    kept = rows.ids != rows.padding
-    return (running[rows.ids] * rows.g.to(running.dtype)).sum(1) * kept
+    # The row of a padding token is never trained, so it is 0 in R.
+    return (running[rows.ids] * rows.g.to(running.dtype)).sum(1)
 
 
 def project(

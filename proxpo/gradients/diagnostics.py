@@ -1,0 +1,226 @@
+"""What a gradient transform does to a batch, in numbers worth logging.
+
+    with transform.applied(model, sequences=seq_index, advantages=A) as session:
+        with watch(session) as seen:
+            nll.backward()
+    log(seen.metrics())
+
+Lengths F, N, R of every layer whatever the exponents, each layer's share of the update, its angle
+to REINFORCE and the KL that the step is predicted to cost. Watching changes no gradient; it costs
+about three more weight gradients per layer, so watch every tenth step, not every step.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients import _norms
+from proxpo.gradients._isopo import Isopo
+from proxpo.gradients._layout import Layout
+from proxpo.gradients._session import AnyRows, Rule, Session, Site
+from proxpo.gradients.proma import overlaps
+from proxpo.reference import (
+    Policy,
+    Samples,
+    fisher_exact,
+    natural_gradient,
+    policy_gradient,
+    scores,
+)
+from proxpo.shapes import Float, Tensor
+
+
+@dataclass
+class Layer:
+    """One parameter: the lengths of its sequence gradients and what became of their sum."""
+
+    fisher: Float[Tensor, " row"]
+    norm: Float[Tensor, " row"]
+    update2: Tensor  # |U|²
+    plain2: Tensor  # |Σ A_i V_i|²
+    inner: Tensor  # ⟨U, Σ A_i V_i⟩
+
+    @property
+    def ratio(self) -> Float[Tensor, " row"]:
+        """R_i = F_i / N_i, 0 where both vanish."""
+        return _norms.ratio2(self.fisher.square(), self.norm.square()).sqrt()
+
+    @property
+    def cosine(self) -> float:
+        """cos(U, Σ A_i V_i): 1 for REINFORCE."""
+        return _cosine(self.inner, self.update2, self.plain2)
+
+    def __add__(self, other: "Layer") -> "Layer":
+        return Layer(
+            torch.cat([self.fisher, other.fisher]),
+            torch.cat([self.norm, other.norm]),
+            self.update2 + other.update2,
+            self.plain2 + other.plain2,
+            self.inner + other.inner,
+        )
+
+
+@dataclass
+class Seen:
+    """What was seen while watching; several blocks are pooled, each with its own update.
+
+    `moved` holds, for every sequence, ⟨∇ log π(o_i), Δ⟩: the change of its log-probability to first
+    order. Δ is a plain step along the update (rate 1), or the step since the parameters given to
+    `watch`. The objective is taken to be a negative log-likelihood, as `applied` asks for.
+    """
+
+    layers: dict[str, Layer] = field(default_factory=dict)
+    blocks: list[Tensor] = field(default_factory=list)
+    actual_step: bool = False
+
+    @property
+    def moved(self) -> Float[Tensor, " row"]:
+        if not self.layers:
+            raise ProxpoError("watch: nothing was seen; call backward() inside the block")
+        return torch.cat(self.blocks)
+
+    def kl(self, lr: float = 1.0) -> float:
+        """½ mean_i (lr ⟨∇ log π(o_i), Δ⟩)²: KL per sequence, to second order, of the step lr · Δ.
+
+        For the update itself that is a plain gradient step with rate lr; where the actual step was
+        measured, leave lr at 1.
+        """
+        return float((lr * self.moved).square().mean() / 2)
+
+    def share(self) -> dict[str, float]:
+        """|U_l|² / Σ |U|² of every layer."""
+        total = sum(float(layer.update2) for layer in self.layers.values())
+        return {
+            n: float(layer.update2) / total if total else 0.0 for n, layer in self.layers.items()
+        }
+
+    @property
+    def cosine(self) -> float:
+        """cos(U, Σ A_i V_i) over all layers together."""
+        parts = [(layer.inner, layer.update2, layer.plain2) for layer in self.layers.values()]
+        return _cosine(*(sum(column) for column in zip(*parts)))
+
+    def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
+        """Flat numbers for a logger; `per_layer` adds every layer's own."""
+        found = {"gradient/kl": self.kl(), "gradient/cosine_reinforce": self.cosine}
+        if not self.actual_step:
+            found["gradient/kl_unit_step"] = found.pop("gradient/kl")
+        for quantity in ("fisher", "norm", "ratio"):
+            values = torch.cat([getattr(x, quantity) for x in self.layers.values()])
+            found |= _spread(f"gradient/{quantity}", values)
+        share = self.share()
+        found["gradient/largest_share"] = max(share.values(), default=0.0)
+        if per_layer:
+            for name, layer in self.layers.items():
+                found[f"gradient/share/{name}"] = share[name]
+                found[f"gradient/cosine_reinforce/{name}"] = layer.cosine
+                for quantity in ("fisher", "norm", "ratio"):
+                    found |= _spread(f"gradient/{quantity}/{name}", getattr(layer, quantity))
+        return found
+
+
+@contextmanager
+def watch(
+    session: Session,
+    *,
+    into: Seen | None = None,
+    since: Mapping[Tensor, Tensor] | None = None,
+) -> Iterator[Seen]:
+    """Measure what the transform of an open block does; `into` adds to what was seen before.
+
+    With `since = {p: p.detach().clone() for p in model.parameters()}`, taken before the last
+    optimizer step, `Seen.kl` is that of the step actually made, whatever optimizer made it.
+    """
+    seen = Seen(actual_step=since is not None) if into is None else into
+    inner = session.rule
+    session.rule = _Watched(inner, seen, since or {})
+    seen.blocks.append(torch.zeros_like(session.advantages, dtype=torch.float64))
+    try:
+        yield seen
+    finally:
+        session.rule = inner
+
+
+class _Watched:
+    """A rule that does what another does, and takes notes."""
+
+    def __init__(self, inner: Rule, seen: Seen, since: Mapping[Tensor, Tensor]) -> None:
+        self.inner, self.seen, self.since = inner, seen, since
+        self.measure = Isopo(
+            p=-1.0, q=-1.0, r=-1.0, reg=0.0, eps=0.0, keep_small=False, overlap=inner.overlap,
+            norm="exact", sketch=1, scale="sum", history="own", path="auto",
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def gradient(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor:
+        update = self.inner.gradient(site, rows, layout)
+        generator = site.session.generator
+        state = generator.get_state()
+        self._note(site, rows, layout, update.detach())
+        generator.set_state(state)  # the draws of later layers stay what they would have been
+        return update
+
+    def _note(self, site: Site, rows: AnyRows, layout: Layout, update: Tensor) -> None:
+        found = self.measure._measure(site, rows, layout)
+        assert found.top is not None
+        assert found.bottom is not None
+        assert found.norm2 is not None
+        plain = rows.reduce(layout.spread(site.session.advantages)).double()
+        layer = Layer(
+            _norms.ratio2(found.top, found.bottom).sqrt().double(),
+            found.norm2.sqrt().double(),
+            update.double().square().sum(),
+            plain.square().sum(),
+            (update.double() * plain).sum(),
+        )
+        known = self.seen.layers.get(site.name)
+        self.seen.layers[site.name] = layer if known is None else known + layer
+        along = -overlaps(rows, self._step(site, update))
+        self.seen.blocks[-1] += layout.sum_columns(along[None])[0]
+
+    def _step(self, site: Site, update: Tensor) -> Tensor:
+        if not self.seen.actual_step:
+            return -update
+        if site.parameter not in self.since:
+            raise ProxpoError(f"watch: `since` has no entry for the parameter {site.name}")
+        step = site.parameter.detach() - self.since[site.parameter]
+        if step.dim() > update.dim():  # a bank of experts; the site is named by its number
+            step = step[int(site.name.split(".")[-2])]
+        return step
+
+
+def cosine_to_npg(
+    policy: Policy,
+    samples: Samples,
+    advantages: Float[Tensor, " seq"],
+    *,
+    damping: float = 0.0,
+) -> float:
+    """cos(-grad, (F + λI)⁻¹ g) with the exact Fisher matrix, for models of a few thousand weights.
+
+    `-grad` is the direction an optimizer would descend along, as a transform left it in `.grad`.
+    """
+    missing = [name for name, p in policy.parameters.items() if p.grad is None]
+    if missing:
+        raise ProxpoError(f"cosine_to_npg: parameter '{missing[0]}' has no gradient yet")
+    found = [p.grad for p in policy.parameters.values() if p.grad is not None]
+    ascent = -torch.cat([grad.flatten() for grad in found])
+    gradient = policy_gradient(scores(policy, samples), advantages)
+    exact = natural_gradient(fisher_exact(policy, samples), gradient, damping=damping)
+    return _cosine(ascent @ exact, ascent @ ascent, exact @ exact)
+
+
+def _cosine(inner: Any, first2: Any, second2: Any) -> float:
+    size = (float(first2) * float(second2)) ** 0.5
+    return float(inner) / size if size else 0.0
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    low, middle, high = values.quantile(values.new_tensor([0.1, 0.5, 0.9])).tolist()
+    return {f"{name}_p10": low, f"{name}_median": middle, f"{name}_p90": high}

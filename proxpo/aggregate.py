@@ -5,6 +5,8 @@ of the whole optimizer step (`Denominators`), so micro-batches and ranks add up 
 Fully masked rows do not count, except where a mode says so. Nothing valid: loss 0, gradient 0.
 """
 
+from typing import Literal
+
 import torch
 
 from proxpo.errors import ProxpoError
@@ -93,7 +95,11 @@ def prompt_mean():
 
 @stage("aggregate", takes=("log_ratio",), needs=("rewards", "group"))
 def pairwise_logistic(
-    *, beta: float = 0.1, label_smoothing: float = 0.0, form: str = "sigmoid", ipo_mean: bool = True
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    form: Literal["sigmoid", "robust", "ipo"] = "sigmoid",
+    ipo_mean: bool = True,
 ):
     """Mean over pairs of -log σ(β h), h = Σ_t log-ratio of the best minus of the worst response.
 
@@ -101,8 +107,6 @@ def pairwise_logistic(
     form="robust": [(1-ε)(-log σ(βh)) - ε(-log σ(-βh))] / (1-2ε);
     form="ipo": (h̄ - 1/(2β))², h̄ from length-averaged log-ratios, or sums with ipo_mean=False.
     """
-    if form not in ("sigmoid", "robust", "ipo"):
-        raise ProxpoError(f"pairwise_logistic: form '{form}' is not sigmoid, robust or ipo")
     if form == "robust" and not label_smoothing < 0.5:
         raise ProxpoError("pairwise_logistic: the robust form needs label_smoothing below 0.5")
 

@@ -6,7 +6,7 @@ policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from proxpo.types import (
 )
 
 States = Mapping[str, State]
+CURRENT = {"logp", "entropy", "values", "vocab_logp"}
 
 
 class Prepared(NamedTuple):
@@ -76,7 +77,7 @@ def prepare(
     metrics: Metrics = {}
     batch = batch.clean()
 
-    def run(place: str, stage: Stage) -> Tensor | Batch:
+    def run(place: str, stage: Stage) -> Any:
         require(recipe, stage, batch)
         value, seen = stage.apply(batch, replace(ctx, state=state.get(place, {})))
         metrics.update(seen)
@@ -95,6 +96,9 @@ def prepare(
                 found = run("advantage", recipe.advantage)
             batch = batch.replace(advantages=found)
     batch = batch.replace(advantages=as_tokens(batch.advantages, batch)).clean()
+    for _, stage in recipe.stages():
+        if stage.prepare is not None:
+            batch = batch.replace(**stage.prepare(batch))
     if batch.group is not None and batch.group_tokens is None:
         batch = batch.replace(group_tokens=tokens_of_group(batch))
     return Prepared(batch, count(batch, all_sum=all_sum), metrics)
@@ -109,11 +113,15 @@ def policy_loss(
     all_sum: AllSum = local,
     generator: torch.Generator | None = None,
 ) -> Loss:
-    """Loss of a prepared batch, or of any cut of it: the cuts add up to the whole."""
+    """Loss of a prepared batch, or of any cut of it: the cuts add up to the whole.
+
+    The fields of the current forward pass may be new: logp, entropy, values, vocab_logp.
+    """
     ctx = Context(all_sum=all_sum, denominators=denominators, generator=generator)
     state = recipe.init_state() if state is None else state
     metrics: Metrics = {}
-    batch = batch.clean()
+    read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))
+    batch = batch.clean(*(read & CURRENT))
 
     def run(place: str, stage: Stage, *inputs: Tensor) -> Tensor:
         require(recipe, stage, batch)

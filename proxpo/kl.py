@@ -11,13 +11,15 @@
 Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 """
 
+from typing import Literal, get_args
+
 import torch
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, nearest
 from proxpo.shapes import Float, Tensor
 
-ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k2+", "k3+")
-CLAMPS = ("none", "verl", "openrlhf", "dr-grpo", "p3o")
+Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "k2+", "k3+", "kl", "mse", "low_var_kl"]
+Clamp = Literal["none", "verl", "openrlhf", "dr-grpo", "p3o"]
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
@@ -35,10 +37,12 @@ def kl_estimate(
     bounded term is 0 outside.
     """
     estimator = ALIASES.get(estimator, estimator)
-    if estimator not in ESTIMATORS:
-        raise ProxpoError(f"unknown KL estimator '{estimator}'; valid: {', '.join(ESTIMATORS)}")
-    if clamp not in CLAMPS:
-        raise ProxpoError(f"unknown KL clamp '{clamp}'; valid: {', '.join(CLAMPS)}")
+    if estimator not in get_args(Estimator):
+        raise ProxpoError(
+            f"unknown KL estimator '{estimator}'{nearest(estimator, get_args(Estimator))}"
+        )
+    if clamp not in get_args(Clamp):
+        raise ProxpoError(f"unknown KL clamp '{clamp}'{nearest(clamp, get_args(Clamp))}")
     if estimator.endswith("+"):
         value = kl_estimate(logp, other, estimator=estimator[:-1], clamp=clamp).detach()
         slope = kl_estimate(logp, other, estimator="k2", clamp=clamp)

@@ -5,6 +5,8 @@ import torch
 from proxpo.shapes import Bool, Float, Int, Shaped, Tensor
 from proxpo.types import AllSum, Scope, local
 
+_DEFAULT = torch.float64  # of counts
+
 
 def masked_sum(x: Shaped[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"]) -> Float[Tensor, ""]:
     """Σ m x, whatever x holds where m = 0."""
@@ -19,8 +21,8 @@ def masked_mean(
     scope: Scope = "batch",
 ) -> Float[Tensor, ""]:
     """Σ m x / Σ m; 0 when nothing is valid."""
-    valid = _valid(x, mask)
-    total, n = all_sum(torch.stack([valid.sum(), mask.sum().to(valid.dtype)]), scope)
+    total = (x & mask).sum().to(_DEFAULT) if x.dtype == torch.bool else masked_sum(x, mask)
+    total, n = all_sum(torch.stack([total, mask.sum().to(total.dtype)]), scope)
     return total / n.clamp(min=1)
 
 
@@ -51,9 +53,16 @@ def suffix_sum(
     valid = _valid(x, mask)
     if discount == 1.0:
         return _valid(valid.flip(1).cumsum(1).flip(1), mask)
+    if is_packed(mask):
+        return _valid(_discounted_suffix(valid, discount), mask)
     order = packing(mask)
     packed = _discounted_suffix(valid.gather(1, order), discount)
     return _valid(torch.empty_like(packed).scatter(1, order, packed), mask)
+
+
+def is_packed(mask: Bool[Tensor, "seq tok"]) -> bool:
+    """Whether every row's valid tokens come first, without holes or padding on the left."""
+    return not bool((mask[:, 1:] & ~mask[:, :-1]).any())
 
 
 def packing(mask: Bool[Tensor, "seq tok"]) -> Int[Tensor, "seq tok"]:
@@ -100,11 +109,12 @@ def moments(
 
 def _valid(x: Tensor, mask: Tensor) -> Tensor:
     if not x.is_floating_point():
-        x = x.to(torch.get_default_dtype())
+        x = x.to(_DEFAULT)
     return x.masked_fill(~mask, 0.0)
 
 
 __all__ = [
+    "is_packed",
     "last_valid",
     "masked_mean",
     "masked_sum",

@@ -9,6 +9,8 @@ from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
 
+_WORDS = {"None": "none", "True": "on", "False": "off"}  # YAML and --set read these words as values
+
 
 def bind(factory: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
     """`given` in the factory's spelling and types, defaults filled in, unknown names refused."""
@@ -29,13 +31,20 @@ def coerce(value: Any, kind: Any, *, option: str) -> Any:
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     allowed = typing.get_args(kind) if union else (kind,)
     for one in allowed:
+        word = _WORDS.get(str(value), value)
+        if typing.get_origin(one) is typing.Literal and isinstance(word, str):
+            return resolve(word, typing.get_args(one), what=f"{option}: value")
         fits, converted = _as(value, one)
         if fits:
             return converted
-    names = " or ".join(
-        "none" if one is type(None) else getattr(one, "__name__", str(one)) for one in allowed
-    )
+    names = " or ".join(_name(one) for one in allowed)
     raise ProxpoError(f"{option} takes {names}, got {value!r}")
+
+
+def _name(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(typing.get_args(kind))
+    return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
 def _as(value: Any, kind: Any) -> tuple[bool, Any]:
@@ -49,7 +58,7 @@ def _as(value: Any, kind: Any) -> tuple[bool, Any]:
         return whole, int(value) if whole else value
     if kind in (bool, str, type(None)):
         return isinstance(value, kind), value
-    return True, value
+    return typing.get_origin(kind) is not typing.Literal, value
 
 
 __all__ = ["bind", "coerce"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.options import bind
+from proxpo.shapes import Tensor
 from proxpo.types import KINDS, MANY, Batch, Metrics, Recipe, Stage, State
 
 Factory = Callable[..., Stage]
@@ -27,10 +28,11 @@ def stage(
     takes: tuple[str, ...] = (),
     gives: str = "",
     whole_batch: bool = True,
+    prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
 ) -> Callable[[Callable[..., Any]], Factory]:
-    """Register a factory. `needs` may depend on the options; `init` and `update` get them too.
+    """Register a factory. `needs` may depend on the options; the other callables get them too.
 
     whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
     so that cutting the batch differently changes its result.
@@ -51,6 +53,7 @@ def stage(
                 takes=takes,
                 gives=gives,
                 whole_batch=whole_batch,
+                prepare=functools.partial(prepare, options) if prepare else None,
                 init=functools.partial(init, options) if init else None,
                 update=functools.partial(update, options) if update else None,
             )

@@ -42,7 +42,8 @@ def over_microbatches(
                 loss(microbatch, all_sum=probe)
             if any(probe.next_sum is None for probe in found):
                 return _Replay(totals, ranks)
-            totals.append(ranks(torch.stack([probe.next_sum for probe in found]).sum(0)))
+            parts = [probe.next_sum for probe in found if probe.next_sum is not None]
+            totals.append(ranks(torch.stack(parts).sum(0)))
 
 
 class _Probe:

@@ -45,6 +45,7 @@ FIELDS: dict[str, str] = {
     "entropy": "entropy of the next-token distribution, from the trainer's forward pass",
     "values": "critic's value of each token, from a value head",
     "old_values": "critic's values at rollout time",
+    "returns": "the critic's target; computed by the recipe when absent",
     "token_rewards": "reward on single tokens, e.g. of a process reward model",
     "step_end": "1 on the last token of each scored step",
     "lag": "policy versions between the one that sampled the token and the current one",
@@ -75,6 +76,7 @@ class Batch:
     entropy: Float[Tensor, "seq tok"] | None = None
     values: Float[Tensor, "seq tok"] | None = None
     old_values: Float[Tensor, "seq tok"] | None = None
+    returns: Float[Tensor, "seq tok"] | None = None
     token_rewards: Float[Tensor, "seq tok"] | None = None
     step_end: Bool[Tensor, "seq tok"] | None = None
     lag: Num[Tensor, "seq tok"] | None = None
@@ -110,8 +112,11 @@ class Batch:
             )
         return value
 
-    def clean(self) -> "Batch":
-        """Zeros where masked, half precision raised to float32: what every stage may rely on."""
+    def clean(self, *names: str) -> "Batch":
+        """Zeros where masked, half precision raised to float32: what every stage may rely on.
+
+        With names, only those fields: the ones a new forward pass has brought.
+        """
 
         def cleaned(x: Tensor) -> Tensor:
             if x.dtype in (torch.bfloat16, torch.float16):
@@ -120,7 +125,8 @@ class Batch:
                 return x
             return x.masked_fill(~self.mask.reshape(self.mask.shape + (1,) * (x.dim() - 2)), 0.0)
 
-        return Batch(**{name: cleaned(value) for name, value in self.items()})
+        chosen = [(name, value) for name, value in self.items() if not names or name in names]
+        return replace(self, **{name: cleaned(value) for name, value in chosen})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +161,9 @@ class Stage:
     """One step of a recipe: a pure function, its name and the options it was built with.
 
     `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
-    the batch fields it reads. A stage with memory has `init`, which makes its state, and `update`,
-    which returns the next one from the state, the batch and the step's metrics.
+    the batch fields it reads. `prepare` returns fields to add to the batch, once per rollout. A
+    stage with memory has `init`, which makes its state, and `update`, which makes the next from the
+    state, the batch and the step's metrics.
     """
 
     kind: str
@@ -167,6 +174,9 @@ class Stage:
     takes: tuple[str, ...] = ()
     gives: str = ""
     whole_batch: bool = True
+    prepare: Callable[[Batch], dict[str, Tensor]] | None = field(
+        default=None, compare=False, repr=False
+    )
     init: Callable[[], State] | None = field(default=None, compare=False, repr=False)
     update: Callable[[State, Batch, Metrics], State] | None = field(
         default=None, compare=False, repr=False

@@ -1,5 +1,8 @@
 """The critic's loss, for recipes that train one."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from proxpo.advantages.returns import raw_gae, rollout_values
@@ -11,7 +14,15 @@ from proxpo.types import Batch, Context, Metrics
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
-@stage("value", needs=("values",))
+def _returns(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
+    """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""
+    if batch.returns is not None or (batch.values is None and batch.old_values is None):
+        return {}
+    raw = raw_gae(batch, gamma=options["gamma"], lam=options["lam"])
+    return {"returns": raw + rollout_values(batch, by="value=value_loss")}
+
+
+@stage("value", needs=("values", "returns"), prepare=_returns)
 def value_loss(
     *, coef: float = 1.0, clip: float | None = 0.5, gamma: float = 1.0, lam: float = 1.0
 ):
@@ -23,12 +34,11 @@ def value_loss(
 
     def loss(batch: Batch, ctx: Context) -> Result:
         old = rollout_values(batch, by="value=value_loss")
-        target = (raw_gae(batch, gamma=gamma, lam=lam) + old).detach()
-        error = (batch.values - target).square()
+        error = (batch.values - batch.returns).square()
         if clip is None:
             return coef * error / 2, {}
         held = torch.clamp(batch.values, old - clip, old + clip)
-        bound = (held - target).square()
+        bound = (held - batch.returns).square()
         share = masked_mean((bound > error).detach(), batch.mask)
         return coef * torch.maximum(error, bound) / 2, {"value/clipped": share}
 

@@ -1,8 +1,9 @@
 """Advantages from the rewards of the other responses to the same prompt."""
 
+from typing import Literal
+
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.groups import GroupStats, group_stats
 from proxpo.masked import moments, spread
 from proxpo.shapes import Float, Tensor
@@ -10,12 +11,16 @@ from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
-SCALES = ("group", "batch", "centred", "none")
+Singleton = Literal["raw", "zero"]
 
 
 @stage("advantage", needs=("rewards", "group"))
 def group_relative(
-    *, scale: str = "group", eps: float = 1e-6, unbiased: bool = True, singleton: str = "raw"
+    *,
+    scale: Literal["group", "batch", "centred", "none"] = "group",
+    eps: float = 1e-6,
+    unbiased: bool = True,
+    singleton: Singleton = "raw",
 ):
     """A_i = (r_i - mean_g) / (std_g + eps), one value per response.
 
@@ -24,9 +29,6 @@ def group_relative(
     A group of one: singleton="raw" keeps the reward (mean 0, std 1, as verl), "zero" gives 0.
     Responses without a reward (NaN) are left out of the statistics and get 0.
     """
-    if scale not in SCALES:
-        raise ProxpoError(f"group_relative: scale '{scale}' is not one of {', '.join(SCALES)}")
-    _check_singleton("group_relative", singleton)
 
     def advantage(batch: Batch, ctx: Context) -> Result:
         stats = group_stats(batch.rewards, batch.group, unbiased=unbiased)
@@ -47,12 +49,11 @@ def group_relative(
 
 
 @stage("advantage", needs=("rewards", "group"))
-def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: str = "zero"):
+def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: Singleton = "zero"):
     """A_i = r_i - mean of the other responses = G/(G-1) · (r_i - mean_g). RLOO, arXiv:2402.14740.
 
     normalise=True also standardises over the batch, (A - mean)/(std + eps), as TRL offers.
     """
-    _check_singleton("leave_one_out", singleton)
 
     def advantage(batch: Batch, ctx: Context) -> Result:
         stats = group_stats(batch.rewards, batch.group)
@@ -68,12 +69,11 @@ def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: str 
 
 
 @stage("advantage", needs=("rewards", "group"))
-def length_weighted_baseline(*, singleton: str = "raw"):
+def length_weighted_baseline(*, singleton: Singleton = "raw"):
     """A_i = r_i - Σ_j L_j r_j / Σ_j L_j over the group: OPO's variance-optimal baseline.
 
     Σ_i L_i A_i = 0 per group. arXiv:2505.23585.
     """
-    _check_singleton("length_weighted_baseline", singleton)
 
     def advantage(batch: Batch, ctx: Context) -> Result:
         lengths = batch.mask.sum(dim=1).to(batch.rewards.dtype)
@@ -108,8 +108,3 @@ def group_process(*, eps: float = 1e-6):
 def _single(out: Tensor, batch: Batch, stats: GroupStats, singleton: str) -> Tensor:
     alone = stats.scored & (stats.size == 1)
     return torch.where(alone, batch.rewards if singleton == "raw" else 0.0, out)
-
-
-def _check_singleton(name: str, singleton: str) -> None:
-    if singleton not in ("raw", "zero"):
-        raise ProxpoError(f"{name}: singleton must be raw or zero, got '{singleton}'")

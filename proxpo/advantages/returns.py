@@ -1,16 +1,18 @@
 """Advantages from returns: rewards summed to the end of the response, with or without a critic."""
 
+from typing import Literal
+
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.groups import group_stats
-from proxpo.masked import last_valid, moments, packing, suffix_sum
+from proxpo.masked import is_packed, last_valid, moments, packing, suffix_sum
 from proxpo.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import AllSum, Batch, Context, Metrics, local
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
-BASELINES = ("none", "batch", "group", "leave_one_out")
+Baseline = Literal["none", "batch", "group", "leave_one_out"]
 
 
 def token_rewards(batch: Batch) -> Float[Tensor, "seq tok"]:
@@ -47,18 +49,16 @@ def whiten(
 def discounted_return(
     *,
     gamma: float = 1.0,
-    baseline: str = "none",
+    baseline: Baseline = "none",
     whitening: bool = False,
     whiten_unbiased: bool = True,
-    singleton: str = "raw",
+    singleton: Literal["raw", "zero"] = "raw",
 ):
     """A_it = Σ_{s≥t} γ^{s-t} ρ_is - b, then optionally whitened over all tokens.
 
     b = 0 ("none"), the mean reward of the batch, of the group, or of the group's other responses.
     A group of one has b = 0 (singleton="raw", as verl) or A = 0 ("zero").
     """
-    if baseline not in BASELINES:
-        raise ProxpoError(f"baseline '{baseline}' is not one of {', '.join(BASELINES)}")
 
     def advantage(batch: Batch, ctx: Context) -> Result:
         total = suffix_sum(token_rewards(batch), batch.mask, discount=gamma)
@@ -90,15 +90,17 @@ def _baseline(batch: Batch, ctx: Context, baseline: str, singleton: str) -> Floa
 
 @stage("advantage", needs=("rewards", "greedy_rewards"))
 def greedy_baseline(
-    *, form: str = "framework", gamma: float = 0.99, reward_clip: float = 5.0, kl_coef: float = 0.05
+    *,
+    form: Literal["framework", "official"] = "framework",
+    gamma: float = 0.99,
+    reward_clip: float = 5.0,
+    kl_coef: float = 0.05,
 ):
     """A_it = Σ_{s≥t} ρ_is - b, b the reward of the greedy response. ReMax, arXiv:2310.10505.
 
     form="official" is the repository's: A_it = γ^{L_i-t}·clip(r_i - b, ±reward_clip)
     - kl_coef·(log π_old - log π_ref)_t with t = 0..L_i-1 and a KL that is not accumulated.
     """
-    if form not in ("framework", "official"):
-        raise ProxpoError(f"greedy_baseline: form '{form}' is not framework or official")
 
     def framework(batch: Batch, ctx: Context) -> Result:
         total = suffix_sum(token_rewards(batch), batch.mask)
@@ -139,12 +141,19 @@ def gae(
 def raw_gae(batch: Batch, *, gamma: float, lam: float) -> Float[Tensor, "seq tok"]:
     """GAE before whitening; returns are this plus the values."""
     values = rollout_values(batch, by="advantage=gae")
-    order = packing(batch.mask)
-    packed = values.gather(1, order)
-    following = torch.nn.functional.pad(packed[:, 1:], (0, 1))
-    next_value = torch.empty_like(values).scatter(1, order, following)
-    delta = token_rewards(batch) + gamma * next_value - values
+    delta = token_rewards(batch) + gamma * _next_valid(values, batch.mask) - values
     return suffix_sum(delta, batch.mask, discount=gamma * lam)
+
+
+def _next_valid(
+    x: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"]
+) -> Float[Tensor, "seq tok"]:
+    """x at the next valid token of the row; 0 after the last."""
+    if is_packed(mask):
+        return torch.nn.functional.pad(x[:, 1:], (0, 1))
+    order = packing(mask)
+    following = torch.nn.functional.pad(x.gather(1, order)[:, 1:], (0, 1))
+    return torch.empty_like(x).scatter(1, order, following)
 
 
 def rollout_values(batch: Batch, *, by: str) -> Float[Tensor, "seq tok"]:

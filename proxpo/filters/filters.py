@@ -1,6 +1,7 @@
 """Filters on prompts, responses and tokens."""
 
 import math
+from typing import Literal
 
 import torch
 
@@ -12,7 +13,6 @@ from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
 Keep = tuple[Bool[Tensor, "seq tok"], Metrics]
-STATISTICS = ("token", "seq_sum", "seq_mean", "seq_max")
 
 
 def informative_rows(batch: Batch) -> Bool[Tensor, " seq"]:
@@ -83,7 +83,10 @@ def fresh_enough(*, max_lag: float):
 
 @stage("filter", needs=("old_logp", "rollout_logp"))
 def reject(
-    *, estimator: str = "k1", statistic: str = "seq_mean", threshold: str | float = "0.5_2.0"
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k1",
+    statistic: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "seq_mean",
+    threshold: str | float = "0.5_2.0",
 ):
     """Rejection mask on sampler mismatch, u = clamp(log π_old - log π_roll, ±20).
 
@@ -92,9 +95,7 @@ def reject(
     (k1 is -u!), and one number h means "1/h_h". Rejected tokens leave every denominator.
     Several criteria: add the stage several times. verl's rollout correction.
     """
-    if estimator not in ("k1", "k2", "k3"):
-        raise ProxpoError(f"reject: estimator '{estimator}' is not k1, k2 or k3")
-    if statistic not in STATISTICS or (statistic == "seq_max" and estimator == "k1"):
+    if statistic == "seq_max" and estimator == "k1":
         raise ProxpoError(f"reject: statistic '{statistic}' does not go with {estimator}")
     low, high = _bounds(estimator, threshold)
 

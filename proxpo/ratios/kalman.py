@@ -1,11 +1,13 @@
 """Log-ratios smoothed along the response by a causal filter with precomputed gains."""
 
-from proxpo.errors import ProxpoError
+from typing import Literal
+
 from proxpo.ratios._scan import filter_fixed, filter_log_ratio
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
+MaskMode = Literal["zero", "skip"]
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
@@ -22,7 +24,7 @@ def kalman(
     q: float = 1e-6,
     v: float = 1.0,
     p0: float = 0.0,
-    mask_mode: str = "zero",
+    mask_mode: MaskMode = "zero",
     clamp: bool = True,
     limit: float = 10.0,
 ):
@@ -45,12 +47,12 @@ def kalman(
 @stage("ratio", needs=("old_logp",), gives="ratio")
 def ema(
     *,
-    mode: str = "scheduled",
+    mode: Literal["scheduled", "fixed"] = "scheduled",
     alpha: float = 0.01,
     q: float = 1e-6,
     v: float = 1.0,
     p0: float = 1.0,
-    mask_mode: str = "zero",
+    mask_mode: MaskMode = "zero",
     limit: float = 10.0,
 ):
     """ρ_t = (1-α_t) ρ_{t-1} + α_t z_t; r̂ = exp(ρ). EMA-KPO.
@@ -58,8 +60,6 @@ def ema(
     mode="scheduled": α_t = K_t(q, v, p0), the Kalman gains from P_{-1} = p0 = 1; p0 = 0 gives KPO.
     mode="fixed": the constant `alpha`.
     """
-    if mode not in ("scheduled", "fixed"):
-        raise ProxpoError(f"ratio=ema: mode '{mode}' is not scheduled or fixed")
 
     def ratio(batch: Batch, ctx: Context) -> Result:
         z = (batch.logp - batch.old_logp).detach()

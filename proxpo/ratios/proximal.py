@@ -1,19 +1,21 @@
 """The proximal policy a ratio is taken against, when it is not the one that sampled."""
 
+from typing import Literal, get_args
+
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.shapes import Float, Tensor
 from proxpo.types import Batch
 
-PROXIMAL = ("recompute", "a3po", "areal", "linear")
+Proximal = Literal["recompute", "a3po", "areal", "linear"]
+PROXIMAL = get_args(Proximal)
 
 
-def proximal_needs(prox: str) -> tuple[str, ...]:
+def proximal_needs(prox: Proximal) -> tuple[str, ...]:
     return ("old_logp", "prox_logp") if prox == "recompute" else ("old_logp", "lag")
 
 
-def proximal_logp(batch: Batch, *, prox: str) -> Float[Tensor, "seq tok"]:
+def proximal_logp(batch: Batch, *, prox: Proximal) -> Float[Tensor, "seq tok"]:
     """log π_p, detached. ℓ_b = old_logp is the sampling policy, d = lag in policy versions.
 
     recompute  prox_logp, a forward pass at the start of the step
@@ -21,8 +23,6 @@ def proximal_logp(batch: Batch, *, prox: str) -> Float[Tensor, "seq tok"]:
     areal      the same, but ℓ_b for d = 0 (the released code)
     linear     log((1-a) π_b + a π + 1e-10), a = (d-1)/d and 0 for d = 0
     """
-    if prox not in PROXIMAL:
-        raise ProxpoError(f"unknown proximal policy '{prox}'; valid: {', '.join(PROXIMAL)}")
     if prox == "recompute":
         return batch.prox_logp.detach()
     behaviour, current = batch.old_logp.detach(), batch.logp.detach()

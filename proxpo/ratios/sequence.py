@@ -1,12 +1,12 @@
 """One ratio per response, given to each of its tokens."""
 
 import math
+from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.masked import masked_mean, row_mean, row_sum
-from proxpo.ratios.token import ANCHORS
+from proxpo.ratios.token import ANCHORS, Anchor
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
@@ -16,15 +16,17 @@ Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 @stage("ratio", needs=lambda options: (ANCHORS[options["anchor"]],), gives="ratio")
 def sequence(
-    *, anchor: str = "old", normalise: bool = True, own_gradient: bool = False, limit: float = 10.0
+    *,
+    anchor: Anchor = "old",
+    normalise: bool = True,
+    own_gradient: bool = False,
+    limit: float = 10.0,
 ):
     """s_i = exp((1/L_i) Σ_t (log π - log π_old)), GSPO's eq. 7; the full product if not normalised.
 
     own_gradient=True: each token carries the gradient of its own log-probability only,
     s_it = sg(s_i)·π/sg(π) (GSPO-token, eq. 14). The exponent is held below `limit` (verl: 10).
     """
-    if anchor not in ANCHORS:
-        raise ProxpoError(f"ratio=sequence: unknown anchor '{anchor}'; valid: {', '.join(ANCHORS)}")
 
     def ratio(batch: Batch, ctx: Context) -> Result:
         pool = row_mean if normalise else row_sum
@@ -38,7 +40,11 @@ def sequence(
 
 @stage("ratio", needs=("old_logp",), gives="ratio")
 def geometric_clip(
-    *, low: float = 0.4, high: float = 0.4, per: str = "token", normalise: bool = True
+    *,
+    low: float = 0.4,
+    high: float = 0.4,
+    per: Literal["token", "sequence", "none"] = "token",
+    normalise: bool = True,
 ):
     """g_i = exp((1/L_i) Σ_t d'_t), d' the log-ratio clipped one-sidedly. GMPO, arXiv:2507.20673.
 
@@ -46,11 +52,13 @@ def geometric_clip(
     counts in g_i but gets no gradient. per="sequence" clips Σ_t d instead (ablation); "none" clips
     nothing. normalise=False leaves out 1/L_i.
     """
-    if per not in ("token", "sequence", "none"):
-        raise ProxpoError(f"ratio=geometric_clip: per '{per}' is not token, sequence or none")
 
     def clip(d: Tensor, advantage: Tensor) -> Tensor:
-        return torch.where(advantage >= 0, d.clamp(max=high), d.clamp(min=-low))
+        # A tensor among the choices: two plain numbers would be rounded to float32.
+        free = d.new_full((), torch.inf)
+        lower = torch.where(advantage >= 0, -free, -low)
+        upper = torch.where(advantage >= 0, high, free)
+        return d.clamp(lower, upper)
 
     def ratio(batch: Batch, ctx: Context) -> Result:
         d = batch.logp - batch.old_logp.detach()

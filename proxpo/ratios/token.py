@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
-from proxpo.ratios.proximal import PROXIMAL, proximal_logp, proximal_needs
+from proxpo.ratios.proximal import PROXIMAL, Proximal, proximal_logp, proximal_needs
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
+Anchor = Literal["old", "rollout", "ref", "prox"]
 ANCHORS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "prox": "prox_logp"}
 
 
@@ -27,21 +27,19 @@ def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @stage("ratio", needs=_needs, gives="ratio")
-def token(*, anchor: str = "old", limit: float = 20.0):
+def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: float = 0.0):
     """r_t = exp(log π - log π_anchor), the log-ratio held within ±limit (verl: 20).
 
     anchor: old, rollout, ref, prox, or a proximal policy computed on the spot (recompute, a3po,
-    areal, linear; see proximal_logp).
+    areal, linear; see proximal_logp). smooth=ε: π/(π_anchor + ε), as the 2019 code of P3O.
     """
-    if anchor not in ANCHORS and anchor not in PROXIMAL:
-        valid = ", ".join([*ANCHORS, *PROXIMAL])
-        raise ProxpoError(f"ratio=token: unknown anchor '{anchor}'; valid: {valid}")
 
     def ratio(batch: Batch, ctx: Context) -> Result:
         if anchor in PROXIMAL:
             other = proximal_logp(batch, prox=anchor)
         else:
             other = getattr(batch, ANCHORS[anchor]).detach()
+        other = (other.exp() + smooth).log() if smooth else other
         return bounded_exp(batch.logp - other, limit), {}
 
     return ratio
@@ -52,7 +50,9 @@ def none():
     """No ratio: the data are taken as drawn from the current policy."""
 
     def ratio(batch: Batch, ctx: Context) -> Result:
-        return torch.ones_like(batch.logp), {}
+        return torch.ones((), dtype=batch.logp.dtype, device=batch.logp.device).expand_as(
+            batch.logp
+        ), {}
 
     return ratio
 

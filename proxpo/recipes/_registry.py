@@ -28,11 +28,11 @@ class Method:
 
     @property
     def summary(self) -> str:
-        return inspect.getdoc(self.make).splitlines()[0]
+        return self.text.splitlines()[0]
 
     @property
     def text(self) -> str:
-        return inspect.getdoc(self.make)
+        return inspect.getdoc(self.make) or ""
 
     @property
     def defaults(self) -> dict[str, Any]:

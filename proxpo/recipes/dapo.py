@@ -1,6 +1,7 @@
+from typing import Literal
+
 from proxpo.advantages import group_relative
 from proxpo.aggregate import prompt_mean, token_mean
-from proxpo.errors import ProxpoError
 from proxpo.filters import informative, not_truncated
 from proxpo.filters.filters import informative_prompts
 from proxpo.ratios import token
@@ -16,9 +17,9 @@ def dapo(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual: float | None = None,
-    average: str = "token",
-    group_filter: str = "resample",
-    overlong: str = "penalty",
+    average: Literal["token", "prompt"] = "token",
+    group_filter: Literal["resample", "mask", "off"] = "resample",
+    overlong: Literal["penalty", "filter", "both", "off"] = "penalty",
     max_tokens: float = 20480,
     cache: float = 4096,
     penalty_floor: bool = True,
@@ -39,10 +40,6 @@ def dapo(
 
     Reference: Yu et al., arXiv:2503.14476 eqs 8-13.
     """
-    if average not in ("token", "prompt") or group_filter not in ("resample", "mask", "off"):
-        raise ProxpoError("dapo: average is token or prompt; group_filter is resample, mask or off")
-    if overlong not in ("penalty", "filter", "both", "off"):
-        raise ProxpoError("dapo: overlong is penalty, filter, both or off")
     penalty = overlong_penalty(max_tokens=max_tokens, cache=cache, floor=penalty_floor)
     masks = (informative(),) if group_filter == "mask" else ()
     return Recipe(

@@ -1,9 +1,11 @@
 import math
+from typing import Literal
 
 from proxpo.advantages import group_relative
 from proxpo.aggregate import token_mean
 from proxpo.filters import fresh_enough
 from proxpo.ratios import token
+from proxpo.ratios.proximal import Proximal
 from proxpo.recipes._registry import register
 from proxpo.trust import ppo_clip
 from proxpo.types import Recipe
@@ -13,13 +15,13 @@ from proxpo.weights import behaviour
 @register("decoupled-ppo", paper="arXiv:2505.24298")
 def decoupled_ppo(
     *,
-    prox: str = "recompute",
+    prox: Proximal = "recompute",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual: float | None = None,
     weight: bool = True,
-    weight_mode: str = "clamp",
-    weight_level: str = "token",
+    weight_mode: Literal["clamp", "mask"] = "clamp",
+    weight_level: Literal["token", "sequence", "geometric"] = "token",
     weight_cap: float = math.inf,
     max_lag: float | None = None,
 ) -> Recipe:

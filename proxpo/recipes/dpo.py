@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.aggregate import pairwise_logistic
 from proxpo.ratios import log_ratio_to_ref
 from proxpo.recipes._registry import register
@@ -7,7 +9,11 @@ from proxpo.types import Recipe
 
 @register("dpo", paper="arXiv:2305.18290", confidence="framework code")
 def dpo(
-    *, beta: float = 0.1, label_smoothing: float = 0.0, form: str = "sigmoid", ipo_mean: bool = True
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    form: Literal["sigmoid", "robust", "ipo"] = "sigmoid",
+    ipo_mean: bool = True,
 ) -> Recipe:
     """DPO: a logistic loss on the difference of policy/reference log-ratios of a preference pair.
 

@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.recipes._registry import register
 from proxpo.recipes.dapo import dapo
 from proxpo.types import Recipe
@@ -8,8 +10,8 @@ from proxpo.weights import top_entropy
 def entropy_80_20(
     *,
     share: float = 0.2,
-    normalize: str = "selected",
-    rule: str = "top_k",
+    normalize: Literal["selected", "all"] = "selected",
+    rule: Literal["top_k", "quantile"] = "top_k",
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual: float | None = None,

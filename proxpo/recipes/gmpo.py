@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.advantages import group_relative
 from proxpo.aggregate import seq_mean_token_mean
 from proxpo.ratios import geometric_clip
@@ -12,7 +14,7 @@ def gmpo(
     *,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
-    clip_per: str = "token",
+    clip_per: Literal["token", "sequence", "none"] = "token",
     normalise: bool = True,
     kl_coef: float = 0.0,
     eps: float = 1e-6,

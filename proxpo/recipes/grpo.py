@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.advantages import group_process, group_relative
 from proxpo.aggregate import seq_mean_token_mean
 from proxpo.ratios import token
@@ -15,9 +17,9 @@ def grpo(
     clip_high: float = 0.2,
     kl_coef: float = 0.0,
     kl_ratio_corrected: bool = False,
-    scale: str = "group",
+    scale: Literal["group", "batch", "centred", "none"] = "group",
     eps: float = 1e-6,
-    singleton: str = "raw",
+    singleton: Literal["raw", "zero"] = "raw",
     process: bool = False,
     dual: float | None = None,
     ratio_cap: float | None = None,

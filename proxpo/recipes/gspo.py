@@ -1,6 +1,7 @@
+from typing import Literal
+
 from proxpo.advantages import group_relative
 from proxpo.aggregate import seq_mean_token_mean, seq_mean_token_sum
-from proxpo.errors import ProxpoError
 from proxpo.ratios import sequence
 from proxpo.recipes._registry import register
 from proxpo.regularisers import kl_to_ref
@@ -13,7 +14,7 @@ def gspo(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    variant: str = "sequence",
+    variant: Literal["sequence", "token", "luspo"] = "sequence",
     kl_coef: float = 0.0,
     eps: float = 1e-6,
 ) -> Recipe:
@@ -30,8 +31,6 @@ def gspo(
 
     Reference: Zheng et al., arXiv:2507.18071 eqs 5-7, 13-14.
     """
-    if variant not in ("sequence", "token", "luspo"):
-        raise ProxpoError(f"gspo: variant '{variant}' is not sequence, token or luspo")
     return Recipe(
         advantage=group_relative(eps=eps),
         ratio=sequence(own_gradient=variant == "token"),

@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.advantages import group_relative
 from proxpo.aggregate import seq_mean_token_mean
 from proxpo.ratios import ema, kalman
@@ -15,7 +17,7 @@ def kpo(
     clipped: bool = True,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    mask_mode: str = "zero",
+    mask_mode: Literal["zero", "skip"] = "zero",
     eps: float = 1e-6,
 ) -> Recipe:
     """KPO: token log-ratios smoothed along the response by a causal Kalman filter.
@@ -45,7 +47,7 @@ def kpo(
 @register("ema-kpo", paper="EMA-KPO (FARS)", confidence="paper formulas")
 def ema_kpo(
     *,
-    mode: str = "scheduled",
+    mode: Literal["scheduled", "fixed"] = "scheduled",
     alpha: float = 0.01,
     q: float = 1e-6,
     v: float = 1.0,
@@ -53,7 +55,7 @@ def ema_kpo(
     clipped: bool = True,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    mask_mode: str = "zero",
+    mask_mode: Literal["zero", "skip"] = "zero",
     eps: float = 1e-6,
 ) -> Recipe:
     """EMA-KPO: KPO's gains never look at the data, so a precomputed moving average does the same.

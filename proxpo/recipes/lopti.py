@@ -1,6 +1,7 @@
+from typing import Literal
+
 from proxpo.advantages import group_relative
 from proxpo.aggregate import token_mean
-from proxpo.errors import ProxpoError
 from proxpo.ratios import token
 from proxpo.recipes._registry import register
 from proxpo.regularisers import kl_to_ref
@@ -12,10 +13,10 @@ from proxpo.weights import probability_reweight, probability_split
 @register("lopti", paper="arXiv:2505.12929")
 def lopti(
     *,
-    variant: str = "both",
+    variant: Literal["both", "ar", "lopti"] = "both",
     alpha: float = 0.3,
     threshold: float = 0.5,
-    rule: str = "probability",
+    rule: Literal["probability", "quantile"] = "probability",
     high_first: bool = False,
     clip_low: float = 0.2,
     clip_high: float = 0.24,
@@ -36,8 +37,6 @@ def lopti(
 
     Reference: Yang et al., arXiv:2505.12929.
     """
-    if variant not in ("both", "ar", "lopti"):
-        raise ProxpoError(f"lopti: variant '{variant}' is not both, ar or lopti")
     whole = Recipe(
         advantage=group_relative(),
         weights=() if variant == "lopti" else (probability_reweight(alpha=alpha),),

@@ -6,7 +6,7 @@ from proxpo.ratios import token
 from proxpo.recipes._registry import register
 from proxpo.regularisers import entropy_bonus, ess_kl_from_old, kl_to_ref, two_anchor_kl
 from proxpo.trust import ess_cap, two_anchor_ess_cap
-from proxpo.types import Recipe, Stage
+from proxpo.types import Recipe, Scope, Stage
 
 
 def optional_terms(kl_coef: float, entropy_coef: float) -> tuple[Stage, ...]:
@@ -16,7 +16,11 @@ def optional_terms(kl_coef: float, entropy_coef: float) -> tuple[Stage, ...]:
 
 @register("p3o", paper="arXiv:2605.12380")
 def p3o(
-    *, ess_scope: str = "batch", kl_coef: float = 0.0, entropy_coef: float = 0.0, eps: float = 1e-8
+    *,
+    ess_scope: Scope = "batch",
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    eps: float = 1e-8,
 ) -> Recipe:
     """P3O: one statistic of the batch, its ESS, sets both the ceiling and the pull back.
 
@@ -44,7 +48,11 @@ def p3o(
 
 @register("p4o", paper="arXiv:2605.12380")
 def p4o(
-    *, ess_scope: str = "batch", kl_coef: float = 0.0, entropy_coef: float = 0.0, eps: float = 1e-8
+    *,
+    ess_scope: Scope = "batch",
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    eps: float = 1e-8,
 ) -> Recipe:
     """P4O: P3O with two anchors, the behaviour policy and a snapshot of the learner.
 

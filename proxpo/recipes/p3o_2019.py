@@ -1,8 +1,8 @@
 import math
+from typing import Literal
 
 from proxpo.advantages import gae
 from proxpo.aggregate import token_mean
-from proxpo.errors import ProxpoError
 from proxpo.ratios import none, token
 from proxpo.recipes._registry import register
 from proxpo.regularisers import entropy_bonus, ess_kl_from_old, ess_kl_full
@@ -15,9 +15,9 @@ from proxpo.values import value_loss
 @register("p3o-2019", paper="arXiv:1905.01756")
 def p3o_2019(
     *,
-    step: str = "off",
-    kl: str = "sampled",
-    kl_direction: str = "beta_pi",
+    step: Literal["on", "off"] = "off",
+    kl: Literal["sampled", "full"] = "sampled",
+    kl_direction: Literal["beta_pi", "pi_beta"] = "beta_pi",
     kl_mean_over_actions: bool = False,
     cap: bool = True,
     replay_ratio: float = 2.0,
@@ -27,7 +27,7 @@ def p3o_2019(
 ) -> Recipe:
     """P3O (2019): on-policy actor-critic steps interleaved with replayed ones, held by their ESS.
 
-        w = π/β,   ESS = ((Σw)²/Σw² + 1e-7)/N,   λ = 1 - ESS,   c = ESS
+        w = π/(β + 1e-7),   ESS = ((Σw)²/Σw² + 1e-7)/N,   λ = 1 - ESS,   c = ESS
         L = mean[ -sg[min(w, c)]·Â·log π ] + ½ mean Â² + λ·KL
 
     step="on" is the on-policy step, -mean(Â log π) + ½ mean Â² - 0.01 mean H. kl="full" takes the
@@ -39,14 +39,12 @@ def p3o_2019(
 
     Reference: Fakoor, Chaudhari & Smola, arXiv:1905.01756.
     """
-    if step not in ("on", "off") or kl not in ("sampled", "full"):
-        raise ProxpoError("p3o-2019: step is on or off; kl is sampled or full")
     full = ess_kl_full(direction=kl_direction, mean_over_actions=kl_mean_over_actions)
     pull = ess_kl_from_old(eps=1e-7, eps_in="count") if kl == "sampled" else full
     on = step == "on"
     return Recipe(
         advantage=gae(gamma=gamma, lam=lam, whitening=False),
-        ratio=none() if on else token(limit=math.inf),
+        ratio=none() if on else token(limit=math.inf, smooth=1e-7),
         trust=score_function() if on else ess_cap(eps=1e-7, eps_in="count", cap=cap),
         regularisers=(entropy_bonus(coef=entropy_coef),) if on else (pull,),
         aggregate=token_mean(),

@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.advantages import gae
 from proxpo.aggregate import token_mean
 from proxpo.ratios import token
@@ -21,7 +23,7 @@ def ppo(
     value_coef: float = 1.0,
     value_clip: float | None = 0.5,
     kl_coef: float = 0.0,
-    kl_controller: str = "fixed",
+    kl_controller: Literal["fixed", "horizon", "doubling"] = "fixed",
     kl_target: float = 0.1,
     kl_horizon: float = 10000.0,
     entropy_coef: float = 0.0,

@@ -1,23 +1,22 @@
+from typing import Literal
+
 from proxpo.advantages import discounted_return, group_relative
 from proxpo.aggregate import seq_mean_token_sum
-from proxpo.errors import ProxpoError
 from proxpo.ratios import none, sequence, token
 from proxpo.recipes._registry import register
 from proxpo.trust import score_function, unclipped
 from proxpo.types import Recipe
 
-FORMS = ("score", "ratio", "truncated")
-
 
 @register("reinforce", paper="Williams 1992", confidence="framework code")
 def reinforce(
     *,
-    form: str = "score",
-    baseline: str = "group",
+    form: Literal["score", "ratio", "truncated"] = "score",
+    baseline: Literal["none", "batch", "group", "leave_one_out"] = "group",
     standardise: bool = False,
     gamma: float = 1.0,
     cap: float = 2.0,
-    level: str = "token",
+    level: Literal["token", "sequence"] = "token",
 ) -> Recipe:
     """REINFORCE: raise the log-probability of sampled tokens in proportion to a baselined return.
 
@@ -33,10 +32,6 @@ def reinforce(
 
     Reference: R. J. Williams, Machine Learning 8 (1992), eq. 4.
     """
-    if form not in FORMS or level not in ("token", "sequence"):
-        raise ProxpoError(
-            f"reinforce: form must be one of {', '.join(FORMS)}; level token or sequence"
-        )
     ratios = {
         "score": none(),
         "ratio": token(),

@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.advantages import greedy_baseline
 from proxpo.aggregate import token_mean
 from proxpo.ratios import none
@@ -10,7 +12,11 @@ from proxpo.types import Recipe
 
 @register("remax", paper="arXiv:2310.10505")
 def remax(
-    *, form: str = "framework", kl_coef: float = 0.0, gamma: float = 0.99, reward_clip: float = 5.0
+    *,
+    form: Literal["framework", "official"] = "framework",
+    kl_coef: float = 0.0,
+    gamma: float = 0.99,
+    reward_clip: float = 5.0,
 ) -> Recipe:
     """ReMax: REINFORCE with the reward of the greedy response to the same prompt as baseline.
 

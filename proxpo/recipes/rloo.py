@@ -1,6 +1,7 @@
+from typing import Literal
+
 from proxpo.advantages import leave_one_out
 from proxpo.aggregate import seq_mean_token_mean, seq_mean_token_sum
-from proxpo.errors import ProxpoError
 from proxpo.ratios import none, sequence
 from proxpo.recipes._registry import register
 from proxpo.rewards import clip_reward, kl_in_reward
@@ -11,7 +12,7 @@ from proxpo.types import Recipe
 @register("rloo", paper="arXiv:2402.14740", confidence="framework code")
 def rloo(
     *,
-    form: str = "paper",
+    form: Literal["paper", "trl"] = "paper",
     kl_coef: float = 0.05,
     clip: float = 0.2,
     reward_low: float | None = None,
@@ -31,8 +32,6 @@ def rloo(
 
     Reference: Ahmadian et al., arXiv:2402.14740, section 2; Kool et al. 2019.
     """
-    if form not in ("paper", "trl"):
-        raise ProxpoError(f"rloo: form '{form}' is not paper or trl")
     bounds = (
         ()
         if reward_low is None or reward_high is None

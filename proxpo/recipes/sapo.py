@@ -1,6 +1,7 @@
+from typing import Literal
+
 from proxpo.advantages import group_relative
 from proxpo.aggregate import seq_mean_token_mean
-from proxpo.errors import ProxpoError
 from proxpo.ratios import sequence, token
 from proxpo.recipes._registry import register
 from proxpo.trust import soft_gate
@@ -9,7 +10,11 @@ from proxpo.types import Recipe
 
 @register("sapo", paper="arXiv:2511.20347", confidence="framework code")
 def sapo(
-    *, tau_pos: float = 1.0, tau_neg: float = 1.05, level: str = "token", eps: float = 1e-6
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    level: Literal["token", "sequence"] = "token",
+    eps: float = 1e-6,
 ) -> Recipe:
     """SAPO: a smooth sigmoid gate on the ratio instead of a clip, sharper for negative advantages.
 
@@ -22,8 +27,6 @@ def sapo(
 
     Reference: arXiv:2511.20347.
     """
-    if level not in ("token", "sequence"):
-        raise ProxpoError(f"sapo: level '{level}' is not token or sequence")
     return Recipe(
         advantage=group_relative(eps=eps),
         ratio=token() if level == "token" else sequence(),

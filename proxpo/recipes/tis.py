@@ -1,3 +1,5 @@
+from typing import Literal
+
 from proxpo.filters import reject
 from proxpo.ratios import token
 from proxpo.recipes._registry import register
@@ -9,14 +11,14 @@ from proxpo.weights import tis as tis_weights
 @register("tis", paper="Yao et al. 2025", confidence="framework code")
 def tis(
     *,
-    mode: str = "truncate",
-    level: str = "token",
+    mode: Literal["truncate", "mask"] = "truncate",
+    level: Literal["token", "sequence", "geometric"] = "token",
     cap: float = 2.0,
     floor: float = 0.0,
     normalise: bool = False,
     bypass: bool = False,
-    reject_estimator: str = "k1",
-    reject_statistic: str = "seq_mean",
+    reject_estimator: Literal["k1", "k2", "k3"] = "k1",
+    reject_statistic: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "seq_mean",
     reject_threshold: str | float | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,

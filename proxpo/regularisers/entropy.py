@@ -32,7 +32,12 @@ def covariance_penalty(*, share: float = 2e-3, coef: float = 1.0):
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
         n = int(batch.mask.sum())
         k = min(max(1, int(share * n)), n) if share else 0
-        rank = torch.where(batch.mask, covariance(batch), -torch.inf).flatten().topk(k).indices
+        rank = (
+            torch.where(batch.mask, covariance(batch), -torch.inf)
+            .flatten()
+            .topk(k, sorted=False)
+            .indices
+        )
         chosen = torch.zeros_like(batch.mask).flatten()
         chosen[rank] = True
         chosen = chosen.view_as(batch.mask)

@@ -1,20 +1,21 @@
 """Pull-backs whose strength is 1 - ESS: asleep on fresh data, awake on stale data."""
 
+from typing import Literal
+
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.kl import kl_estimate
 from proxpo.masked import masked_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.trust.ess import ess, two_ess
-from proxpo.types import Batch, Context, Metrics
+from proxpo.trust.ess import EpsIn, ess, two_ess
+from proxpo.types import Batch, Context, Metrics, Scope
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
 @stage("regularisers", needs=("old_logp",))
-def ess_kl_from_old(*, scope: str = "batch", eps: float = 1e-8, eps_in: str = "squares"):
+def ess_kl_from_old(*, scope: Scope = "batch", eps: float = 1e-8, eps_in: EpsIn = "squares"):
     """(1 - ESS)·[x + e^{-x} - 1], x = log π - log π_old: P3O's pull to the behaviour policy.
 
     The exponent is held within ±10, as the official code does. ESS is that of the ratio in use.
@@ -29,7 +30,7 @@ def ess_kl_from_old(*, scope: str = "batch", eps: float = 1e-8, eps_in: str = "s
 
 
 @stage("regularisers", needs=("old_logp", "prox_logp"))
-def two_anchor_kl(*, scope: str = "batch", eps: float = 1e-8):
+def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
     """(1 - min(ESS_b, ESS_p))·KL(π‖π_mix), π_mix the anchors weighted by staleness. P4O.
 
     log π_mix = log[(w_b π_b + w_p π_p)/(w_b + w_p)], w = 1 - ESS; nothing when both are fresh.
@@ -57,19 +58,17 @@ def two_anchor_kl(*, scope: str = "batch", eps: float = 1e-8):
 @stage("regularisers", needs=("old_logp", "vocab_logp", "old_vocab_logp"))
 def ess_kl_full(
     *,
-    direction: str = "beta_pi",
+    direction: Literal["beta_pi", "pi_beta"] = "beta_pi",
     mean_over_actions: bool = False,
-    scope: str = "batch",
+    scope: Scope = "batch",
     eps: float = 1e-7,
-    eps_in: str = "count",
+    eps_in: EpsIn = "count",
 ):
     """(1 - ESS)·KL over the whole vocabulary, as the 2019 P3O has it.
 
     direction="beta_pi": KL(π_β‖π), the paper's; "pi_beta": KL(π‖π_β), the code's.
     mean_over_actions=True divides by the size of the vocabulary, as the code does.
     """
-    if direction not in ("beta_pi", "pi_beta"):
-        raise ProxpoError(f"ess_kl_full: direction '{direction}' is not beta_pi or pi_beta")
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)

@@ -1,6 +1,6 @@
 """KL penalties with a fixed coefficient."""
 
-from proxpo.kl import kl_estimate
+from proxpo.kl import Clamp, Estimator, kl_estimate
 from proxpo.masked import masked_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -13,8 +13,8 @@ Result = tuple[Float[Tensor, "seq tok"], Metrics]
 def kl_to_ref(
     *,
     coef: float = 0.001,
-    estimator: str = "k3",
-    clamp: str = "none",
+    estimator: Estimator = "k3",
+    clamp: Clamp = "none",
     ratio_corrected: bool = False,
 ):
     """β·KL(π‖π_ref) by the named estimator. ratio_corrected=True multiplies it by the ratio.
@@ -32,7 +32,7 @@ def kl_to_ref(
 
 
 @stage("regularisers", needs=("old_logp",))
-def kl_from_old(*, coef: float, estimator: str = "k3", clamp: str = "none"):
+def kl_from_old(*, coef: float, estimator: Estimator = "k3", clamp: Clamp = "none"):
     """coef · estimate of KL(π‖π_old) on tokens drawn from π_old."""
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:

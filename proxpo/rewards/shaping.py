@@ -1,19 +1,18 @@
 """Terms added to the reward: a KL penalty, a length penalty, a clip."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from proxpo.advantages.returns import token_rewards
 from proxpo.errors import ProxpoError
-from proxpo.kl import kl_estimate
+from proxpo.kl import Clamp, Estimator, kl_estimate
 from proxpo.masked import row_mean, row_sum
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics, State
 
 Result = tuple[Batch, Metrics]
-CONTROLLERS = ("fixed", "horizon", "doubling")
 
 
 @stage("reward", needs=("rewards",))
@@ -78,10 +77,10 @@ def _needs_kl(options: Mapping[str, Any]) -> tuple[str, ...]:
 def kl_in_reward(
     *,
     coef: float = 0.001,
-    estimator: str = "k1",
-    per: str = "token",
-    clamp: str = "none",
-    controller: str = "fixed",
+    estimator: Estimator = "k1",
+    per: Literal["token", "sequence"] = "token",
+    clamp: Clamp = "none",
+    controller: Literal["fixed", "horizon", "doubling"] = "fixed",
     target: float = 0.1,
     horizon: float = 10000.0,
 ):
@@ -93,12 +92,6 @@ def kl_in_reward(
     doubled above 1.5·target (arXiv:1707.06347 section 4). KL is the mean over responses of their
     token means.
     """
-    if per not in ("token", "sequence"):
-        raise ProxpoError(f"kl_in_reward: per '{per}' is not token or sequence")
-    if controller not in CONTROLLERS:
-        raise ProxpoError(
-            f"kl_in_reward: controller '{controller}' is not {', '.join(CONTROLLERS)}"
-        )
 
     def shape(batch: Batch, ctx: Context) -> Result:
         if not coef:

@@ -50,11 +50,15 @@ def clipper(*, low: float, high: float, dual: float | None = None, cap: float | 
 
     def clipped_loss(ratio: Float[Tensor, "seq tok"], adv: Float[Tensor, "seq tok"]) -> Pair:
         free = -adv * (ratio if cap is None else ratio.clamp(max=cap))
-        bound = -adv * ratio.clamp(1 - low, 1 + high)
-        x = torch.maximum(free, bound)
+        # Where the bound is the larger loss the clamp is constant, elsewhere both branches agree
+        # or the free one leads: all the gradient there is flows through `free`.
+        bound = -adv * ratio.detach().clamp(1 - low, 1 + high)
+        clipped = bound > free.detach()
+        x = torch.where(clipped, bound, free)
         if dual is not None:
-            x = torch.where(adv < 0, torch.minimum(x, -adv * dual), x)
-        return x, (bound > free).detach()
+            ceiling = -adv * dual
+            x = torch.where((adv < 0) & (x.detach() > ceiling), ceiling, x)
+        return x, clipped
 
     return clipped_loss
 

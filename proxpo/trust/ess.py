@@ -1,5 +1,7 @@
 """Trust regions set by the effective sample size of the batch."""
 
+from typing import Literal
+
 import torch
 
 from proxpo.masked import masked_mean
@@ -7,6 +9,7 @@ from proxpo.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import AllSum, Batch, Context, Metrics, Scope, local
 
+EpsIn = Literal["squares", "count"]
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
@@ -15,7 +18,7 @@ def ess(
     mask: Bool[Tensor, "seq tok"],
     *,
     eps: float = 1e-8,
-    eps_in: str = "squares",
+    eps_in: EpsIn = "squares",
     all_sum: AllSum = local,
     scope: Scope = "batch",
 ) -> Float[Tensor, ""]:
@@ -25,12 +28,12 @@ def ess(
     ranks too. 1 when nothing is valid or a sum is not finite. eps_in="count" places eps as the 2019
     code does: ((Σ r)²/Σ r² + eps)/n.
     """
-    r = torch.where(mask, ratio.detach(), 0.0).double()
-    total, squares, n = all_sum(
-        torch.stack([r.sum(), r.square().sum(), mask.sum().double()]), scope
-    )
+    r = ratio.detach().masked_fill(~mask, 0.0)
+    norm = torch.linalg.vector_norm(r, dtype=torch.float64)
+    sums = torch.stack([r.sum(dtype=torch.float64), norm.square(), mask.sum().double()])
+    total, squares, n = all_sum(sums, scope)
     if eps_in == "count":
-        value = (total.square() / squares.clamp(min=torch.finfo(r.dtype).tiny) + eps) / n
+        value = (total.square() / squares.clamp(min=torch.finfo(torch.float64).tiny) + eps) / n
     else:
         value = total.square() / (squares + eps) / n
     usable = (n > 0) & torch.isfinite(total) & torch.isfinite(squares)
@@ -42,11 +45,13 @@ def capped_score(
 ) -> tuple[Float[Tensor, "seq tok"], Tensor]:
     """-sg[min(r, cap)]·A·log π, and the share of capped tokens."""
     weight = torch.minimum(ratio.detach(), cap)
-    return -weight * batch.advantages * batch.logp, masked_mean(ratio.detach() > cap, batch.mask)
+    return (-weight * batch.advantages) * batch.logp, masked_mean(ratio.detach() > cap, batch.mask)
 
 
 @stage("trust", takes=("ratio",), gives="loss")
-def ess_cap(*, scope: str = "batch", eps: float = 1e-8, eps_in: str = "squares", cap: bool = True):
+def ess_cap(
+    *, scope: Scope = "batch", eps: float = 1e-8, eps_in: EpsIn = "squares", cap: bool = True
+):
     """x = -sg[min(r, ESS)]·A·log π: the staler the batch, the lower the ceiling. P3O.
 
     The cap is ESS, never 1/ESS, which would loosen as data gets stale. scope="batch": ESS of the
@@ -63,7 +68,7 @@ def ess_cap(*, scope: str = "batch", eps: float = 1e-8, eps_in: str = "squares",
 
 
 @stage("trust", takes=("ratio",), gives="loss", needs=("prox_logp",))
-def two_anchor_ess_cap(*, scope: str = "batch", eps: float = 1e-8):
+def two_anchor_ess_cap(*, scope: Scope = "batch", eps: float = 1e-8):
     """x = -sg[min(r, min(ESS_b, ESS_p))]·A·log π: P4O's cap by the worse of two anchors.
 
     ESS_b is that of the ratio to the behaviour policy, ESS_p that of the ratio to `prox_logp`.

@@ -17,11 +17,12 @@ def score_function(*, cap: float = math.inf):
     """x = -sg[min(r, cap)]·A·log π; without a ratio plain REINFORCE, x = -A log π."""
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
-        weight = ratio.detach().clamp(max=cap)
+        weight = ratio.detach()
         seen: Metrics = {}
         if cap < math.inf:
-            seen = {"trust/clipped": masked_mean(ratio.detach() > cap, batch.mask)}
-        return -weight * batch.advantages * batch.logp, seen
+            seen = {"trust/clipped": masked_mean(weight > cap, batch.mask)}
+            weight = weight.clamp(max=cap)
+        return (-weight * batch.advantages) * batch.logp, seen
 
     return surrogate
 
@@ -52,7 +53,7 @@ def clipped_weight(
             below = (adv < 0) & (r < 1 - (math.inf if mask_low is None else mask_low))
             weight = torch.where(above | below, 0.0, weight)
             seen["trust/silenced"] = masked_mean(above | below, batch.mask)
-        return -weight * adv * batch.logp, seen
+        return (-weight * adv) * batch.logp, seen
 
     return surrogate
 

@@ -21,7 +21,8 @@ def soft_gate(*, tau_pos: float = 1.0, tau_neg: float = 1.05):
         raise ProxpoError(f"soft_gate: τ must be positive, got {tau_pos} and {tau_neg}")
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
-        tau = torch.where(batch.advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+        # A tensor among the choices: two plain numbers would be rounded to float32.
+        tau = torch.where(batch.advantages > 0, ratio.new_full((), tau_pos), tau_neg)
         gate = torch.sigmoid(tau * (ratio - 1))
         open_share = masked_mean(4 * (gate * (1 - gate)).detach(), batch.mask)
         return -(4 / tau) * gate * batch.advantages, {"trust/gate": open_share}

@@ -2,29 +2,24 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.masked import masked_mean, moments, row_mean, row_sum
-from proxpo.ratios.proximal import proximal_logp, proximal_needs
+from proxpo.ratios.proximal import Proximal, proximal_logp, proximal_needs
 from proxpo.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
-LEVELS = ("token", "sequence", "geometric")
+Level = Literal["token", "sequence", "geometric"]
 
 
 def level_log_ratio(
-    q: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], level: str
+    q: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], level: Level
 ) -> Float[Tensor, "seq tok"]:
     """The log-ratio of each token, of the response (its sum), or its mean over the response."""
-    if level not in LEVELS:
-        raise ProxpoError(
-            f"unknown level '{level}' of importance weights; valid: {', '.join(LEVELS)}"
-        )
     if level == "token":
         return q
     return (row_sum if level == "sequence" else row_mean)(q, mask)[:, None].expand_as(q)
@@ -33,8 +28,8 @@ def level_log_ratio(
 @stage("weights", needs=("old_logp", "rollout_logp"))
 def tis(
     *,
-    mode: str = "truncate",
-    level: str = "token",
+    mode: Literal["truncate", "mask"] = "truncate",
+    level: Level = "token",
     cap: float = 2.0,
     floor: float = 0.0,
     normalise: bool = False,
@@ -46,8 +41,6 @@ def tis(
     response's geometric mean. normalise=True divides by the batch mean of w (verl). A NaN sampler
     log-probability counts as agreement, w = 1. The summed log-ratio is held within ±20.
     """
-    if mode not in ("truncate", "mask"):
-        raise ProxpoError(f"weights=tis: mode '{mode}' is not truncate or mask")
 
     def weights(batch: Batch, ctx: Context) -> Result:
         q = torch.nan_to_num(batch.old_logp - batch.rollout_logp, nan=0.0).detach()
@@ -75,15 +68,17 @@ def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 @stage("weights", needs=_needs)
 def behaviour(
-    *, prox: str = "recompute", mode: str = "clamp", level: str = "token", cap: float = math.inf
+    *,
+    prox: Proximal = "recompute",
+    mode: Literal["clamp", "mask"] = "clamp",
+    level: Level = "token",
+    cap: float = math.inf,
 ):
     """v = π_prox/π_behaviour, without gradient: decoupled PPO's second factor (arXiv:2505.24298).
 
     Above the cap v is held there (mode="clamp") or the token is dropped with the denominator kept
     ("mask"). level="geometric": the response's geometric mean is the common weight and criterion.
     """
-    if mode not in ("clamp", "mask"):
-        raise ProxpoError(f"weights=behaviour: mode '{mode}' is not clamp or mask")
 
     def weights(batch: Batch, ctx: Context) -> Result:
         q = (proximal_logp(batch, prox=prox) - batch.old_logp).detach()

@@ -1,6 +1,7 @@
 """Weights that single out tokens by probability or entropy."""
 
 import math
+from typing import Literal
 
 import torch
 
@@ -26,15 +27,16 @@ def probability_reweight(*, alpha: float = 0.3):
 
 
 @stage("select", needs=("old_logp",))
-def probability_split(*, threshold: float = 0.5, part: str = "low", rule: str = "probability"):
+def probability_split(
+    *,
+    threshold: float = 0.5,
+    part: Literal["low", "high"] = "low",
+    rule: Literal["probability", "quantile"] = "probability",
+):
     """1 on tokens with π_old < threshold (part="low") or ≥ threshold ("high"): Lopti's two passes.
 
     rule="quantile": the threshold is a quantile of π_old over the valid tokens of the micro-batch.
     """
-    if part not in ("low", "high"):
-        raise ProxpoError(f"select=probability_split: part '{part}' is not low or high")
-    if rule not in ("probability", "quantile"):
-        raise ProxpoError(f"select=probability_split: rule '{rule}' is not probability or quantile")
 
     def weights(batch: Batch, ctx: Context) -> Result:
         p = batch.old_logp.detach().exp()
@@ -48,17 +50,18 @@ def probability_split(*, threshold: float = 0.5, part: str = "low", rule: str = 
 
 
 @stage("weights", needs=("entropy",), whole_batch=False)
-def top_entropy(*, share: float = 0.2, normalize: str = "selected", rule: str = "top_k"):
+def top_entropy(
+    *,
+    share: float = 0.2,
+    normalize: Literal["selected", "all"] = "selected",
+    rule: Literal["top_k", "quantile"] = "top_k",
+):
     """Keeps the top `share` of tokens by entropy. arXiv:2506.01939 eq. 6.
 
     K = max(1, ⌈share·N⌉) of the N valid tokens of the micro-batch (rule="top_k"), or those with
     entropy at or above the interpolated quantile (rule="quantile", TRL). normalize="selected"
     divides the loss by the K selected tokens (weight N/K under a token mean); "all" by all N.
     """
-    if normalize not in ("selected", "all"):
-        raise ProxpoError(f"weights=top_entropy: normalize '{normalize}' is not selected or all")
-    if rule not in ("top_k", "quantile"):
-        raise ProxpoError(f"weights=top_entropy: rule '{rule}' is not top_k or quantile")
     if not 0 < share <= 1:
         raise ProxpoError(f"weights=top_entropy: share must be in (0, 1], got {share}")
 
@@ -81,7 +84,7 @@ def _top(
     if rule == "quantile":
         return mask & (entropy >= quantile(entropy[mask], 1 - share))
     k = max(1, math.ceil(share * n - 1e-9))  # 0.2 · 5 is 1.0000000000000002 in binary
-    rank = torch.where(mask, entropy, -torch.inf).flatten().topk(k).indices
+    rank = torch.where(mask, entropy, -torch.inf).flatten().topk(k, sorted=False).indices
     chosen = torch.zeros_like(mask).flatten()
     chosen[rank] = True
     return chosen.view_as(mask)

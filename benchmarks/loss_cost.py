@@ -1,0 +1,100 @@
+"""Forward + backward of every recipe's loss, relative to plain REINFORCE, in one run.
+
+    python benchmarks/loss_cost.py                       256 x 4,096 tokens, float32, this machine
+    python benchmarks/loss_cost.py --rows 64 --tokens 512 --json out.json
+    python benchmarks/loss_cost.py --device cuda
+
+Repeats are interleaved: each round runs every recipe once; the table shows medians of the rounds.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+import proxpo
+from proxpo.recipes import methods
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    batch = make_batch(args.rows, args.tokens, args.device)
+    timers = {slug: timer(entry.make(), batch) for slug, entry in methods().items()}
+    seconds: dict[str, list[float]] = {slug: [] for slug in timers}
+    for run in timers.values():
+        run()  # warm-up: caches of filter tables, allocator
+    for _ in range(args.rounds):
+        for slug, run in timers.items():
+            seconds[slug].append(run())
+    medians = {slug: statistics.median(values) for slug, values in seconds.items()}
+    base = medians["reinforce"]
+    print(f"{args.rows} x {args.tokens} tokens, float32, {args.device}, {args.rounds} rounds")
+    print(f"reinforce: {base * 1e3:.1f} ms")
+    for slug, value in sorted(medians.items(), key=lambda pair: pair[1]):
+        print(f"{slug:24s} {value / base:5.2f}x  {value * 1e3:8.1f} ms")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({slug: value / base for slug, value in medians.items()}, file, indent=1)
+
+
+def timer(recipe: proxpo.Recipe, batch: proxpo.Batch):
+    """A function that runs the loss and its backward once and returns the seconds it took.
+
+    Advantages are prepared beforehand, once per rollout as in training; the update is what repeats.
+    """
+    ready = proxpo.prepare(recipe, batch)
+
+    def run() -> float:
+        logp = batch.logp.detach().clone().requires_grad_()
+        current = ready.batch.replace(logp=logp)
+        _wait(logp)
+        start = time.perf_counter()
+        loss = proxpo.policy_loss(recipe, current, denominators=ready.denominators)
+        loss.value.backward()
+        _wait(logp)
+        return time.perf_counter() - start
+
+    return run
+
+
+def make_batch(rows: int, tokens: int, device: str) -> proxpo.Batch:
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(scale: float) -> torch.Tensor:
+        return (scale * torch.randn(rows, tokens, generator=generator)).to(device)
+
+    old = -noise(1.0).abs()
+    lengths = torch.randint(tokens // 4, tokens + 1, (rows, 1), generator=generator)
+    return proxpo.Batch(
+        logp=old + noise(0.1),
+        old_logp=old,
+        ref_logp=old + noise(0.2),
+        rollout_logp=old + noise(0.02),
+        prox_logp=old + noise(0.05),
+        entropy=noise(1.0).abs(),
+        values=noise(0.1),
+        old_values=noise(0.1),
+        lag=torch.randint(0, 4, (rows, tokens), generator=generator).to(device),
+        mask=(torch.arange(tokens)[None] < lengths).to(device),
+        rewards=torch.randint(0, 2, (rows,), generator=generator).float().to(device),
+        greedy_rewards=torch.zeros(rows, device=device),
+        group=(torch.arange(rows) // 8).to(device),
+        truncated=torch.zeros(rows, dtype=torch.bool, device=device),
+    )
+
+
+def _wait(like: torch.Tensor) -> None:
+    if like.is_cuda:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

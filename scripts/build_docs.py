@@ -1,0 +1,177 @@
+"""Write the pages that are read off the code: docs/methods, docs/stages.md, the README's catalogue.
+
+    python scripts/build_docs.py           write them
+    python scripts/build_docs.py --check   fail if a committed page differs from the code
+
+A method's page is made of its docstring, its defaults, its stages and the statements its tests
+prove (`@pytest.mark.checks("slug", "statement")`), so none of them can say something else.
+"""
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from proxpo import aggregate, kl
+from proxpo.recipes import Method, methods
+from proxpo.stages import STAGES, load_all
+
+ROOT = Path(__file__).resolve().parents[1]
+START, END = "<!-- catalogue: written by scripts/build_docs.py -->", "<!-- end of catalogue -->"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    check = parser.parse_args().check
+    wanted = pages()
+    stale = [path for path, text in wanted.items() if not _same(path, text)]
+    orphans = sorted(set((ROOT / "docs/methods").glob("*.md")) - set(wanted))
+    for path in [*stale, *orphans]:
+        print(f"{path.relative_to(ROOT)}: {'out of date' if path in stale else 'no such method'}")
+        if not check:
+            _write(path, wanted.get(path))
+    return 1 if check and (stale or orphans) else 0
+
+
+def pages() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    tested = tested_statements()
+    out = {ROOT / f"docs/methods/{m.slug}.md": method_page(m, tested) for m in methods().values()}
+    out[ROOT / "docs/methods/kl-estimators.md"] = shared_page(
+        "kl-estimators", [kl, kl.kl_estimate], tested
+    )
+    modes = [factory for _, factory in sorted(STAGES["aggregate"].items())]
+    out[ROOT / "docs/methods/aggregation.md"] = shared_page(
+        "aggregation", [aggregate, *modes], tested
+    )
+    out[ROOT / "docs/stages.md"] = stages_page()
+    readme = ROOT / "README.md"
+    if readme.exists():
+        head, _, rest = readme.read_text().partition(START)
+        out[readme] = f"{head}{START}\n{catalogue()}{END}{rest.partition(END)[2]}"
+    return out
+
+
+def method_page(method: Method, tested: dict[str, list[str]]) -> str:
+    body, departures, reference = split_docstring(method.text)
+    title, _, rest = body.partition("\n")
+    recipe = method.make()
+    options = "\n".join(f"| `{k}` | `{v!r}` |" for k, v in method.defaults.items())
+    stages = "\n".join(f"| {place.split('.')[0]} | `{stage}` |" for place, stage in recipe.stages())
+    passes = f"\nRun as {len(recipe.passes)} passes over each batch.\n" if recipe.passes else ""
+    return f"""# {method.slug}
+
+{title}
+
+**How it differs from the paper and its neighbours.** {departures or "No departure is known."}
+
+```text
+{rest.strip(chr(10))}
+```
+
+Source: {reference}. How sure we are: {method.confidence}.
+
+| option | default |
+| --- | --- |
+{options}
+
+| stage | default |
+| --- | --- |
+{stages}
+{passes}
+{_tested(method.slug, tested)}"""
+
+
+def shared_page(slug: str, parts: list, tested: dict[str, list[str]]) -> str:
+    """A page for something many methods use, from the docstrings of its module and functions."""
+    module, *functions = parts
+    texts = [f"# {slug}\n\n```text\n{inspect.getdoc(module)}\n```\n"]
+    for part in functions:
+        signature = _signature(part)
+        texts.append(f"## {part.__name__}{signature}\n\n```text\n{inspect.getdoc(part)}\n```\n")
+    return "\n".join([*texts, _tested(slug, tested)])
+
+
+def split_docstring(text: str) -> tuple[str, str, str]:
+    """(summary, formula and explanation; departures; reference) of a recipe's docstring."""
+    body, _, tail = text.partition("\nDepartures:")
+    departures, _, reference = tail.partition("\nReference:")
+    if not reference:
+        body, _, reference = text.partition("\nReference:")
+    return body.strip(), _one_line(departures), _one_line(reference).rstrip(".")
+
+
+def tested_statements() -> dict[str, list[str]]:
+    """slug -> statements of the tests marked `checks(slug, statement)`."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.checks":
+                if all(isinstance(argument, ast.Constant) for argument in node.args):
+                    slug, statement = (argument.value for argument in node.args)
+                    found.setdefault(slug, []).append(statement)
+    return found
+
+
+def stages_page() -> str:
+    load_all()
+    parts = [
+        "# Stages\n\nAny of them can be swapped in: `--set KIND=NAME --set KIND.OPTION=VALUE`.\n"
+    ]
+    for kind, made in STAGES.items():
+        if made:
+            parts.append(f"## {kind}\n")
+        for name, factory in sorted(made.items()):
+            parts.append(
+                f"### {name}{_signature(factory)}\n\n```text\n{inspect.getdoc(factory)}\n```\n"
+            )
+    return "\n".join(parts)
+
+
+def catalogue() -> str:
+    rows = [
+        f"| [`{m.slug}`](docs/methods/{m.slug}.md) | {_after_colon(m.summary)} | {m.paper} |"
+        for m in methods().values()
+    ]
+    return "\n".join(["| method | what it does | source |", "| --- | --- | --- |", *rows, ""])
+
+
+def _tested(slug: str, tested: dict[str, list[str]]) -> str:
+    statements = "\n".join(f"- {statement}" for statement in tested.get(slug, []))
+    return f"## What the tests prove\n\n{statements}\n" if statements else ""
+
+
+def _signature(factory) -> str:
+    names = ", ".join(
+        name if p.default is p.empty else f"{name}={p.default!r}"
+        for name, p in inspect.signature(factory).parameters.items()
+    )
+    return f"({names})"
+
+
+def _after_colon(summary: str) -> str:
+    return summary.partition(": ")[2] or summary
+
+
+def _one_line(text: str) -> str:
+    line = re.sub(r"\s+", " ", text).strip()
+    return line[:1].upper() + line[1:]
+
+
+def _same(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+def _write(path: Path, text: str | None) -> None:
+    if text is None:
+        path.unlink()
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

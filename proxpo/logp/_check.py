@@ -25,7 +25,7 @@ def check_shapes(
         refuse("mask must be bool and shaped like targets", mask, targets)
 
 
-def check_options(**options: float | None) -> None:
+def check_options(**options: float | int | None) -> None:
     for name, value in options.items():
         if value is not None and not 0.0 < value < float("inf"):
             raise ProxpoError(f"token_logp: {name} must be positive and finite; got {value}")

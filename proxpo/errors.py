@@ -11,8 +11,8 @@ class ProxpoError(ValueError):
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise."""
     valid = sorted(valid)
-    folded = {_fold(v): v for v in valid}
-    close = difflib.get_close_matches(_fold(name), list(folded), n=1, cutoff=0.6)
+    folded = {fold(v): v for v in valid}
+    close = difflib.get_close_matches(fold(name), list(folded), n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{folded[close[0]]}'?"
     return f"; valid: {', '.join(valid)}" if valid else ""
@@ -22,10 +22,10 @@ def resolve(name: str, valid: Iterable[str], *, what: str) -> str:
     """The valid name that `name` spells, ignoring case and the difference of `-` and `_`."""
     valid = list(valid)
     for candidate in valid:
-        if _fold(candidate) == _fold(name):
+        if fold(candidate) == fold(name):
             return candidate
     raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid)}")
 
 
-def _fold(name: str) -> str:
+def fold(name: str) -> str:
     return name.lower().replace("-", "_")

@@ -7,9 +7,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, fold, nearest, resolve
 
-_WORDS = {"None": "none", "True": "on", "False": "off"}  # YAML and --set read these words as values
+_READ_AS_VALUE = {"None": "none", "True": "on", "False": "off"}  # by YAML and --set
 
 
 def bind(factory: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
@@ -31,20 +31,27 @@ def coerce(value: Any, kind: Any, *, option: str) -> Any:
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     allowed = typing.get_args(kind) if union else (kind,)
     for one in allowed:
-        word = _WORDS.get(str(value), value)
-        if typing.get_origin(one) is typing.Literal and isinstance(word, str):
-            return resolve(word, typing.get_args(one), what=f"{option}: value")
         fits, converted = _as(value, one)
         if fits:
             return converted
+    words = [word for one in allowed for word in _words(one)]
+    word = _READ_AS_VALUE.get(str(value), value)
+    for known in words:
+        if isinstance(word, str) and fold(known) == fold(word):
+            return known
+    if words and isinstance(word, str):
+        raise ProxpoError(f"{option}: unknown value '{word}'{nearest(word, words)}")
     names = " or ".join(_name(one) for one in allowed)
     raise ProxpoError(f"{option} takes {names}, got {value!r}")
 
 
 def _name(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(typing.get_args(kind))
-    return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
+    words = ", ".join(_words(kind))
+    return words or ("none" if kind is type(None) else getattr(kind, "__name__", str(kind)))
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
 def _as(value: Any, kind: Any) -> tuple[bool, Any]:
@@ -58,7 +65,7 @@ def _as(value: Any, kind: Any) -> tuple[bool, Any]:
         return whole, int(value) if whole else value
     if kind in (bool, str, type(None)):
         return isinstance(value, kind), value
-    return typing.get_origin(kind) is not typing.Literal, value
+    return not _words(kind), value
 
 
 __all__ = ["bind", "coerce"]

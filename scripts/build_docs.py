@@ -108,11 +108,14 @@ def tested_statements() -> dict[str, list[str]]:
     """slug -> statements of the tests marked `checks(slug, statement)`."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.checks":
-                if all(isinstance(argument, ast.Constant) for argument in node.args):
-                    slug, statement = (argument.value for argument in node.args)
-                    found.setdefault(slug, []).append(statement)
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
+        for call in calls:
+            literal = all(isinstance(argument, ast.Constant) for argument in call.args)
+            if literal and ast.unparse(call.func) == "pytest.mark.checks":
+                slug, statement = (argument.value for argument in call.args)
+                found.setdefault(slug, []).append(statement)
     return found
 
 

@@ -108,6 +108,7 @@ def load_all() -> None:
         "regularisers",
         "rewards",
         "schedules",
+        "transforms",
         "trust",
         "values",
         "weights",

@@ -1,0 +1,294 @@
+"""Rewards with a deadline: user functions run in worker processes that can be killed.
+
+    with RewardPool(task.reward, workers=2, timeout=10.0) as pool:
+        outcomes = pool.score([RewardItem(prompt=..., completion=..., answer=...), ...])
+
+A function that hangs, crashes, raises, forks or returns nonsense costs its sample, not the run:
+the outcome says what happened and its reward is NaN, which advantages take as missing.
+"""
+
+import math
+import os
+import selectors
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from proxpo.errors import ProxpoError
+from proxpo.train.rewards import worker
+from proxpo.train.rewards._process import Guard, Worker
+from proxpo.train.tasks._types import Messages, RewardSpec
+
+Status = Literal["ok", "timeout", "error", "nan"]
+FAILURES: tuple[Status, ...] = ("timeout", "error", "nan")
+START_TIMEOUT = 120.0
+TICK = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardItem:
+    """One response as decoded text, and what is known about its prompt; plain data only."""
+
+    prompt: str | Messages
+    completion: str
+    answer: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A reward, or NaN with the reason; `correct` where the function tells right from wrong."""
+
+    reward: float
+    correct: bool | None = None
+    status: Status = "ok"
+    detail: str = ""
+
+
+class RewardPool:
+    """Scores samples; outcomes come back in the order of the samples, whoever was first."""
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        *,
+        workers: int = 2,
+        timeout: float = 10.0,
+        max_failed: float = 0.5,
+    ) -> None:
+        if workers < 1 or not timeout > 0:
+            raise ProxpoError(
+                f"rewards need at least 1 worker and a timeout above 0, got {workers} and {timeout}"
+            )
+        self.spec, self.timeout, self.max_failed = spec, timeout, max_failed
+        self._size = workers
+        self._workers: list[Worker] = []
+        self._guard: Guard | None = None
+        self._owner = os.getpid()
+        self._local: Callable[[Mapping[str, Any]], Any] | None = None
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_owner", None) == os.getpid():
+            self.close()
+
+    def close(self) -> None:
+        """End every worker and whatever it started."""
+        while self._workers:
+            self._workers.pop().kill()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    def score(
+        self,
+        items: Sequence[RewardItem],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Outcome]:
+        """One outcome per sample; `progress(done, total)` is called as they come in.
+
+        Stops the run when more than `max_failed` of the samples could not be scored.
+        """
+        batch = _Batch(items, self.spec, self.max_failed, progress)
+        if self._local is not None:
+            for number in range(len(items)):
+                batch.settle(number, worker.call(self._local, batch.message(number)))
+        else:
+            self._score_in_workers(batch)
+        return batch.outcomes()
+
+    def _start(self) -> None:
+        """Load the function once, so that one that cannot be used is refused at once."""
+        if self.spec.trusted:
+            try:
+                self._local = worker.load(self.spec.where)
+            except worker.Unusable as error:
+                raise unusable(str(error)) from None
+            return
+        self._guard = Guard()
+        self._workers = [self._fresh() for _ in range(self._size)]
+        with selectors.DefaultSelector() as selector:
+            for one in self._workers:
+                selector.register(one.socket, selectors.EVENT_READ, one)
+            while not all(one.ready for one in self._workers):
+                for key, _ in selector.select(TICK):
+                    self._greet(key.data)
+                for one in self._workers:
+                    self._check_start(one)
+
+    def _fresh(self) -> Worker:
+        assert self._guard is not None
+        return Worker(self.spec.where, self._guard)
+
+    def _greet(self, one: Worker) -> None:
+        try:
+            message = one.receive()
+        except EOFError:
+            raise unusable(f"{self.spec.where}: {one.ending()} while loading it") from None
+        if message is not None:
+            if not message["ready"]:
+                raise unusable(message["detail"])
+            one.ready = True
+
+    def _check_start(self, one: Worker) -> None:
+        if not one.ready and time.monotonic() - one.since > START_TIMEOUT:
+            raise unusable(f"{self.spec.where} took over {START_TIMEOUT:g} s to import")
+
+    def _score_in_workers(self, batch: "_Batch") -> None:
+        if self._guard is None:
+            raise ProxpoError("this reward pool is closed")
+        try:
+            with selectors.DefaultSelector() as selector:
+                for one in self._workers:
+                    selector.register(one.socket, selectors.EVENT_READ, one)
+                while not batch.done:
+                    self._hand_out(batch, selector)
+                    for key, _ in selector.select(TICK):
+                        self._take(key.data, batch, selector)
+                    self._enforce(batch, selector)
+        except BaseException:
+            # Half-scored samples must not answer for those of the next batch.
+            for one in [one for one in self._workers if one.job is not None]:
+                self._workers[self._workers.index(one)] = self._fresh()
+                one.kill()
+            raise
+
+    def _hand_out(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
+        for one in list(self._workers):
+            if batch.queue and one.ready and one.job is None:
+                number = batch.queue.popleft()
+                if one.send(batch.message(number)):
+                    one.job = number
+                else:  # died while idle: no fault of this sample
+                    batch.queue.appendleft(number)
+                    self._replace(one, selector)
+
+    def _take(self, one: Worker, batch: "_Batch", selector: selectors.BaseSelector) -> None:
+        if not one.ready:
+            return self._greet(one)
+        try:
+            message = one.receive()
+        except EOFError:
+            return self._lose(one, batch, selector, "error", one.ending())
+        if message is not None and message.get("id") == one.job and one.job is not None:
+            batch.settle(one.job, message)
+            one.job = None
+
+    def _enforce(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
+        for one in list(self._workers):
+            self._check_start(one)
+            if one.job is None:
+                continue
+            if time.monotonic() - one.since > self.timeout:
+                self._lose(one, batch, selector, "timeout", f"no reward after {self.timeout:g} s")
+            elif one.process.poll() is not None and not _readable(one):
+                # A child of the function may hold the channel open, so there is no EOF to wait for.
+                self._lose(one, batch, selector, "error", one.ending())
+
+    def _lose(
+        self,
+        one: Worker,
+        batch: "_Batch",
+        selector: selectors.BaseSelector,
+        status: Status,
+        detail: str,
+    ) -> None:
+        number = one.job
+        self._replace(one, selector)
+        if number is not None:
+            batch.settle(number, {"reward": None, "status": status, "detail": detail})
+
+    def _replace(self, one: Worker, selector: selectors.BaseSelector) -> None:
+        selector.unregister(one.socket)
+        one.kill()
+        fresh = self._fresh()
+        self._workers[self._workers.index(one)] = fresh
+        selector.register(fresh.socket, selectors.EVENT_READ, fresh)
+
+
+class _Batch:
+    """The samples of one call: which are waiting, which have their outcome."""
+
+    def __init__(
+        self,
+        items: Sequence[RewardItem],
+        spec: RewardSpec,
+        max_failed: float,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.items, self.spec, self.max_failed, self.progress = items, spec, max_failed, progress
+        self.queue = deque(range(len(items)))
+        self._found: dict[int, Outcome] = {}
+        self._failed = 0
+
+    @property
+    def done(self) -> bool:
+        return len(self._found) == len(self.items)
+
+    def message(self, number: int) -> dict[str, Any]:
+        item = self.items[number]
+        return {
+            "id": number,
+            "prompt": item.prompt,
+            "completion": item.completion,
+            "answer": item.answer,
+            "extra": dict(item.extra),
+            "source": item.source,
+            "kwargs": dict(self.spec.kwargs),
+        }
+
+    def settle(self, number: int, message: Mapping[str, Any]) -> None:
+        reward = math.nan if message["reward"] is None else message["reward"]
+        status = message["status"]
+        outcome = Outcome(reward, message.get("correct"), status, message["detail"])
+        self._found[number] = outcome
+        self._failed += status != "ok"
+        if self.progress is not None:
+            self.progress(len(self._found), len(self.items))
+        if self._failed > self.max_failed * len(self.items):
+            raise self._too_many()
+
+    def outcomes(self) -> list[Outcome]:
+        return [self._found[number] for number in range(len(self.items))]
+
+    def _too_many(self) -> ProxpoError:
+        seen = [one for one in self._found.values() if one.status != "ok"]
+        (status, detail), times = Counter((o.status, o.detail) for o in seen).most_common(1)[0]
+        return ProxpoError(
+            f"{self._failed} of {len(self._found)} rewards of {self.spec.where} failed, over "
+            f"{self.max_failed:.0%} of the batch of {len(self.items)}; "
+            f"commonest ({times} times): {status}: {detail}"
+        )
+
+
+def _readable(one: Worker) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(one.socket, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def unusable(detail: str) -> ProxpoError:
+    return ProxpoError(f"reward function: {detail}")
+
+
+def tally(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How many samples had no reward, by reason: {"timeout": 0, "error": 2, "nan": 0}."""
+    seen = Counter(one.status for one in outcomes)
+    return {status: seen[status] for status in FAILURES}
+
+
+__all__ = ["FAILURES", "Outcome", "RewardItem", "RewardPool", "tally"]

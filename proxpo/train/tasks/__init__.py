@@ -1,0 +1,48 @@
+"""Tasks by name: `arithmetic`, `arithmetic-chat`, `gsm8k`, `reasoning-gym:<name>`, or your file.
+
+make_task("arithmetic:hard")
+make_task("gsm8k:FOLDER", verifier="numeric")
+make_task("problems.jsonl", reward="reward.py:score")
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from proxpo.errors import ProxpoError, resolve
+from proxpo.options import bind
+from proxpo.train.tasks._types import Messages, Problem, RewardSpec, Task, fit_prompts
+from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, arithmetic, arithmetic_chat
+from proxpo.train.tasks.gsm8k import gsm8k
+from proxpo.train.tasks.own import own, reward_spec
+from proxpo.train.tasks.reasoning_gym import reasoning_gym
+
+# What follows the colon in a task's name is this option of its factory.
+TASKS: dict[str, tuple[Callable[..., Task], str]] = {
+    "arithmetic": (arithmetic, "level"),
+    "arithmetic-chat": (arithmetic_chat, "level"),
+    "gsm8k": (gsm8k, "path"),
+    "reasoning-gym": (reasoning_gym, "name"),
+}
+LEVELS = {"arithmetic": TEXT_LEVELS, "arithmetic-chat": CHAT_LEVELS}
+
+
+def make_task(name: str, *, reward: str | None = None, **options: Any) -> Task:
+    """The task called `name`, its options checked; `reward` replaces the task's own."""
+    if re.search(r"\.jsonl?$|[/\\]", name.split(":")[0]):
+        return own(**bind(own, {"path": name, "reward": reward, **options}, what=f"task {name}"))
+    head, colon, rest = name.partition(":")
+    head = resolve(head, TASKS, what="task")
+    factory, option = TASKS[head]
+    if colon:
+        choices = LEVELS.get(head)
+        rest = resolve(rest, choices, what=f"level of {head}") if choices else rest
+        options = {option: rest, **options}
+    elif head == "reasoning-gym" and "name" not in options:
+        raise ProxpoError("task reasoning-gym needs a dataset: reasoning-gym:NAME")
+    task = factory(**bind(factory, options, what=f"task {head}"))
+    return task if reward is None else replace(task, reward=reward_spec(reward, {}, name))
+
+
+__all__ = ["TASKS", "Messages", "Problem", "RewardSpec", "Task", "fit_prompts", "make_task"]

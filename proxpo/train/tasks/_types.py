@@ -1,0 +1,112 @@
+"""What a task is: problems to train on, held-out ones, and the function that scores an answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from proxpo.errors import ProxpoError
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt (text, or chat messages), its answer, and what the reward function may want."""
+
+    prompt: str | Messages
+    answer: Any
+    index: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec:
+    """A reward function by name: "package.module:function" or "file.py:function".
+
+    `kwargs` are handed to it with every call. A trusted function is ours, cannot hang, and runs in
+    this process; every other one runs in a worker that can be killed.
+    """
+
+    where: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trusted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Problems by number: `train` and `test` know their length and may be generated on demand."""
+
+    name: str
+    train: Sequence[Problem]
+    test: Sequence[Problem]
+    reward: RewardSpec
+    template: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    def encode(self, problem: Problem, tokenizer: Any, *, limit: int | None = None) -> list[int]:
+        """The prompt's token ids, chat template applied; refused beyond `limit` tokens."""
+        if isinstance(problem.prompt, str):
+            ids = _encode_text(problem.prompt, tokenizer)
+        else:
+            ids = self._encode_chat(problem.prompt, tokenizer)
+        if not ids:
+            raise ProxpoError(f"task {self.name}: the prompt of problem {problem.index} is empty")
+        if limit is not None and len(ids) > limit:
+            raise ProxpoError(
+                f"task {self.name}: the prompt of problem {problem.index} has {len(ids)} tokens, "
+                f"the limit is {limit}: raise rollout.max_prompt or set task.drop_long=true"
+            )
+        return ids
+
+    def _encode_chat(self, messages: Messages, tokenizer: Any) -> list[int]:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ProxpoError(
+                f"task {self.name} speaks in chat messages, but this model's tokenizer has no chat "
+                "template: take an instruct model, or a task with text prompts"
+            )
+        return list(
+            tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **self.template,
+            )
+        )
+
+
+def _encode_text(text: str, tokenizer: Any) -> list[int]:
+    """With the tokenizer's own start token, without an end: the response is still to come."""
+    ids = list(tokenizer.encode(text))
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+
+
+def fit_prompts(task: Task, tokenizer: Any, *, limit: int, drop: bool = False) -> Task:
+    """The task with prompts of at most `limit` tokens: longer ones are refused, or left out.
+
+    Generated problems have prompts of one shape; `encode` checks each as it comes.
+    """
+
+    def fitting(problems: Sequence[Problem], split: str) -> Sequence[Problem]:
+        if not isinstance(problems, list):
+            return problems
+        lengths = [len(task.encode(problem, tokenizer)) for problem in problems]
+        long = sum(length > limit for length in lengths)
+        if long and not drop:
+            raise ProxpoError(
+                f"task {task.name}: {long} of {len(problems)} {split} prompts are longer than "
+                f"{limit} tokens (the longest has {max(lengths)}): raise rollout.max_prompt or set "
+                "task.drop_long=true"
+            )
+        kept = [problem for problem, length in zip(problems, lengths) if length <= limit]
+        if problems and not kept:
+            raise ProxpoError(
+                f"task {task.name}: no {split} prompt has {limit} tokens or fewer "
+                f"(the shortest has {min(lengths)}): raise rollout.max_prompt"
+            )
+        return kept
+
+    return replace(task, train=fitting(task.train, "train"), test=fitting(task.test, "test"))
+
+
+__all__ = ["Messages", "Problem", "RewardSpec", "Task", "fit_prompts"]

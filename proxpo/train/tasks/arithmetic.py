@@ -1,0 +1,199 @@
+"""Arithmetic, generated: sums and differences as bare text ("123+456=") or as a chat question.
+
+A problem is held out for testing when the hash of its operands says so, `a+b` and `b+a` together,
+so no test problem is ever trained on, in any run. Nothing is read from or written to disk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+from proxpo.errors import ProxpoError
+from proxpo.train.streams import derive
+from proxpo.train.tasks._types import Messages, Problem, RewardSpec, Task
+
+TRAIN_SIZE = 1 << 20
+REPEATS = 1000
+TEXT_LEVELS: dict[str, dict] = {
+    "easy": {"digits": (1, 2), "operations": "+"},
+    "default": {"digits": (3, 3), "operations": "+"},
+    "hard": {"digits": (3, 3), "operations": "+-"},
+    "expert": {"digits": (4, 4), "operations": "+-"},
+    "mixed": {"digits": (1, 4), "operations": "+-"},
+}
+CHAT_LEVELS: dict[str, dict] = {
+    "easy": {"low": 1, "high": 9},
+    "default": {"low": 10, "high": 49},
+    "hard": {"low": 100, "high": 999},
+}
+EXACT = RewardSpec(where="proxpo.train.rewards.answers:exact", trusted=True)
+
+
+class Sum(NamedTuple):
+    """`a` and `b` under `+` or `-`; differences are never negative."""
+
+    a: int
+    operation: str
+    b: int
+
+    @property
+    def result(self) -> int:
+        return self.a + self.b if self.operation == "+" else self.a - self.b
+
+    def text(self) -> str:
+        return f"{self.a}{self.operation}{self.b}="
+
+    def chat(self) -> Messages:
+        asked = f"What is {self.a} {self.operation} {self.b}? Answer with the number only."
+        return [{"role": "user", "content": asked}]
+
+
+def held_out(x: Sum, share: float) -> bool:
+    """Whether the problem belongs to the test split: a fixed share of all operand pairs."""
+    low, high = sorted((x.a, x.b))
+    return derive(0, "held out", low, x.operation, high) < share * 2**63
+
+
+@dataclass(frozen=True)
+class Generated(Sequence[Problem]):
+    """Training problems by number, each drawn from its own stream; len() of them in all."""
+
+    draw: Callable[[int], Sum]
+    write: Callable[[Sum], str | Messages]
+    share: float
+    seed: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        number = index % self.size
+        stream = (self.draw(derive(self.seed, "train", number, i)) for i in range(10_000))
+        x = next(x for x in stream if not held_out(x, self.share))
+        return Problem(self.write(x), str(x.result), number)
+
+    def test(self, size: int) -> list[Problem]:
+        """Up to `size` different held-out problems; fewer when there seem to be no more."""
+        found: list[Sum] = []
+        known: set[Sum] = set()
+        repeats, number = 0, 0
+        while len(found) < size and repeats < REPEATS and number < 1000 * size:
+            x = self.draw(derive(self.seed, "test", number))
+            number += 1
+            if held_out(x, self.share):
+                repeats = repeats + 1 if x in known else 0
+                found += [] if x in known else [x]
+                known.add(x)
+        return [Problem(self.write(x), str(x.result), i) for i, x in enumerate(found)]
+
+
+def arithmetic(
+    *,
+    level: str = "default",
+    digits: int | list | None = None,
+    operations: str | None = None,
+    held_out: float = 0.1,
+    test_size: int = 1000,
+    seed: int = 0,
+) -> Task:
+    """`123+456=` -> `579`: text prompts for the model in the box.
+
+    digits: how many each operand has, a number or [fewest, most]; operations: "+", "-" or "+-".
+    """
+    chosen = TEXT_LEVELS[level]
+    least, most = _digits(chosen["digits"] if digits is None else digits)
+    signs = chosen["operations"] if operations is None else operations
+    if not signs or set(signs) - set("+-"):
+        raise ProxpoError(f"task arithmetic: operations are '+', '-' or '+-', got '{signs}'")
+
+    def draw(stream: int) -> Sum:
+        stream, sign = divmod(stream, len(signs))
+        stream, size_a = divmod(stream, most - least + 1)
+        stream, size_b = divmod(stream, most - least + 1)
+        return _ordered(stream, signs[sign], _range(least + size_a), _range(least + size_b))
+
+    name = "arithmetic" if level == "default" else f"arithmetic:{level}"
+    return _task(name, draw, Sum.text, held_out, test_size, seed)
+
+
+def arithmetic_chat(
+    *,
+    level: str = "default",
+    low: int | None = None,
+    high: int | None = None,
+    operations: str = "+",
+    held_out: float = 0.2,
+    test_size: int = 500,
+    seed: int = 0,
+) -> Task:
+    """`What is 12 + 34? Answer with the number only.`: for instruct models; low <= a, b <= high."""
+    bounds = (
+        CHAT_LEVELS[level]["low"] if low is None else low,
+        CHAT_LEVELS[level]["high"] if high is None else high,
+    )
+    if not 0 <= bounds[0] < bounds[1]:
+        raise ProxpoError(
+            f"task arithmetic-chat: expected 0 <= low < high, got {bounds[0]} and {bounds[1]}"
+        )
+    if not operations or set(operations) - set("+-"):
+        raise ProxpoError(
+            f"task arithmetic-chat: operations are '+', '-' or '+-', got '{operations}'"
+        )
+
+    def draw(stream: int) -> Sum:
+        stream, sign = divmod(stream, len(operations))
+        return _ordered(stream, operations[sign], bounds, bounds)
+
+    name = "arithmetic-chat" if level == "default" else f"arithmetic-chat:{level}"
+    return _task(name, draw, Sum.chat, held_out, test_size, seed)
+
+
+def _task(
+    name: str,
+    draw: Callable[[int], Sum],
+    write: Callable[[Sum], str | Messages],
+    share: float,
+    test_size: int,
+    seed: int,
+) -> Task:
+    if not 0 < share < 1:
+        raise ProxpoError(f"task {name}: held_out is a share between 0 and 1, got {share}")
+    if test_size < 1:
+        raise ProxpoError(f"task {name}: test_size is at least 1, got {test_size}")
+    train = Generated(draw, write, share, seed, TRAIN_SIZE)
+    test = train.test(test_size)
+    if not test:
+        raise ProxpoError(f"task {name}: held_out={share} leaves no problem to test on")
+    return Task(name=name, train=train, test=test, reward=EXACT, source="generated")
+
+
+def _ordered(stream: int, sign: str, first: tuple[int, int], second: tuple[int, int]) -> Sum:
+    stream, a = divmod(stream, first[1] - first[0] + 1)
+    a, b = first[0] + a, second[0] + stream % (second[1] - second[0] + 1)
+    return Sum(max(a, b), sign, min(a, b)) if sign == "-" else Sum(a, sign, b)
+
+
+def _digits(given: int | Sequence) -> tuple[int, int]:
+    least, most = (given, given) if isinstance(given, int) else (*given, None, None)[:2]
+    whole = isinstance(least, int) and isinstance(most, int)
+    if not whole or not 1 <= least <= most <= 8:
+        raise ProxpoError(
+            f"task arithmetic: digits is a number from 1 to 8 or [fewest, most], got {given!r}"
+        )
+    return least, most
+
+
+def _range(digits: int) -> tuple[int, int]:
+    return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
+
+
+__all__ = ["CHAT_LEVELS", "TEXT_LEVELS", "Generated", "Sum", "arithmetic", "arithmetic_chat"]

@@ -1,0 +1,95 @@
+"""GSM8K (arXiv:2110.14168): grade-school word problems with a whole number as the answer."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from proxpo.errors import ProxpoError, resolve
+from proxpo.train.rewards.answers import VERIFIERS
+from proxpo.train.tasks._files import read_jsonl, split_by_hash
+from proxpo.train.tasks._types import Problem, RewardSpec, Task
+
+HUB = "openai/gsm8k"
+SYSTEM = (
+    "Reason step by step. Finish with a last line that holds the final answer alone, as a number "
+    "after four hash signs, like this: #### 42"
+)
+
+
+def gsm8k(
+    *,
+    path: str | None = None,
+    chat: bool = True,
+    system: str = SYSTEM,
+    verifier: str | None = None,
+    strict: bool = True,
+    template: dict | None = None,
+) -> Task:
+    """Word problems, reward 1 for the right number after `####` or in `\\boxed{}`.
+
+    path: a folder with train.jsonl and test.jsonl, or one file (a tenth is then held out by hash);
+    without it the copy on the hub. chat=False writes plain text for base models. verifier:
+    "numeric", or "math-verify", the default where that package is installed.
+    """
+    train, test = _hub() if path is None else _local(Path(path))
+    verifier = _verifier(verifier)
+    return Task(
+        name="gsm8k",
+        train=[_problem(row, i, chat, system) for i, row in enumerate(train)],
+        test=[_problem(row, i, chat, system) for i, row in enumerate(test)],
+        reward=RewardSpec(
+            where="proxpo.train.rewards.answers:final_answer",
+            kwargs={"verifier": verifier, "strict": strict},
+            trusted=verifier == "numeric",  # symbolic mathematics can take for ever
+        ),
+        template=template or {},
+        source=HUB,
+    )
+
+
+def _problem(row: dict[str, Any], index: int, chat: bool, system: str) -> Problem:
+    question, solution = row["question"].strip(), row["answer"]
+    answer = solution.rpartition("####")[2].strip().replace(",", "")
+    if not chat:
+        return Problem(f"{system}\n\nQuestion: {question}\nAnswer:", answer, index)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return Problem(messages if system else messages[1:], answer, index)
+
+
+def _local(path: Path) -> tuple[list[dict], list[dict]]:
+    needed = {"question": str, "answer": str}
+    if path.is_dir():
+        files = (path / "train.jsonl", path / "test.jsonl")
+        return read_jsonl(files[0], needed=needed), read_jsonl(files[1], needed=needed)
+    return split_by_hash(read_jsonl(path, needed=needed), share=0.1, key="question")
+
+
+def _hub() -> tuple[list[dict], list[dict]]:
+    try:
+        import datasets
+    except ImportError:
+        raise ProxpoError(
+            "task gsm8k reads the hub with the package 'datasets' (pip install datasets); "
+            "for a local copy write gsm8k:FOLDER with train.jsonl and test.jsonl in it"
+        ) from None
+    try:
+        found = datasets.load_dataset(HUB, "main")
+    except Exception as error:
+        raise ProxpoError(
+            f"task gsm8k: {HUB} could not be fetched ({type(error).__name__}); "
+            "for a local copy write gsm8k:FOLDER with train.jsonl and test.jsonl in it"
+        ) from error
+    return list(found["train"]), list(found["test"])
+
+
+def _verifier(given: str | None) -> str:
+    installed = importlib.util.find_spec("math_verify") is not None
+    if given is None:
+        return "math-verify" if installed else "numeric"
+    chosen = resolve(given, VERIFIERS, what="verifier of gsm8k")
+    if chosen == "math-verify" and not installed:
+        raise ProxpoError("verifier math-verify needs its package: pip install math-verify")
+    return chosen
+
+
+__all__ = ["gsm8k"]

@@ -1,0 +1,73 @@
+"""The command line, where a user's mistake costs one line and never a traceback.
+
+Exit codes: 0 done, 2 the input is wrong, 130 interrupted.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from proxpo.errors import ProxpoError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Heavy modules load inside the command that needs them."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode still gets a table
+    try:
+        return _run(arguments or ["--help"])
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ProxpoError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return _refuse(f"{error.filename}: {reason}" if error.filename else reason)
+    except KeyboardInterrupt:
+        return _refuse("interrupted", code=130)
+
+
+def _run(arguments: list[str]) -> int:
+    import typer
+
+    from proxpo.cli.app import app
+
+    # The base of typer's public error: which click it belongs to depends on typer's version.
+    usage_error = cast(type[Exception], typer.BadParameter.__mro__[1])
+    try:
+        code = app(arguments, prog_name="proxpo", standalone_mode=False)
+        sys.stdout.flush()
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except typer.Exit as leave:
+        return leave.exit_code
+    except usage_error as error:
+        return _refuse(_usage(error))
+    return code or 0
+
+
+def _usage(error: Exception) -> str:
+    """click's message with the nearest option, or the command to ask for help."""
+    near = getattr(error, "possibilities", None)
+    if near:
+        return f"no such option '{error.option_name}'; did you mean '{near[0]}'?"  # type: ignore[attr-defined]
+    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    ending = (
+        ""
+        if message.endswith("?")
+        else f"; see {context.command_path if context else 'proxpo'} --help"
+    )
+    return f"{message[:1].lower()}{message[1:]}{ending}"
+
+
+def _refuse(message: str, *, code: int = 2) -> int:
+    print(f"proxpo: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+__all__ = ["main"]

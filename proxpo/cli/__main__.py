@@ -1,0 +1,5 @@
+import sys
+
+from proxpo.cli import main
+
+sys.exit(main())

@@ -1,0 +1,84 @@
+"""The commands and their options. Their work is imported when they run: `--help` loads no torch."""
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Proximal policy-optimization methods for RL post-training of language models.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import proxpo
+
+        typer.echo(f"proxpo {proxpo.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("inspect")
+def inspect_command(
+    methods: Annotated[
+        list[str],
+        typer.Argument(metavar="METHOD", help="Names (see proxpo methods) or YAML files."),
+    ],
+    batch: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="A .json or .safetensors batch; 'sample' ships along."),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An option or a stage, e.g. clip_high=0.28, ratio=kalman, ratio.q=1e-6, "
+            "weights+=tis; p3o:ess_scope=microbatch is for p3o alone. May be repeated.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON and nothing else: one entry per method.")
+    ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a page with a heat map of every token's weight."),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of stages that draw at random."),
+    ] = 0,
+) -> None:
+    """What each method does with a batch: loss, gradient on every token, advantages, metrics."""
+    from proxpo.cli.inspecting import inspect_methods
+
+    inspect_methods(methods, batch, settings or [], as_json=as_json, html=html, seed=seed)
+
+
+@app.command("methods")
+def methods_command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One method, in full.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """The catalogue; with a name: formula, departures, defaults, stages and source."""
+    from proxpo.cli.catalogue import show_method, show_methods
+
+    if name is None:
+        show_methods(as_json=as_json)
+    else:
+        show_method(name, as_json=as_json)
+
+
+__all__ = ["app"]

@@ -1,0 +1,98 @@
+"""`proxpo methods`: the catalogue, and one entry of it in full."""
+
+import inspect
+import json
+import math
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from proxpo.recipes import Method, method, methods
+from proxpo.report.facts import sentence
+from proxpo.types import Recipe
+
+
+def show_methods(*, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({slug: _brief(one) for slug, one in methods().items()}))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), leading=1)
+    table.add_column("method", no_wrap=True)
+    table.add_column("what it does, and its stages", ratio=1)
+    for slug, one in methods().items():
+        name = Text.assemble((slug, "bold"), (f"\n{one.paper}\n{one.confidence}", "dim"))
+        what = Text.assemble(sentence(one.summary), (f"\n{_chain(one.make())}", "dim"))
+        table.add_row(name, what)
+    Console().print(table)
+    print(f"{len(methods())} methods; proxpo methods NAME shows one in full.")
+
+
+def show_method(name: str, *, as_json: bool) -> None:
+    one = method(name)
+    if as_json:
+        full = {**_brief(one), "text": one.text, "source": _source(one)}
+        print(json.dumps({one.slug: full}))
+    else:
+        Console().print(_full(one))
+
+
+def _full(one: Method) -> RenderableType:
+    title = Text.assemble((one.slug, "bold"), f"  {one.paper}", (f"  {one.confidence}", "dim"))
+    options = _table("option", "default")
+    for name, value in one.defaults.items():
+        options.add_row(name, Text(_shown(value), "cyan"))
+    stages = _table("stage", "what is used")
+    for place, stage in one.make().stages():
+        stages.add_row(place.split(".")[0], str(stage))
+    source = Text(f"recipe: {_source(one)}", "dim", overflow="fold")
+    return Group(title, Text(), Text(one.text), options, stages, source)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, style="bold" if heading == headings[0] else "", overflow="fold")
+    return table
+
+
+def _brief(one: Method) -> dict[str, Any]:
+    return {
+        "summary": one.summary,
+        "paper": one.paper,
+        "confidence": one.confidence,
+        "defaults": {name: _jsonable(value) for name, value in one.defaults.items()},
+        "stages": {
+            place: {"name": stage.name, "options": _jsonable(dict(stage.options))}
+            for place, stage in one.make().stages()
+        },
+    }
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no infinity: it is written as text, which `--set` reads back."""
+    if isinstance(value, dict):
+        return {name: _jsonable(one) for name, one in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _shown(value: Any) -> str:
+    return (
+        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _chain(recipe: Recipe) -> str:
+    return " → ".join(stage.name for _, stage in recipe.stages())
+
+
+def _source(one: Method) -> str:
+    factory = inspect.unwrap(one.make)
+    return f"{inspect.getsourcefile(factory)}:{inspect.getsourcelines(factory)[1]}"
+
+
+__all__ = ["show_method", "show_methods"]

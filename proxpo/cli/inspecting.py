@@ -1,0 +1,44 @@
+"""`proxpo inspect`: everything is computed before anything is written."""
+
+import json
+from collections.abc import Sequence
+
+from proxpo.batch_file import read_batch
+from proxpo.cli.named import named_recipes
+from proxpo.files import write_whole
+from proxpo.inspection import as_json as entry
+from proxpo.inspection import inspect_batch
+
+
+def inspect_methods(
+    methods: Sequence[str],
+    batch: str,
+    settings: Sequence[str],
+    *,
+    as_json: bool,
+    html: str | None,
+    seed: int,
+) -> None:
+    recipes = named_recipes(methods, settings)
+    file = read_batch(batch)
+    found = [
+        inspect_batch(recipe, file.batch, name=label, seed=seed)
+        for label, recipe in recipes.items()
+    ]
+    if html is not None:
+        from proxpo.report.page import inspect_page
+
+        write_whole(html, inspect_page(found, file, source=batch).encode())
+    if as_json:
+        print(json.dumps({one.method: entry(one) for one in found}, allow_nan=False))
+        return
+    from rich.console import Console
+
+    from proxpo.report.terminal import InspectTable
+
+    Console().print(InspectTable(found, file, source=batch))
+    if html is not None:
+        print(f"heat map: {html}")
+
+
+__all__ = ["inspect_methods"]

@@ -1,0 +1,120 @@
+"""What a method does with a batch: its loss, the gradient on every token, and what drove it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from proxpo.compose import Prepared, policy_loss, prepare
+from proxpo.kl import kl_estimate
+from proxpo.masked import masked_mean
+from proxpo.shapes import Bool, Float, Tensor
+from proxpo.trust.ess import ess
+from proxpo.types import Batch, Context, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """One method on one batch. `mask` is what its filters left; gradients are 0 elsewhere."""
+
+    method: str
+    recipe: Recipe
+    loss: float
+    dloss_dlogp: Float[Tensor, "seq tok"]
+    advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"]
+    mask: Bool[Tensor, "seq tok"]
+    metrics: dict[str, float]
+
+    @property
+    def mass(self) -> Float[Tensor, " seq"]:
+        """Σ_t |∂L/∂log π| per response: how loudly it speaks in the update."""
+        return self.dloss_dlogp.abs().sum(dim=1)
+
+    @property
+    def push(self) -> Float[Tensor, " seq"]:
+        """-Σ_t ∂L/∂log π per response: above 0, a step makes the response likelier."""
+        return -self.dloss_dlogp.sum(dim=1)
+
+
+def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0) -> Inspection:
+    """Run `recipe` on the whole batch in float64. Stages that draw at random draw from `seed`.
+
+    `advantages` has the shape the batch gave them in. Where the recipe computed them it has one
+    value per response if all valid tokens of each response share one, else one per token.
+    """
+    given = batch.advantages
+    doubled = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    logp = doubled.pop("logp").detach().clone().requires_grad_()
+    ready = prepare(recipe, Batch(logp=logp, **doubled))
+    generator = torch.Generator().manual_seed(seed)
+    loss, seen = policy_loss(
+        recipe, ready.batch, denominators=ready.denominators, generator=generator
+    )
+    gradient = torch.zeros_like(logp)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, logp, allow_unused=True)[0]
+        gradient = gradient if found is None else found.masked_fill(~batch.mask, 0.0)
+    metrics = {key: float(value) for key, value in {**ready.metrics, **seen}.items()}
+    return Inspection(
+        method=name or recipe.name,
+        recipe=recipe,
+        loss=float(loss.detach()),
+        dloss_dlogp=gradient,
+        advantages=_shaped(ready.batch, given),
+        mask=ready.batch.mask,
+        metrics=metrics | _measured(recipe, ready, gradient),
+    )
+
+
+def as_json(inspection: Inspection) -> dict[str, Any]:
+    """The method's entry in `proxpo inspect --json`; what is not finite is null."""
+    return {
+        "loss": _finite(inspection.loss),
+        "dloss_dlogp": _finite(inspection.dloss_dlogp.tolist()),
+        "advantages": _finite(inspection.advantages.tolist()),
+        "metrics": _finite(inspection.metrics),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return value if math.isfinite(value) else None
+
+
+def _shaped(batch: Batch, given: Tensor | None) -> Tensor:
+    found = _advantages(batch)
+    top = torch.where(batch.mask, found, -torch.inf).amax(dim=1)
+    bottom = torch.where(batch.mask, found, torch.inf).amin(dim=1)
+    per_response = bool((top <= bottom).all()) if given is None else given.dim() == 1
+    return torch.where(batch.mask.any(dim=1), top, 0.0) if per_response else found
+
+
+def _advantages(batch: Batch) -> Tensor:
+    return batch.require("advantages", by="inspection")  # prepare() has filled them in
+
+
+def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, float]:
+    """Figures every method has, so that they can be compared, under `inspect/`."""
+    batch, mask = ready.batch, ready.batch.mask
+    measured = {
+        "mass": gradient.abs().sum(),
+        "silent": masked_mean(gradient == 0, mask),
+        "advantage": masked_mean(_advantages(batch).abs(), mask),
+    }
+    with torch.no_grad():
+        if recipe.ratio.gives == "ratio":
+            state = recipe.init_state().get("ratio", {})
+            context = Context(denominators=ready.denominators, state=state)
+            ratio, _ = recipe.ratio.apply(batch, context)
+            measured["ess"] = ess(ratio, mask, eps=0.0)
+        if batch.old_logp is not None:
+            # The tokens were drawn from the old policy, so this direction is the unbiased one.
+            measured["kl_old"] = masked_mean(kl_estimate(batch.old_logp, batch.logp), mask)
+    return {f"inspect/{key}": float(value) for key, value in measured.items()}
+
+
+__all__ = ["Inspection", "as_json", "inspect_batch"]

@@ -3,7 +3,10 @@
 U = Σ_i A_i s_i V_i,   s_i = reg2(F_i)^p reg2(N_i)^q reg2(R_i)^r          arXiv:2512.23353
 """
 
+import functools
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
@@ -60,6 +63,8 @@ class Isopo:
     def gradient(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor:
         if not (self.needs_overlap or self.needs_norm):
             return rows.reduce(layout.spread(self.weights(site)))
+        if rows.device.type == "cuda" and (out := self._fused(site, rows, layout)) is not None:
+            return out
         if isinstance(rows, Outer) and self._path(site, rows, layout) == "stream":
             return self._streamed(site, rows, layout)
         found = self._measure(site, rows, layout)
@@ -71,8 +76,8 @@ class Isopo:
 
     def plain(self, session: Session) -> Float[Tensor, " row"]:
         """A_i, or A_i / m."""
-        share = 1 / session.layout.count if self.scale == "mean" else 1.0
-        return session.advantages * share
+        mean = self.scale == "mean"
+        return session.advantages / session.layout.count if mean else session.advantages
 
     def weights(
         self,
@@ -95,21 +100,46 @@ class Isopo:
         for quantity, exponent in zip(self.quantities, (self.p, self.q, self.r)):
             if exponent:
                 factor = self._factor(site, quantity, squares[quantity], exponent)
-                # Nothing overlaps with positions that carry no gradient: leave the length alone.
-                known = quantity == "N" or bottom is None or bottom != 0
-                scale = scale * torch.where(torch.as_tensor(known), factor, 1.0).to(scale.dtype)
-        site.observe(**{f"{name}2": value for name, value in squares.items()}, weights=scale)
-        site.session.flag(site, scale)
+                if quantity != "N" and bottom is not None:
+                    # Nothing overlaps with positions without gradient: leave the length alone.
+                    factor = torch.where(bottom == 0, 1.0, factor)
+                scale = scale * factor.to(scale.dtype)
+        self._note(site, squares, scale)
         return scale
+
+    def _note(self, site: Site, squares: dict[str, Tensor], weights: Tensor) -> None:
+        """Feed the trailing averages, the observer and the check for NaN."""
+        for quantity, exponent in zip(self.quantities, (self.p, self.q, self.r)):
+            if exponent:
+                site.session.averages.collect(f"{site.name}/{quantity}", squares[quantity])
+        if site.session.observer is not None:
+            site.observe(**{f"{x}2": value for x, value in squares.items()}, weights=weights)
+        site.session.flag(site, weights)
+
+    def _fused(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor | None:
+        """The common case in few kernels; None where it does not apply."""
+        common = self.p and not (self.q or self.r or self.reg) and self.path in ("auto", "gram")
+        kernels = _kernels() if common and not isinstance(rows, OneHot) else None
+        picks = site.picks(layout)
+        if kernels is None or not kernels.fits(layout, picks, rows.dtype):
+            return None
+        run = kernels.dense if isinstance(rows, Dense) else kernels.outer
+        advantages = self.plain(site.session)
+        grad, f2, weights = run(rows, layout, picks, advantages, p=self.p, eps=self.eps)
+        self._note(site, {"F": f2}, weights)
+        return grad
 
     def _factor(self, site: Site, quantity: str, x2: Tensor, exponent: float) -> Tensor:
         averages, key = site.session.averages, f"{site.name}/{quantity}"
-        averages.collect(key, x2)
-        mean2 = averages.get(key)
-        if mean2 is None:
+        mean2 = averages.get(key) if self.reg else None
+        if self.reg and mean2 is None:
             mean2 = x2.mean() if self.history == "microbatch" else x2
         base = _norms.regularised(
-            x2, rho=self.reg, mean2=mean2.to(x2), eps=self.eps, keep_small=self.keep_small
+            x2,
+            rho=self.reg,
+            mean2=None if mean2 is None else mean2.to(x2),
+            eps=self.eps,
+            keep_small=self.keep_small,
         )
         return _norms.power(base, exponent)
 
@@ -175,6 +205,15 @@ class Isopo:
             total = one if total is None else total.add_(one)
         assert total is not None
         return total
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The fused kernels, where Triton is installed."""
+    try:
+        return importlib.import_module("proxpo.gradients._fused")
+    except ImportError:
+        return None
 
 
 def _overlap(

@@ -48,9 +48,11 @@ def overlap_gram(
     """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from inner products of positions alone."""
     parts = []
     for block in picks.blocks(max(1, BLOCK // layout.size)):
-        inner = layout.sum_columns(rows.gram(block.index))
-        keep = block.valid.to(inner.dtype)
-        parts.append((keep @ inner.square(), keep @ rows.squares(block.index)))
+        products = rows.gram(block.index)
+        keep = block.valid.to(products.dtype)
+        # ⟨G_j, G_j⟩ stands among the products.
+        own = products.gather(1, block.index[:, None])[:, 0]
+        parts.append((keep @ layout.sum_columns(products).square(), keep @ own))
     tops, bottoms = zip(*parts)
     return sum(tops[1:], tops[0]), sum(bottoms[1:], bottoms[0])
 
@@ -162,15 +164,17 @@ def regularised(
     x2: Float[Tensor, " row"],
     *,
     rho: float,
-    mean2: Float[Tensor, "*row"],
+    mean2: Float[Tensor, "*row"] | None,
     eps: float,
     keep_small: bool = False,
 ) -> Float[Tensor, " row"]:
     """reg2(x)² = x² + ρ E[x²] + eps; `keep_small` divides it by ρ E[x²], leaving short x alone."""
-    base = x2 + rho * mean2 + eps
+    if rho == 0 or mean2 is None:
+        return x2 + eps
+    unit = rho * mean2
+    base = x2 + unit + eps
     if not keep_small:
         return base
-    unit = rho * mean2
     return torch.where(unit > 0, base / torch.where(unit > 0, unit, 1.0), 1.0)
 
 
@@ -179,9 +183,9 @@ def power(base2: Float[Tensor, " row"], exponent: float) -> Float[Tensor, " row"
     return torch.where(base2 == 0, 1.0, base2).pow(exponent / 2)
 
 
-def ratio2(top2: Tensor, bottom2: Tensor) -> Tensor:
-    """top² / bottom², and 0 where both vanish."""
-    return torch.where(bottom2 == 0, 0.0, top2 / torch.where(bottom2 == 0, 1.0, bottom2))
+def ratio2(top2: Float[Tensor, " row"], bottom2: Float[Tensor, "*row"]) -> Float[Tensor, " row"]:
+    """top² / bottom², and 0 where the divisor vanishes (as the dividend does then)."""
+    return torch.where(bottom2 == 0, 0.0, top2 / bottom2)
 
 
 def damped_solve(

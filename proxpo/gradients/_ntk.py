@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from proxpo.gradients import _norms, _plan
+from proxpo.gradients._isopo import _kernels
 from proxpo.gradients._layout import Layout
 from proxpo.gradients._rows import Dense, OneHot, Outer
 from proxpo.gradients._session import AnyRows, Session, Site
@@ -43,19 +44,31 @@ class Ntk:
         """Ã (times c for scale="c"); the mean squared length of the sequences is collected."""
         site.done = True
         session, key = site.session, f"{site.name}/trace"
-        mean = kernel.diagonal().mean()
-        session.averages.collect(key, mean[None])
         known = session.averages.get(key)
-        c = self.rho * (mean if known is None else known).double()
         if session.groups is not None:
             kernel = kernel * (session.groups[:, None] == session.groups)
-        solved = _norms.damped_solve(kernel, session.advantages, c)
-        if self.scale == "paper":
-            solved = torch.where(c > 0, solved / torch.where(c > 0, c, 1.0), 0.0)
-        weights = solved.to(session.advantages.dtype)
-        site.observe(kernel=kernel, c=c, weights=weights)
+        weights, mean = self._solve(kernel, session.advantages, known)
+        session.averages.collect(key, mean)
+        if session.observer is not None:
+            c = self.rho * (mean if known is None else known)
+            site.observe(kernel=kernel, c=c, weights=weights)
         session.flag(site, weights)
         return weights
+
+    def _solve(
+        self, kernel: Tensor, advantages: Tensor, known: Tensor | None
+    ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
+        """Ã (times c) and tr K / m."""
+        fused = _kernels() if kernel.is_cuda else None
+        if fused is not None and len(kernel) <= fused.MAX_KERNEL:
+            paper = self.scale == "paper"
+            return fused.solve(kernel, advantages, known, rho=self.rho, paper=paper)
+        mean = kernel.diagonal().mean()
+        c = self.rho * (mean if known is None else known.to(mean)).double()
+        solved = _norms.damped_solve(kernel, advantages, c)
+        if self.scale == "paper":
+            solved = torch.where(c > 0, solved / torch.where(c > 0, c, 1.0), 0.0)
+        return solved.to(advantages.dtype), mean
 
     def _kernel(self, rows: AnyRows, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """K, and stacked V where it was built whole."""

@@ -28,6 +28,12 @@ class Rows(Protocol):
     @property
     def positions(self) -> int: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def gram(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
         """⟨G_j, G_t⟩ for j in picks and every t."""
         ...
@@ -55,6 +61,14 @@ class Outer:
     @property
     def positions(self) -> int:
         return self.a.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.a.dtype
 
     def gram(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
         return matmul(self.g[picks], self.g.T) * matmul(self.a[picks], self.a.T)
@@ -107,6 +121,14 @@ class Dense:
     def positions(self) -> int:
         return self.grads.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        return self.grads.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grads.dtype
+
     def gram(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
         return matmul(self.grads[picks], self.grads.T)
 
@@ -136,6 +158,14 @@ class OneHot:
     @property
     def positions(self) -> int:
         return self.ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.g.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.g.dtype
 
     @property
     def _live(self) -> Float[Tensor, "pos out"]:

@@ -184,7 +184,7 @@ class Session:
         self.closed = False
         self.block += 1
         self._generator = stream.generator(sequences.device)
-        self._table: Tensor | None = None
+        self._table: list[tuple[Tensor, Tensor]] | None = None
         self._weights: list[tuple[str, Tensor]] = []
         for unit in self.units:
             unit.reset()
@@ -219,8 +219,9 @@ class Session:
         if layout is not self.layout or site.number < 0:
             return Picks.at(self._draw(layout, 1, size)[0], layout)
         if self._table is None:
-            self._table = self._draw(layout, self._drawing, size)
-        return Picks.at(self._table[site.number], layout)
+            index = self._draw(layout, self._drawing, size)
+            self._table = list(zip(index, layout.valid[index]))
+        return Picks(*self._table[site.number])
 
     def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "site pick"]:
         """`size` positions without replacement for each of `rows` parameters, padding last."""

@@ -1,0 +1,255 @@
+"""What ISOPO costs: forward + backward time and peak memory against REINFORCE, in the same run.
+
+    python benchmarks/isopo_overhead.py                   a toy model on the CPU
+    python benchmarks/isopo_overhead.py --device cuda     Qwen3-0.6B shape in bf16, and a wider one
+
+Every row runs the same model on the same tokens with the same log-probabilities; repeats are
+interleaved, and the median counts. The last row is the loop of arXiv:2512.23353, figure 2, as
+printed: hooks that keep clones, one sequence after the other, in float32.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from proxpo import gradients
+
+SMALL = {
+    "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+    "tie_word_embeddings": True, "max_position_embeddings": 8192,
+}  # fmt: skip
+WIDE = SMALL | {
+    "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "intermediate_size": 12288,
+}  # fmt: skip
+TOY = SMALL | {
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 192,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    config: dict
+    rows: int
+    length: int
+    checkpointed: bool = False
+
+
+CUDA = (
+    Case("8x1024", SMALL, 8, 1024),
+    Case("32x256", SMALL, 32, 256),
+    Case("2x4096", SMALL, 2, 4096),
+    Case("8x1024 checkpointed", SMALL, 8, 1024, checkpointed=True),
+    Case("8x1024 wide", WIDE, 8, 1024),
+)
+CPU = (
+    Case("8x128", TOY, 8, 128),
+    Case("64x16", TOY, 64, 16),
+    Case("8x128 checkpointed", TOY, 8, 128, checkpointed=True),
+)
+
+
+class PaperLoop:
+    """Figure 2 of the paper on every nn.Linear: p = -1, all that autograd computed thrown away."""
+
+    def __init__(self, overlap: int) -> None:
+        self.overlap = overlap
+
+    @contextmanager
+    def applied(self, model: nn.Module, *, sequences: Tensor, advantages: Tensor) -> Iterator[None]:
+        seq = sequences.reshape(-1)
+        members = [(seq == i).nonzero()[:, 0] for i in range(len(advantages))]
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        held: dict[nn.Module, Tensor] = {}
+        grads: dict[nn.Module, Tensor] = {}
+
+        def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            held[module] = args[0].detach().clone()
+
+        def backward(module: nn.Module, _: object, grad_out: tuple[Tensor, ...]) -> None:
+            act = held.pop(module).flatten(0, -2).float()
+            g = grad_out[0].flatten(0, -2).float()
+            picks = torch.randperm(len(g), device=g.device)[: self.overlap]
+            a0, g0 = act[picks], g[picks]
+            total = torch.zeros(g.shape[1], act.shape[1], device=g.device)
+            for i, place in enumerate(members):
+                v = g[place].T @ act[place]
+                f = ((g0 @ v) * a0).sum(1).norm() / (g0.norm(dim=1) * a0.norm(dim=1)).norm()
+                total += advantages[i] * v / (f.square() + 1e-8).sqrt()
+            grads[module] = total
+
+        hooks = [m.register_forward_hook(keep) for m in linears]
+        hooks += [m.register_full_backward_hook(backward) for m in linears]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for module, total in grads.items():
+            module.weight.grad = total.to(module.weight.dtype)
+
+
+def methods() -> dict[str, object]:
+    return {
+        "reinforce": None,
+        "isopo, 64 samples": gradients.isopo(overlap=64),
+        "isopo, 250 samples": gradients.isopo(overlap=250),
+        "isopo euclidean": gradients.isopo(preset="euclidean"),
+        "isopo-ntk": gradients.isopo_ntk(),
+        "the paper's loop, 250": PaperLoop(250),
+    }
+
+
+def nll(model: nn.Module, ids: Tensor) -> Tensor:
+    """-log π of every token but the first of its row, per position."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+
+
+def run(model: nn.Module, method: object, ids: Tensor, seq: Tensor, advantages: Tensor) -> None:
+    """One forward and backward; p.grad is what the optimizer would descend."""
+    if method is None:
+        weights = advantages[seq[:, 1:]].flatten()
+        (nll(model, ids) * weights).sum().backward()
+        return
+    with method.applied(model, sequences=seq, advantages=advantages):  # type: ignore[attr-defined]
+        nll(model, ids).sum().backward()
+
+
+def build(case: Case, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    kind = torch.bfloat16 if device == "cuda" else torch.float32
+    config = Qwen3Config(**case.config, attn_implementation="sdpa")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=kind).train()
+    if case.checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def measured(device: str, work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and the peak in GiB (0 on the CPU)."""
+    if device != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start, 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
+
+
+def measure(case: Case, device: str, repeats: int, chosen: dict[str, object]) -> list[dict]:
+    model = build(case, device)
+    ids = torch.randint(0, case.config["vocab_size"], (case.rows, case.length), device=device)
+    seq = torch.arange(case.rows, device=device)[:, None].expand(case.rows, case.length)
+    advantages = torch.randn(case.rows, device=device)
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    peaks: dict[str, float] = {}
+    for repeat in range(repeats + 2):
+        for name, method in chosen.items():
+            if repeat > 2 and name.startswith("the paper"):
+                continue  # slow, and three repeats say enough
+            model.zero_grad(set_to_none=True)
+            seconds, peak = measured(device, lambda m=method: run(model, m, ids, seq, advantages))
+            if repeat >= 2 or (repeat == 1 and name.startswith("the paper")):
+                times[name].append(seconds)
+                peaks[name] = max(peaks.get(name, 0.0), peak)
+            if hasattr(method, "step"):
+                method.step()
+    base = statistics.median(times["reinforce"])
+    return [
+        {
+            "case": case.name,
+            "method": name,
+            "ms": 1e3 * statistics.median(times[name]),
+            "time": statistics.median(times[name]) / base,
+            "gib": peaks[name],
+            "memory": peaks[name] / peaks["reinforce"] if peaks["reinforce"] else None,
+        }
+        for name in chosen
+    ]
+
+
+def profile(case: Case, device: str, method: object) -> None:
+    """The kernels of one forward and backward, most expensive first."""
+    model = build(case, device)
+    ids = torch.randint(0, case.config["vocab_size"], (case.rows, case.length), device=device)
+    seq = torch.arange(case.rows, device=device)[:, None].expand(case.rows, case.length)
+    advantages = torch.randn(case.rows, device=device)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        run(model, method, ids, seq, advantages)
+    with torch.profiler.profile(activities=kinds) as trace:
+        model.zero_grad(set_to_none=True)
+        run(model, method, ids, seq, advantages)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    order = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    print(trace.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
+
+
+def table(results: list[dict]) -> str:
+    lines = [f"{'case':<22}{'method':<24}{'ms':>9}{'time':>8}{'GiB':>8}{'memory':>9}"]
+    for row in results:
+        memory = "" if row["memory"] is None else f"{row['memory']:.3f}x"
+        lines.append(
+            f"{row['case']:<22}{row['method']:<24}{row['ms']:>9.1f}{row['time']:>7.3f}x"
+            f"{row['gib']:>8.2f}{memory:>9}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="", help="cases and methods whose name contains this")
+    parser.add_argument("--profile", action="store_true", help="kernels of isopo and of reinforce")
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args()
+    cases = CUDA if options.device == "cuda" else CPU
+    if options.profile:
+        for name in ("reinforce", "isopo, 64 samples"):
+            print(name)
+            profile(cases[0], options.device, methods()[name])
+        return
+    results: list[dict] = []
+    for case in cases:
+        wanted = {
+            name: method
+            for name, method in methods().items()
+            if options.only in case.name or name == "reinforce" or options.only in name
+        }
+        if len(wanted) == 1:
+            continue
+        results += measure(case, options.device, options.repeats, wanted)
+        print(table(results[-len(wanted) :]), flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

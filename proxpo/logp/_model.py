@@ -173,11 +173,10 @@ def _run(
         for tap, head in zip(taps, heads):
             stack.enter_context(tap.installed(head, request))
         output = model(input_ids=input_ids, use_cache=False, **inputs)
-    used = [tap for tap in taps if tap.result is not None]
+    used = [tap for tap in taps if tap.result]
     if len(used) != 1:
-        raise ProxpoError(
-            f"model_logp: {type(model).__name__} called {len(used)} heads, expected one"
-        )
+        name = type(model).__name__
+        raise ProxpoError(f"model_logp: {name} called {len(used)} output layers, expected one")
     return (output.logits if hasattr(output, "logits") else output[0]), used[0]
 
 
@@ -202,7 +201,8 @@ def _align(x: Tensor, output: Tensor, mask: Tensor) -> Tensor:
     their backward pass when a gradient reaches that output.
     """
     if x.requires_grad:
-        x = torch.where(torch.zeros((), dtype=torch.bool, device=x.device), output[..., 0], x)
+        never = torch.zeros((), dtype=torch.bool, device=x.device)
+        x = torch.where(never, output[..., 0].to(x.dtype), x)
     return x.roll(1, dims=1)[:, x.shape[1] - mask.shape[1] :]
 
 

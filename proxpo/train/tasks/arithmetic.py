@@ -13,7 +13,7 @@ from proxpo.train.streams import derive
 from proxpo.train.tasks._types import Messages, Problem, RewardSpec, Task
 
 TRAIN_SIZE = 1 << 20
-REPEATS = 1000
+REPEATS = 300
 TEXT_LEVELS: dict[str, dict] = {
     "easy": {"digits": (1, 2), "operations": "+"},
     "default": {"digits": (3, 3), "operations": "+"},

@@ -1,0 +1,158 @@
+"""The config of a run: from YAML files, presets and `--set`, and back to YAML.
+
+    config = load_config("quickstart", sets=["lr=1e-5", "ratio=kalman"], overrides={"seed": 1})
+
+A setting is named by its path (`train.lr`), by its last word where that is unique (`lr`), or, if
+it belongs to the method, as everywhere else (`clip_high=0.28`, `ratio=kalman`, `ratio.q=1e-6`).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from proxpo.errors import ProxpoError, resolve
+from proxpo.files import write_whole
+from proxpo.recipes import Method, method
+from proxpo.settings import parse_setting
+from proxpo.train._schema import SECTIONS, Config, Setting, as_dict, build, changes, explain, place
+
+LARGEST = 1 << 20
+# Beside the package in a checkout, inside it when installed.
+PRESETS = (
+    Path(__file__).parents[2] / "configs",
+    Path(__file__).parents[1] / "configs",
+)
+
+
+def load_config(
+    source: str | Path | None = None,
+    sets: Iterable[str | tuple[str, Any]] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """The config of a file or preset, then `overrides` (None: not given), then `sets`, checked.
+
+    A file's recipe block belongs to the file's method: another method starts from its own defaults.
+    """
+    pairs = [parse_setting(one) if isinstance(one, str) else one for one in sets]
+    pairs = [*((k, v) for k, v in (overrides or {}).items() if v is not None), *pairs]
+    read = {} if source is None else read_yaml(find(source))
+    written = read.get("method", Config().method)
+    chosen = _method(dict(pairs).get("method", written))
+    if chosen != _method(written):
+        read.pop("recipe", None)
+    tree: dict[str, Any] = {}
+    for key, value in [*_entries(read), *pairs, ("method", chosen.slug)]:
+        _put(tree, place(key, chosen.defaults), value, key)
+    config = build(tree)
+    config.make_recipe()
+    return config
+
+
+def find(source: str | Path) -> Path:
+    """The file: a path, or the name of a preset."""
+    if Path(source).is_file():
+        return Path(source)
+    if re.search(r"\.ya?ml$|[/\\]", str(source)):
+        raise ProxpoError(f"config {source}: no such file")
+    known = presets()
+    return known[resolve(str(source), known, what="preset")]
+
+
+def presets() -> dict[str, Path]:
+    """The shipped configs by name."""
+    return {path.stem: path for folder in PRESETS for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a file; a key given twice is refused, as one of them would be lost."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ProxpoError(f"{path}: larger than 1 MiB, expected a short YAML file")
+        found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ProxpoError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ProxpoError(f"{path}: not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}" if mark else ""
+        raise ProxpoError(f"{path}{where}: {getattr(error, 'problem', 'not valid YAML')}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or any(not isinstance(key, str) for key in found):
+        raise ProxpoError(f"{path}: expected settings as 'name: value' lines")
+    return found
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config; `load_config` of it gives an equal one."""
+    return yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def write_config(config: Config, path: Path) -> None:
+    """The resolved config beside the run's results."""
+    write_whole(path, to_yaml(config).encode())
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-5 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, (at, _) in zip(keys, node.value):
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"'{key}' is given twice", at.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def _entries(read: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The settings of a file one by one; a section may be one word, its name."""
+    found: list[tuple[str, Any]] = []
+    for key, value in read.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            found += [(f"{key}.{inner}", given) for inner, given in value.items()]
+        elif key == "recipe" and isinstance(value, Mapping):
+            found += [(f"recipe.{inner}", given) for inner, given in value.items()]
+        elif not (value is None and (key in SECTIONS or key == "recipe")):
+            found.append((key, value))
+    return found
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    *inner, last = path
+    for name in inner:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ProxpoError(f"'{key}' cannot be set: '{name}' is {tree!r}, not a block")
+    tree[last] = value
+
+
+def _method(name: Any) -> Method:
+    return method(str(name))
+
+
+__all__ = [
+    "Config",
+    "Setting",
+    "as_dict",
+    "changes",
+    "explain",
+    "find",
+    "load_config",
+    "presets",
+    "read_yaml",
+    "to_yaml",
+    "write_config",
+]

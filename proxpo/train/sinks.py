@@ -1,0 +1,196 @@
+"""Where metrics go: `metrics.jsonl` always, TensorBoard, trackio and wandb when asked for.
+
+Names are TRL's where TRL has one, so that plots made for its runs work; ours begin with proxpo/.
+"""
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from proxpo.errors import ProxpoError, resolve
+
+# What TRL's GRPOTrainer logs under these names; a trailing / stands for a whole family.
+TRL_NAMES = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "epoch",
+    "num_tokens",
+    "reward",
+    "reward_std",
+    "rewards/",
+    "frac_reward_zero_std",
+    "completions/",
+    "entropy",
+    "kl",
+    "clip_ratio/",
+    "sampling/",
+    "step_time",
+)
+# Names of ours for what TRL calls otherwise.
+RENAMED = {
+    "trust/clipped": "clip_ratio/region_mean",
+    "kl/ref": "kl",
+}
+PLAIN = ("step", "time")
+
+
+class Sink(Protocol):
+    """Takes the metrics of one step."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+def public_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics under the names they are logged by."""
+    return {public_name(name): value for name, value in metrics.items()}
+
+
+def public_name(name: str) -> str:
+    """TRL's name for a metric where it has one, else the name under proxpo/."""
+    name = RENAMED.get(name, name)
+    known = name in TRL_NAMES or f"{name.split('/')[0]}/" in TRL_NAMES
+    return name if known or name in PLAIN or name.startswith("proxpo/") else f"proxpo/{name}"
+
+
+def as_number(value: Any) -> int | float | None:
+    """A plain number; None (null in JSON) for NaN and infinities, which JSON does not have."""
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"a metric is a number, got {type(value).__name__}")
+    return value if math.isfinite(value) else None
+
+
+class JsonLines:
+    """One flushed line of JSON per step; those after step `resume_at` are cut off on resuming."""
+
+    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("r+b" if self.path.exists() else "w+b")
+            self._file.truncate(self._file.seek(_end_of(self._file, resume_at)))
+        except OSError as error:
+            raise ProxpoError(f"{path} cannot be written: {error.strerror}") from None
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        row = {"step": step} | {name: as_number(value) for name, value in metrics.items()}
+        try:
+            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise ProxpoError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    def close(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _end_of(file: Any, resume_at: int | None) -> int:
+    """Where the lines up to and including step `resume_at` end; a half-written line ends them."""
+    end = 0
+    if resume_at is None:
+        return end
+    for line in file:
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if not line.endswith(b"\n") or step > resume_at:
+            break
+        end += len(line)
+    return end
+
+
+class TensorBoard:
+    """Event files in a folder of the run; after a resume, steps that come again are purged."""
+
+    def __init__(self, folder: Path, *, resume_at: int | None = None) -> None:
+        module = _package("torch.utils.tensorboard", "tensorboard")
+        purge = None if resume_at is None else resume_at + 1
+        self._writer = module.SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if as_number(value) is not None:
+                self._writer.add_scalar(name, as_number(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Tracker:
+    """trackio or wandb, which share `init`, `log` and `finish`."""
+
+    def __init__(self, package: str, *, project: str, name: str, config: Mapping[str, Any]) -> None:
+        self._module = _package(package, package)
+        self._run = self._module.init(project=project, name=name, config=dict(config))
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        numbers = {name: as_number(value) for name, value in metrics.items()}
+        self._module.log({k: v for k, v in numbers.items() if v is not None}, step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class Sinks:
+    """Several sinks as one; names are made public here, once."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = tuple(sinks)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the metrics and return them under their public names."""
+        named = public_names(metrics)
+        for sink in self.sinks:
+            sink.write(step, named)
+        return named
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> "Sinks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_sinks(
+    run: Path,
+    names: Sequence[str] = (),
+    *,
+    resume_at: int | None = None,
+    project: str = "proxpo",
+    config: Mapping[str, Any] | None = None,
+) -> Sinks:
+    """metrics.jsonl in the run's folder, and the sinks asked for by name."""
+    makers: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoard(run / "tensorboard", resume_at=resume_at),
+        "trackio": lambda: Tracker("trackio", project=project, name=run.name, config=config or {}),
+        "wandb": lambda: Tracker("wandb", project=project, name=run.name, config=config or {}),
+    }
+    chosen = [resolve(name, makers, what="sink") for name in names]
+    return Sinks(
+        [JsonLines(run / "metrics.jsonl", resume_at=resume_at), *(makers[n]() for n in chosen)]
+    )
+
+
+def _package(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ProxpoError(
+            f"log.sinks: '{package}' is not installed: pip install {package}"
+        ) from None
+
+
+__all__ = ["JsonLines", "Sink", "Sinks", "TensorBoard", "Tracker", "make_sinks", "public_names"]

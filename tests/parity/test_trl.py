@@ -1,0 +1,413 @@
+"""proxpo against TRL 1.16's own GRPO and RLOO trainers, loss and advantages, in float64.
+
+The trainers' methods run unchanged on a trainer that was never constructed: it has no model, only
+the attributes those methods read, and hands out log-probabilities instead of computing them.
+"""
+
+import math
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from parity_inputs import ROWS, TOKENS, close, compose, evaluate, make_batch, make_fields
+from parity_table import shows
+from trl import GRPOTrainer, RLOOTrainer
+
+import proxpo
+from proxpo import aggregate, ratios, regularisers, trust, weights
+from proxpo.compose import prepare
+
+MAX_TOKENS = 20
+ATTRIBUTES: dict[str, Any] = {
+    "aux_loss_enabled": False,
+    "beta": 0.0,
+    "current_gradient_accumulation_steps": 1,
+    "entropy_coef": 0.0,
+    "environment_factories": None,
+    "environments": None,
+    "epsilon_high": 0.15,
+    "epsilon_low": 0.1,
+    "importance_sampling_level": "token",
+    "loss_type": "dapo",
+    "mask_truncated_completions": False,
+    "max_completion_length": MAX_TOKENS,
+    "multi_objective_aggregation": "sum_then_normalize",
+    "normalize_advantages": False,
+    "num_generations": 4,
+    "num_iterations": 1,
+    "off_policy_mask_threshold": None,
+    "pad_to_multiple_of": None,
+    "reward_clip_range": None,
+    "reward_func_names": ["reward"],
+    "scale_rewards": "group",
+    "tools": None,
+    "top_entropy_quantile": 1.0,
+    "use_adaptive_entropy": False,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": False,
+    "_entropy_bonus_enabled": False,
+}
+ARGUMENTS: dict[str, Any] = {
+    "delta": None,
+    "gradient_accumulation_steps": 3,
+    "gradient_checkpointing_kwargs": None,
+    "per_device_train_batch_size": ROWS,
+    "sapo_temperature_neg": 1.7,
+    "sapo_temperature_pos": 1.2,
+    "steps_per_generation": 1,
+    "use_bias_correction_kl": True,
+}
+
+
+def bare(trainer: type, **changes):
+    """A trainer that was never constructed, with the attributes its loss reads."""
+    args = ARGUMENTS | {key: changes.pop(key) for key in list(changes) if key in ARGUMENTS}
+    unknown = [key for key in changes if key not in ATTRIBUTES]
+    assert not unknown or all(key.startswith("vllm_") for key in unknown), unknown
+    made = object.__new__(trainer)
+    vars(made).update(ATTRIBUTES | changes)
+    made.args = SimpleNamespace(**args)
+    made.accelerator = Accelerator(cpu=True)
+    made.model = torch.nn.Identity().train()
+    made.model.is_gradient_checkpointing = False
+    made.ref_model = torch.nn.Identity()
+    made.reward_weights = torch.ones(1, dtype=torch.float64)
+    made._tokenizer = SimpleNamespace(pad_token_id=0)
+    made._metrics = {"train": defaultdict(list)}
+    made._logs = defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list))
+    made._pending_extra_logs, made._pending_metrics = {}, {}
+    return made
+
+
+def trl_loss(kind: str = "plain", trainer: type = GRPOTrainer, *, anchors: bool = True, **changes):
+    """TRL's loss on a batch and its gradients to the log-probabilities and entropies."""
+    fields = make_fields(kind)
+    made = bare(trainer, **changes)
+    logp, entropy = (fields[name].clone().requires_grad_() for name in ("logp", "entropy"))
+    mask = fields["mask"].long()
+    made._get_per_token_logps_and_entropies = lambda *given, **named: (logp, entropy, None)
+    old = torch.where(fields["mask"], fields["old_logp"], 0.0)
+    inputs = {
+        "prompt_ids": mask[:, :1],
+        "prompt_mask": mask[:, :1],
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": fields["row_advantages"],
+        "num_items_in_batch": mask.sum(),
+        "ref_per_token_logps": fields["ref_logp"],
+        "old_logps": old.sum(1),
+        "sampling_per_token_logps": fields["rollout_logp"],
+        "importance_sampling_ratio": fields["rollout_logp"].exp(),
+    }
+    if anchors:
+        inputs["old_per_token_logps"] = fields["old_logp"]
+    loss = made._compute_loss(None, inputs)
+    grads = torch.autograd.grad(loss, (logp, entropy), allow_unused=True, materialize_grads=True)
+    return loss.detach(), *grads
+
+
+def agree(recipe: proxpo.Recipe, kind: str = "plain", **changes) -> None:
+    value, grad, entropy_grad = trl_loss(kind, **changes)
+    ours, our_grad, _ = evaluate(recipe, make_batch(kind, advantages="rows"))
+    close(ours, value)
+    close(our_grad, grad * make_fields(kind)["mask"])
+    _, our_entropy_grad, _ = evaluate(recipe, make_batch(kind, advantages="rows"), wrt="entropy")
+    torch.testing.assert_close(our_entropy_grad, entropy_grad, rtol=1e-9, atol=1e-15)
+
+
+AGGREGATES = {
+    "grpo": partial(aggregate.seq_mean_token_mean, count_empty=True),
+    "bnpo": aggregate.token_mean,
+    "dapo": aggregate.token_mean,
+    "dr_grpo": partial(aggregate.constant_length, max_tokens=MAX_TOKENS, count_empty=True),
+    "luspo": partial(aggregate.seq_mean_token_sum, count_empty=True),
+}
+RATIOS = {"token": ratios.token, "sequence": ratios.sequence}
+CLIP = trust.ppo_clip(low=0.1, high=0.15)
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+@pytest.mark.parametrize("level", RATIOS)
+@pytest.mark.parametrize("loss_type", AGGREGATES)
+def test_clipped_losses(loss_type, level, kind):
+    recipe = compose(ratio=RATIOS[level](), trust=CLIP, aggregate=AGGREGATES[loss_type]())
+    agree(recipe, kind, loss_type=loss_type, importance_sampling_level=level)
+
+
+def gated(tau_pos: float, tau_neg: float, level: str = "token") -> proxpo.Recipe:
+    gate = trust.soft_gate(tau_pos=tau_pos, tau_neg=tau_neg)
+    return compose(ratio=RATIOS[level](), trust=gate, aggregate=AGGREGATES["grpo"]())
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+@pytest.mark.parametrize("level", RATIOS)
+def test_sapo(level, kind):
+    rounded = torch.tensor([1.2, 1.7], dtype=torch.float32).tolist()
+    agree(gated(*rounded, level), kind, loss_type="sapo", importance_sampling_level=level)
+
+
+@shows("trl-sapo-temperature")
+def test_sapo_temperatures_are_single_precision_in_trl():
+    value, _, _ = trl_loss(loss_type="sapo")
+    ours, _, _ = evaluate(gated(1.2, 1.7), make_batch(advantages="rows"))
+    assert 1e-9 < abs(ours / value - 1) < 1e-7
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+@pytest.mark.parametrize("level", RATIOS)
+def test_cispo(level, kind):
+    recipe = compose(ratio=RATIOS[level](), trust=trust.clipped_weight(high=1.2, absolute=True))
+    agree(recipe, kind, loss_type="cispo", importance_sampling_level=level, epsilon_high=1.2)
+
+
+@shows("trl-cispo-cap")
+def test_cispo_cap():
+    value, grad, _ = trl_loss(loss_type="cispo", epsilon_high=1.2)
+    ours, our_grad, _ = evaluate(
+        proxpo.make_recipe("cispo", {"high": 0.2}), make_batch(advantages="rows")
+    )
+    close(ours, value)
+    close(our_grad, grad)
+    far, _, _ = evaluate(proxpo.make_recipe("cispo", {"high": 1.2}), make_batch(advantages="rows"))
+    assert abs(far / value - 1) > 1e-3
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("level", RATIOS)
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
+def test_kl(loss_type, level, corrected):
+    recipe = compose(
+        ratio=RATIOS[level](),
+        trust=CLIP,
+        regularisers=(regularisers.kl_to_ref(coef=0.3, ratio_corrected=corrected),),
+        aggregate=AGGREGATES[loss_type](),
+    )
+    options = {"beta": 0.3, "use_bias_correction_kl": corrected}
+    agree(recipe, loss_type=loss_type, importance_sampling_level=level, **options)
+
+
+@shows("trl-kl")
+def test_kl_is_multiplied_by_the_ratio_in_trl():
+    value, _, _ = trl_loss(loss_type="grpo", beta=0.3)
+    clip = {"clip_low": 0.1, "clip_high": 0.15, "kl_coef": 0.3}
+    batch = make_batch(advantages="rows")
+    plain, _, _ = evaluate(proxpo.make_recipe("grpo", clip), batch)
+    theirs, _, _ = evaluate(proxpo.make_recipe("grpo", {**clip, "kl_ratio_corrected": True}), batch)
+    close(theirs, value)
+    assert abs(plain / value - 1) > 1e-3
+
+
+@pytest.mark.parametrize("level", RATIOS)
+def test_two_sided_clip(level):
+    recipe = compose(ratio=RATIOS[level](), trust=trust.ppo_clip(low=0.1, high=0.15, cap=1.3))
+    agree(recipe, importance_sampling_level=level, delta=1.3)
+
+
+def test_on_policy_without_old_log_probabilities():
+    """TRL leaves them out when the data are fresh; then old_logp is the policy's own."""
+    value, grad, _ = trl_loss(anchors=False)
+    fresh = make_batch(advantages="rows")
+    ours, our_grad, _ = evaluate(compose(trust=CLIP), fresh.replace(old_logp=fresh.logp))
+    close(ours, value)
+    close(our_grad, grad)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+def test_top_entropy(share, kind):
+    top = weights.top_entropy(share=share, rule="quantile", normalize="all")
+    agree(compose(trust=CLIP, weights=(top,)), kind, top_entropy_quantile=share)
+
+
+@shows("trl-entropy-selected")
+def test_top_entropy_divides_by_all_tokens_in_trl():
+    value, grad, _ = trl_loss(top_entropy_quantile=0.25)
+    options = {"share": 0.25, "rule": "quantile", "clip_low": 0.1, "clip_high": 0.15}
+    batch = make_batch(advantages="rows")
+    ours, our_grad, seen = evaluate(proxpo.make_recipe("entropy-80-20", options), batch)
+    close(ours * seen["weights/selected"].double(), value, rtol=1e-6)  # the share is a metric
+    chosen = our_grad != 0
+    close((grad[chosen] / our_grad[chosen]).min(), (grad[chosen] / our_grad[chosen]).max())
+    assert (grad[chosen] / our_grad[chosen])[0] == pytest.approx(26 / 104)
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+def test_entropy_bonus(loss_type, kind):
+    recipe = compose(trust=CLIP, regularisers=(regularisers.entropy_bonus(coef=0.2),))
+    agree(recipe, kind, loss_type=loss_type, entropy_coef=0.2, _entropy_bonus_enabled=True)
+
+
+@shows("trl-entropy-bonus")
+def test_entropy_bonus_has_its_own_average_in_trl():
+    policy = compose(trust=CLIP, aggregate=aggregate.seq_mean_token_mean())
+    bonus = (regularisers.entropy_bonus(coef=0.2),)
+    batch = make_batch(advantages="rows")
+    value, _, grad = trl_loss(loss_type="grpo", entropy_coef=0.2, _entropy_bonus_enabled=True)
+    token_mean = batch.entropy[batch.mask].mean()
+    close(evaluate(policy, batch)[0] - 0.2 * token_mean, value)
+    close(grad, -0.2 * batch.mask.double() / batch.mask.sum())
+    assert abs(evaluate(policy.replace(regularisers=bonus), batch)[0] - value) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+@pytest.mark.parametrize("threshold", [-0.02, 0.0, 0.05])
+def test_off_policy_mask(threshold, kind):
+    mask = weights.off_policy_mask(threshold=threshold)
+    agree(compose(trust=CLIP, weights=(mask,)), kind, off_policy_mask_threshold=threshold)
+
+
+def test_everything_at_once():
+    """Off-policy mask, entropy mask, sampler weights and KL keep TRL's order."""
+
+    @proxpo.stage("weights", name="parity_sampler")
+    def given():
+        return lambda batch, ctx: (batch.rollout_logp.exp(), {})
+
+    recipe = compose(
+        trust=CLIP,
+        weights=(
+            weights.off_policy_mask(threshold=0.0),
+            weights.top_entropy(share=0.6, rule="quantile", normalize="all"),
+            given(),
+        ),
+        regularisers=(regularisers.kl_to_ref(coef=0.3, ratio_corrected=True),),
+    )
+    agree(
+        recipe,
+        "holes",
+        beta=0.3,
+        off_policy_mask_threshold=0.0,
+        top_entropy_quantile=0.6,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo"])
+@shows("trl-empty")
+def test_empty_responses_count_in_trl(loss_type):
+    counted = AGGREGATES[loss_type]()
+    options = {**counted.options, "count_empty": False}
+    left_out = getattr(aggregate, counted.name)(**options)
+    value, _, _ = trl_loss("holes", loss_type=loss_type)
+    ours, _, _ = evaluate(
+        compose(trust=CLIP, aggregate=left_out), make_batch("holes", advantages="rows")
+    )
+    close(ours * 11 / 12, value)
+
+
+@shows("trl-limit")
+def test_large_log_ratios():
+    free = {"token": ratios.token(limit=math.inf), "sequence": ratios.sequence(limit=math.inf)}
+    for level, ratio in free.items():
+        agree(compose(ratio=ratio, trust=trust.unclipped()), "wild", **unclipped(level))
+    value, _, _ = trl_loss("wild", **unclipped("token"))
+    bounded, _, _ = evaluate(
+        compose(trust=trust.unclipped()), make_batch("wild", advantages="rows")
+    )
+    assert abs(value / bounded) > 1e6
+
+
+def unclipped(level: str) -> dict[str, Any]:
+    return {"importance_sampling_level": level, "epsilon_low": 1e30, "epsilon_high": 1e30}
+
+
+# --- advantages and sampler weights: the part of TRL that scores completions
+
+
+def trl_scores(trainer: type = GRPOTrainer, *, rewards=None, **changes) -> dict[str, torch.Tensor]:
+    """What TRL hands to its loss after scoring completions."""
+    fields = make_fields()
+    made = bare(trainer, **changes)
+    lengths = fields["mask"].sum(1).tolist()
+    found = {id(made.model): fields["old_logp"], id(made.ref_model): fields["ref_logp"]}
+    made._get_per_token_logps_and_entropies = lambda model, *_, **__: (found[id(model)], None, None)
+    given = fields["rewards"] if rewards is None else rewards
+    made._calculate_rewards = lambda *_: given[:, None]
+    ids = [[1] * length for length in lengths]
+    rollout = [row[:length].tolist() for row, length in zip(fields["rollout_logp"], lengths)]
+    generated = ([[1]] * ROWS, ids, None, [""] * ROWS, rollout, {}, None, [])
+    if trainer is RLOOTrainer:
+        generated = ([[1]] * ROWS, ids, [""] * ROWS)
+    made._generate = lambda prompts: generated
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # TRL builds the sampler's log-probabilities from lists
+    try:
+        return made._generate_and_score_completions([{"prompt": ""}] * ROWS)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def our_advantages(method: str, settings: dict[str, Any], **changes) -> torch.Tensor:
+    batch = prepare(proxpo.make_recipe(method, settings), make_batch(advantages=None, **changes))
+    return batch.batch.advantages[:, 0]  # every response of this batch has a first token
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_grpo_advantages(scale, missing):
+    rewards = make_fields()["rewards"]
+    if missing:  # a response no reward function could score
+        rewards[5] = math.nan
+    theirs = trl_scores(scale_rewards=scale, rewards=rewards)["advantages"]
+    close(our_advantages("grpo", {"scale": scale, "eps": 1e-4}, rewards=rewards), theirs)
+
+
+@shows("trl-eps")
+def test_grpo_epsilon():
+    theirs = trl_scores()["advantages"]
+    close(our_advantages("grpo", {"eps": 1e-4}), theirs)
+    ours = our_advantages("grpo", {})
+    std = make_fields()["rewards"].view(3, 4).std(1).repeat_interleave(4)
+    close(ours * (std + 1e-6) / (std + 1e-4), theirs)
+    assert (ours - theirs).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+@pytest.mark.parametrize("bounds", [None, (-0.5, 0.6)])
+def test_rloo_advantages(beta, normalise, bounds):
+    low, high = bounds or (None, None)
+    theirs = trl_scores(
+        RLOOTrainer, beta=beta, normalize_advantages=normalise, reward_clip_range=bounds
+    )["advantages"]
+    settings = {"kl_coef": beta, "normalise": normalise, "reward_low": low, "reward_high": high}
+    close(our_advantages("rloo", settings), theirs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+def test_rloo_loss(kind):
+    """TRL's constant for an empty response (ratio 1) has no gradient; ours leaves it out."""
+    recipe = proxpo.make_recipe("rloo", {"form": "trl", "clip": 0.3})
+    batch = make_batch(kind, advantages="rows")
+    value, grad, _ = trl_loss(kind, RLOOTrainer, epsilon_low=0.3, epsilon_high=0.3)
+    ours, our_grad, _ = evaluate(recipe, batch)
+    filled = batch.mask.any(1)
+    constant = -batch.advantages[~filled].sum()
+    close((ours * filled.sum() + constant) / ROWS, value)
+    close(our_grad * filled.sum() / ROWS, grad * batch.mask)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("bounds", [(None, 1.1), (0.9, 1.1), (0.8, None)])
+def test_sampler_weights(level, mode, bounds):
+    low, high = bounds
+    theirs = trl_scores(
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=f"{level}_{mode}",
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=high,
+    )["importance_sampling_ratio"]
+    stage = weights.tis(
+        mode=mode, level=level, floor=low or 0.0, cap=math.inf if high is None else high
+    )
+    batch = make_batch()
+    ours, _ = stage.apply(batch.clean(), proxpo.Context())
+    close(ours * batch.mask, theirs.expand(ROWS, TOKENS) * batch.mask)

@@ -1,0 +1,608 @@
+"""proxpo against verl 0.9.1's own functions, run in verl's environment."""
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from parity_inputs import KINDS, close, compose, evaluate, make_batch, make_fields
+from parity_table import shows
+
+import proxpo
+from proxpo import advantages, aggregate, kl, ratios, regularisers, trust, weights
+from proxpo.compose import prepare
+from proxpo.filters import reject
+
+AGGREGATES: dict[str, Callable[[], proxpo.Stage]] = {
+    "token-mean": aggregate.token_mean,
+    "token-sum": aggregate.token_sum,
+    "seq-mean-token-sum": aggregate.seq_mean_token_sum,
+    "seq-mean-token-sum-norm": lambda: aggregate.constant_length(max_tokens=14),
+    "seq-mean-token-mean": aggregate.seq_mean_token_mean,
+}
+EXACT = [name for name in AGGREGATES if name != "seq-mean-token-mean"]
+ALONE = 11  # the response without siblings of the batch with holes
+GUARDED_ONE = (torch.tensor(1.0, dtype=torch.float32) + 1e-6).double()
+CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+REJECTIONS = [  # verl's option, our estimator and statistic, a threshold that rejects some
+    ("token_k1", "k1", "token", "0.8_1.3"),
+    ("token_k2", "k2", "token", "0.03"),
+    ("token_k3", "k3", "token", "0.03"),
+    ("seq_sum_k1", "k1", "seq_sum", "0.5_1.7"),
+    ("seq_sum_k2", "k2", "seq_sum", "0.2"),
+    ("seq_sum_k3", "k3", "seq_sum", "0.2"),
+    ("seq_mean_k1", "k1", "seq_mean", "0.95_1.1"),
+    ("seq_mean_k1", "k1", "seq_mean", 1.08),
+    ("seq_mean_k2", "k2", "seq_mean", "0.02"),
+    ("seq_mean_k3", "k3", "seq_mean", "0.02"),
+    ("seq_max_k2", "k2", "seq_max", "0.08"),
+    ("seq_max_k3", "k3", "seq_max", "0.08"),
+]
+CORRECTIONS = [  # level, verl's threshold, our mode, floor and cap
+    ("token", 1.1, "truncate", 0.0, 1.1),
+    ("token", "0.8_1.3", "mask", 0.8, 1.3),
+    ("sequence", 1.1, "truncate", 0.0, 1.1),
+    ("sequence", "0.5_2.0", "mask", 0.5, 2.0),
+]
+
+
+class Case(NamedTuple):
+    """A call of verl's and, where ours is a recipe on the same batch, that recipe."""
+
+    call: str
+    options: dict[str, Any]
+    batch: str = "plain"
+    recipe: Callable[[], proxpo.Recipe] | None = None
+    rows: bool = False  # one advantage per response
+
+
+def loss(mode: str, recipe: Callable[[], proxpo.Recipe], batch: str = "plain", **options) -> Case:
+    given = {"mode": mode, **options}
+    return Case("policy_loss", given, batch, recipe, rows=options.get("rows", False))
+
+
+def clip(agg: str = "token-mean", **stages) -> Callable[[], proxpo.Recipe]:
+    return lambda: compose(
+        trust=trust.ppo_clip(low=0.1, high=0.15, dual=1.4), aggregate=AGGREGATES[agg](), **stages
+    )
+
+
+def losses() -> dict[str, Case]:
+    """Policy losses that agree exactly."""
+    dual = {**CLIP, "clip_ratio_c": 1.4}
+    cases = {
+        f"vanilla {agg} {kind}": loss(
+            "vanilla", clip(agg), kind, agg=agg, config={**dual, "global_batch_info": info}
+        )
+        for kind in KINDS
+        for agg in EXACT
+        for info in [{"loss_scale_factor": 14} if agg.endswith("norm") else {}]
+    }
+    own = ratios.sequence(own_gradient=True)
+    narrow = trust.ppo_clip(low=0.05, high=0.03)
+    for kind in KINDS:
+        cases |= {
+            f"gspo {kind}": loss(
+                "gspo",
+                lambda: compose(ratio=own, trust=narrow),
+                kind,
+                agg="token-mean",
+                config={"clip_ratio_low": 0.05, "clip_ratio_high": 0.03},
+            ),
+            f"cispo {kind}": loss(
+                "cispo",
+                lambda: compose(trust=trust.clipped_weight(low=0.1, high=0.15)),
+                kind,
+                config=CLIP,
+            ),
+            f"gpg {kind}": loss(
+                "gpg", lambda: compose(ratio=ratios.none(), trust=trust.score_function()), kind
+            ),
+            f"dro {kind}": loss(
+                "dro",
+                lambda: compose(
+                    ratio=ratios.none(),
+                    trust=trust.score_function(),
+                    regularisers=(regularisers.kl_from_old(coef=0.3, estimator="k2"),),
+                ),
+                kind,
+                config={"policy_loss": {"dro_beta": 0.3}},
+            ),
+        }
+    for kind in ("plain", "holes"):
+        cases |= {
+            f"kl_cov {kind}": loss(
+                "kl_cov",
+                lambda: compose(
+                    trust=trust.unclipped(),
+                    regularisers=(regularisers.covariance_penalty(share=0.1, coef=0.7),),
+                ),
+                kind,
+                config={"policy_loss": {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}},
+            ),
+            f"clip_cov {kind}": loss(
+                "clip_cov",
+                lambda: compose(
+                    trust=trust.clip_cov(share=0.05, cov_low=0.2, cov_high=3.0, low=0.1, high=0.15)
+                ),
+                kind,
+                seed=11,
+                config={
+                    **CLIP,
+                    "policy_loss": {"clip_cov_ratio": 0.05, "clip_cov_lb": 0.2, "clip_cov_ub": 3.0},
+                },
+            ),
+        }
+    weighted = {"weights": "ref_logp"}  # any positive numbers will do as precomputed weights
+    cases["vanilla weighted"] = loss("vanilla", weigh(clip()), config=dual, **weighted)
+    cases["cispo weighted"] = loss(
+        "cispo", weigh(cases["cispo plain"].recipe), config=CLIP, **weighted
+    )
+    cases["gpg weighted"] = loss("gpg", weigh(cases["gpg plain"].recipe), **weighted)
+    for name, reinforce, level in (
+        ("token", "token", "token"),
+        ("sequence", "sequence", "sequence"),
+    ):
+        cases[f"bypass reinforce {name}"] = loss(
+            "bypass_mode",
+            lambda level=level: proxpo.make_recipe(
+                "reinforce", {"form": "truncated", "cap": 1.1, "level": level}
+            ),
+            agg="seq-mean-token-sum",
+            anchor="rollout_logp",
+            config={
+                "policy_loss": {
+                    "rollout_correction": {
+                        "loss_type": "reinforce",
+                        "rollout_is": reinforce,
+                        "rollout_is_threshold": 1.1,
+                    }
+                }
+            },
+        )
+    cases["bypass ppo_clip"] = loss(
+        "bypass_mode",
+        lambda: proxpo.make_recipe("tis", {"bypass": True, "aggregate": "token_mean"}),
+        anchor="rollout_logp",
+        config={
+            "clip_ratio_c": 1e9,
+            "policy_loss": {"rollout_correction": {"rollout_is": "token"}},
+        },
+    )
+    return cases
+
+
+def weigh(recipe: Callable[[], proxpo.Recipe]) -> Callable[[], proxpo.Recipe]:
+    """The recipe with fixed token weights: what verl calls rollout_is_weights."""
+
+    @proxpo.stage("weights", name="parity_given")
+    def given():
+        return lambda batch, ctx: (batch.ref_logp.exp(), {})
+
+    return lambda: recipe().replace(weights=(given(),))
+
+
+def near_losses() -> dict[str, Case]:
+    """Losses whose response average verl divides by L + 1e-8."""
+    cases = {
+        f"vanilla mean {kind}": loss(
+            "vanilla",
+            clip("seq-mean-token-mean"),
+            kind,
+            agg="seq-mean-token-mean",
+            config={**CLIP, "clip_ratio_c": 1.4},
+        )
+        for kind in KINDS
+    }
+    for kind in KINDS:
+        cases[f"sapo {kind}"] = loss(
+            "sapo",
+            lambda: proxpo.make_recipe("sapo", {"tau_pos": 1.2, "tau_neg": 1.7}),
+            kind,
+            config={"tau_pos": 1.2, "tau_neg": 1.7},
+        )
+    cases["gspo recipe"] = loss(
+        "gspo",
+        lambda: proxpo.make_recipe("gspo", {"variant": "token"}),
+        agg="seq-mean-token-mean",
+        config={"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
+    )
+    return cases
+
+
+GEO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.25}
+ADVANTAGES: dict[str, tuple[dict[str, Any], Callable[[], proxpo.Recipe]]] = {
+    "grpo": ({"estimator": "grpo"}, lambda: proxpo.make_recipe("grpo")),
+    "dr-grpo": (
+        {"estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+        lambda: proxpo.make_recipe("dr-grpo", {"advantage.singleton": "raw"}),
+    ),
+    "rloo": (
+        {"estimator": "rloo"},
+        lambda: proxpo.make_recipe("rloo", {"kl_coef": 0, "advantage.singleton": "raw"}),
+    ),
+    "rloo_vectorized": (
+        {"estimator": "rloo_vectorized"},
+        lambda: proxpo.make_recipe("rloo", {"kl_coef": 0}),
+    ),
+    "opo": ({"estimator": "opo"}, lambda: proxpo.make_recipe("opo")),
+    "remax": ({"estimator": "remax"}, lambda: proxpo.make_recipe("remax")),
+    "remax kl": (
+        {"estimator": "remax", "kl": 0.2},
+        lambda: proxpo.make_recipe("remax", {"kl_coef": 0.2}),
+    ),
+}
+WHITENED: dict[str, tuple[dict[str, Any], Callable[[], proxpo.Recipe]]] = {
+    "gae": (
+        {"estimator": "gae", "gamma": 0.95, "lam": 0.9},
+        lambda: proxpo.make_recipe("ppo", {"gamma": 0.95, "lam": 0.9}),
+    ),
+    "gae kl": (
+        {"estimator": "gae", "gamma": 0.95, "lam": 0.9, "kl": 0.1},
+        lambda: proxpo.make_recipe("ppo", {"gamma": 0.95, "lam": 0.9, "kl_coef": 0.1}),
+    ),
+    "reinforce_pp": (
+        {"estimator": "reinforce_plus_plus", "gamma": 0.9, "kl": 0.1},
+        lambda: proxpo.make_recipe("reinforce-pp", {"gamma": 0.9, "kl_coef": 0.1}),
+    ),
+    "reinforce_pp_baseline": (
+        {"estimator": "reinforce_plus_plus_baseline"},
+        lambda: proxpo.make_recipe("reinforce-pp-baseline", {"kl_coef": 0}),
+    ),
+}
+PENALTIES = ["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "k2+", "k3+"]
+LOSSES, NEAR = losses(), near_losses()
+
+
+def all_cases() -> dict[str, Case]:
+    cases = LOSSES | NEAR
+    for kind in KINDS:
+        cases |= {f"kl {p} {kind}": Case("kl_penalty", {"penalty": p}, kind) for p in PENALTIES}
+        for agg in AGGREGATES:
+            scale = 14 if agg.endswith("norm") else None
+            cases[f"agg {agg} {kind}"] = Case("aggregate", {"agg": agg, "scale": scale}, kind)
+    for kind in ("plain", "holes"):
+        for name, (options, _) in (ADVANTAGES | WHITENED).items():
+            cases[f"advantage {name} {kind}"] = Case("advantage", options, kind)
+        cases[f"value {kind}"] = Case("value_loss", {"clip": 0.4, "gamma": 0.95, "lam": 0.9}, kind)
+        cases[f"geo_mean {kind}"] = Case(
+            "policy_loss", {"mode": "geo_mean", "config": GEO, "rows": True}, kind
+        )
+    vectorized = {"estimator": "grpo_vectorized"}
+    cases["advantage grpo_vectorized"] = Case("advantage", vectorized, "holes")
+    for kind in KINDS:
+        for option, _, _, threshold in REJECTIONS:
+            given = {"rollout_rs": option, "rollout_rs_threshold": threshold}
+            cases[f"reject {option} {threshold} {kind}"] = Case("correction", given, kind)
+        for level, threshold, *_ in CORRECTIONS:
+            for normalised in (False, True):
+                given = {
+                    "rollout_is": level,
+                    "rollout_is_threshold": threshold,
+                    "rollout_is_batch_normalize": normalised,
+                }
+                name = f"weights {level} {threshold} {normalised} {kind}"
+                cases[name] = Case("correction", given, kind)
+    both = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.8_1.3,0.02"}
+    cases["reject two"] = Case("correction", both)
+    given = {"mode": "kl_cov", "weights": "ref_logp"}
+    given["config"] = {"policy_loss": {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}}
+    cases["kl_cov weighted"] = Case("policy_loss", given)
+    geo = {"mode": "geo_mean", "config": GEO, "rows": True, "weights": "ref_logp"}
+    cases["geo_mean weighted"] = Case("policy_loss", geo)
+    cases["kl_cov wild"] = Case("policy_loss", {**given, "weights": None}, "wild")
+    cases["vanilla default"] = Case("policy_loss", {"mode": "vanilla"}, "wild")
+    for name, seen in (("above", 0.9), ("below", 0.02), ("near", 0.105)):
+        cases[f"controller {name}"] = Case(
+            "controller", {"coef": 0.02, "target": 0.1, "horizon": 300, "kl": seen, "n": 12}
+        )
+    return cases
+
+
+@pytest.fixture(scope="module")
+def verl(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """What verl answers to every case, from one run of verl_side.py."""
+    python = os.environ.get("PROXPO_VERL_PYTHON", "")
+    if not python or not Path(python).exists():
+        pytest.fail(
+            "parity with verl needs verl's own environment: run `make test`, or set "
+            "PROXPO_VERL_PYTHON to the interpreter of one built from requirements/verl.txt"
+            + (f" ('{python}' does not exist)" if python else ""),
+            pytrace=False,
+        )
+    folder = tmp_path_factory.mktemp("verl")
+    batches = {
+        kind: {name: value.tolist() for name, value in make_fields(kind).items()} for kind in KINDS
+    }
+    cases = {
+        name: {"call": case.call, "batch": case.batch, "options": case.options}
+        for name, case in all_cases().items()
+    }
+    request, answer = folder / "request.json", folder / "answer.json"
+    request.write_text(json.dumps({"batches": batches, "cases": cases}))
+    script = Path(__file__).with_name("verl_side.py")
+    run = subprocess.run(
+        [python, str(script), str(request), str(answer)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if run.returncode:
+        pytest.fail(f"verl_side.py failed:\n{run.stderr[-3000:]}", pytrace=False)
+    found = json.loads(answer.read_text())
+    assert found["version"] == "0.9.1"
+    return found["results"]
+
+
+def tensor(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def agree(recipe: proxpo.Recipe, batch: proxpo.Batch, theirs: dict[str, Any], **options) -> None:
+    value, grad, _ = evaluate(recipe, batch, **options)
+    close(value, tensor(theirs["value"]))
+    close(grad, tensor(theirs["grad"]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_loss(verl, name):
+    case = LOSSES[name]
+    generator = torch.Generator().manual_seed(11)
+    agree(case.recipe(), make_batch(case.batch), verl[name], generator=generator)
+
+
+def guarded(batch: proxpo.Batch) -> proxpo.Batch:
+    """Advantages times L/(L + 1e-8): the losses are homogeneous in A, so this is verl's guard."""
+    lengths = batch.mask.sum(1, keepdim=True).double()
+    adv = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
+    return batch.replace(advantages=(adv * lengths / (lengths + 1e-8)).expand_as(batch.logp))
+
+
+@pytest.mark.parametrize("name", NEAR)
+@shows("verl-row-count")
+def test_response_average_up_to_its_guard(verl, name):
+    case = NEAR[name]
+    agree(case.recipe(), guarded(make_batch(case.batch)), verl[name])
+    value, _, _ = evaluate(case.recipe(), make_batch(case.batch))
+    assert 0 < abs(value.item() / verl[name]["value"] - 1) < 1e-8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", AGGREGATES)
+def test_aggregation(verl, mode, kind):
+    """∂/∂x of the average is its weights, so the gradient compares every weight."""
+    batch = make_batch(kind)
+
+    @proxpo.stage("trust", name="parity_identity", takes=("ratio",), gives="loss")
+    def identity():
+        return lambda ratio, batch, ctx: (batch.logp, {})
+
+    value, grad, _ = evaluate(compose(trust=identity(), aggregate=AGGREGATES[mode]()), batch)
+    theirs = verl[f"agg {mode} {kind}"]
+    if mode == "seq-mean-token-mean":
+        lengths = batch.mask.sum(1, keepdim=True).double()
+        close(grad * lengths / (lengths + 1e-8), tensor(theirs["grad"]), rtol=1e-12)
+    else:
+        close(grad, tensor(theirs["grad"]), rtol=1e-12)
+        close(value, tensor(theirs["value"]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+def test_gmpo(verl, kind):
+    recipe = proxpo.make_recipe("gmpo", {"clip_low": 0.2, "clip_high": 0.25})
+    batch = make_batch(kind, advantages="rows")
+    value, grad, _ = evaluate(recipe, batch)
+    theirs = verl[f"geo_mean {kind}"]
+    share = batch.mask.any(1).double().mean()  # verl averages over empty responses too
+    close(value * share, tensor(theirs["value"]), rtol=1e-8)  # L + 1e-8, twice
+    close(grad * share, tensor(theirs["grad"]), rtol=1e-8)
+
+
+@shows("verl-geo-empty")
+def test_gmpo_counts_empty_responses_in_verl(verl):
+    recipe = proxpo.make_recipe("gmpo", {"clip_low": 0.2, "clip_high": 0.25})
+    value, _, _ = evaluate(recipe, make_batch("holes", advantages="rows"))
+    assert verl["geo_mean holes"]["value"] / value.item() == pytest.approx(11 / 12, rel=1e-8)
+
+
+@shows("verl-geo-weights")
+def test_gmpo_weights(verl):
+    recipe = weigh(lambda: proxpo.make_recipe("gmpo", {"clip_low": 0.2, "clip_high": 0.25}))()
+    batch = make_batch(advantages="rows")
+    w = torch.where(batch.mask, batch.ref_logp, 0.0)
+    lengths = batch.mask.sum(1)
+    arithmetic = torch.where(batch.mask, w.exp(), 0.0).sum(1) / lengths
+    geometric = (w.sum(1) / lengths).exp()
+    theirs = tensor(verl["geo_mean weighted"]["value"])
+    as_verl = batch.replace(advantages=batch.advantages * geometric / arithmetic)
+    close(evaluate(recipe, as_verl)[0], theirs, rtol=1e-8)
+    assert abs(evaluate(recipe, batch)[0] / theirs - 1) > 1e-2
+
+
+@shows("verl-kl-cov-weights")
+def test_kl_cov_weighs_its_penalty_in_verl(verl):
+    """A `select` stage multiplies the regularisers too, which is what verl does here."""
+
+    @proxpo.stage("select", name="parity_given")
+    def given():
+        return lambda batch, ctx: (batch.ref_logp.exp(), {})
+
+    recipe, theirs = LOSSES["kl_cov plain"].recipe, verl["kl_cov weighted"]
+    agree(recipe().replace(select=(given(),)), make_batch(), theirs)
+    value, _, _ = evaluate(weigh(recipe)(), make_batch())
+    assert abs(value.item() - theirs["value"]) > 1e-6
+
+
+@shows("verl-cov-limit")
+def test_covariance_losses_have_no_bound_in_verl(verl):
+    bounded = LOSSES["kl_cov plain"].recipe()
+    free = bounded.replace(ratio=ratios.token(limit=math.inf))
+    agree(free, make_batch("wild"), verl["kl_cov wild"])
+    value, _, _ = evaluate(bounded, make_batch("wild"))
+    assert abs(verl["kl_cov wild"]["value"] / value.item()) > 1e6
+
+
+@shows("verl-dual")
+def test_verl_always_clips_twice(verl):
+    theirs = verl["vanilla default"]
+    agree(compose(trust=trust.ppo_clip(dual=3.0)), make_batch("wild"), theirs)
+    value, _, _ = evaluate(compose(), make_batch("wild"))
+    assert value.item() > 10 * abs(theirs["value"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages(verl, name, kind):
+    ready = prepare(ADVANTAGES[name][1](), make_batch(kind, advantages=None))
+    theirs = tensor(verl[f"advantage {name} {kind}"]["value"])
+    if name == "grpo" and kind == "holes":
+        theirs[ALONE] *= GUARDED_ONE  # shown below
+    close(ready.batch.advantages, theirs * ready.batch.mask)
+
+
+@shows("verl-grpo-alone")
+def test_grpo_alone(verl):
+    batch = make_batch("holes", advantages=None)
+    ours = prepare(proxpo.make_recipe("grpo"), batch).batch.advantages[ALONE]
+    theirs = tensor(verl["advantage grpo holes"]["value"])[ALONE]
+    close(ours, batch.rewards[ALONE] * batch.mask[ALONE], rtol=1e-15)
+    close(theirs * GUARDED_ONE, ours, rtol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+@pytest.mark.parametrize("name", WHITENED)
+@shows("verl-whiten-count")
+def test_whitened_advantages(verl, name, kind):
+    """verl's guard moves mean and variance by 1e-8/N; undoing it leaves nothing."""
+    recipe = WHITENED[name][1]()
+    unwhitened = {**recipe.advantage.options, "whitening": False}
+    make = getattr(advantages, recipe.advantage.name)
+    raw_recipe = recipe.replace(advantage=make(**unwhitened))
+    batch = make_batch(kind, advantages=None)
+    ready, raw = prepare(recipe, batch).batch, prepare(raw_recipe, batch).batch.advantages
+    theirs = tensor(verl[f"advantage {name} {kind}"]["value"]) * ready.mask
+    close(ready.advantages, theirs)
+    n = ready.mask.sum().double()
+    mean = raw[ready.mask].sum() / (n + 1e-8)
+    variance = (raw[ready.mask] - mean).square().sum() / (n + 1e-8) * n / (n - 1)
+    close((raw - mean) * (variance + 1e-8).rsqrt() * ready.mask, theirs, rtol=1e-13)
+
+
+@shows("verl-rloo-alone")
+def test_rloo_alone(verl):
+    batch = make_batch("holes", advantages=None)
+    ours = prepare(proxpo.make_recipe("rloo", {"kl_coef": 0}), batch).batch.advantages[ALONE]
+    theirs = tensor(verl["advantage rloo holes"]["value"])[ALONE]
+    assert bool((ours == 0).all())
+    assert torch.equal(theirs, batch.rewards[ALONE] * batch.mask[ALONE])
+
+
+@shows("verl-dr-grpo-alone")
+def test_dr_grpo_alone(verl):
+    batch = make_batch("holes", advantages=None)
+    ours = prepare(proxpo.make_recipe("dr-grpo"), batch).batch.advantages[ALONE]
+    theirs = tensor(verl["advantage dr-grpo holes"]["value"])[ALONE]
+    assert bool((ours == 0).all())
+    assert torch.equal(theirs, batch.rewards[ALONE] * batch.mask[ALONE])
+
+
+@shows("verl-vectorized-float32")
+def test_vectorized_grpo_is_single_precision(verl):
+    ours = prepare(proxpo.make_recipe("grpo"), make_batch("holes", advantages=None)).batch
+    theirs = tensor(verl["advantage grpo_vectorized"]["value"])
+    close(ours.advantages, theirs, rtol=1e-6)
+    assert (ours.advantages - theirs).abs().max() > 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_kl_penalty(verl, penalty, kind):
+    batch = make_batch(kind)
+    leaf = batch.logp.clone().requires_grad_()
+    ours = kl.kl_estimate(leaf, batch.ref_logp, estimator=penalty, clamp="verl")
+    (grad,) = torch.autograd.grad(ours.sum(), leaf)
+    theirs = verl[f"kl {penalty} {kind}"]
+    torch.testing.assert_close(ours.detach(), tensor(theirs["value"]), rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(grad, tensor(theirs["grad"]), rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
+def test_value_loss(verl, kind):
+    recipe = proxpo.make_recipe("ppo", {"gamma": 0.95, "lam": 0.9, "value_clip": 0.4})
+    _, grad, seen = evaluate(recipe, make_batch(kind), wrt="values")
+    theirs = verl[f"value {kind}"]
+    close(seen["loss/value"], tensor(theirs["value"]))
+    close(grad, tensor(theirs["grad"]))
+    close(seen["value/clipped"], tensor(theirs["clipped"]), rtol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("option", "estimator", "statistic", "threshold"), REJECTIONS)
+def test_rejection(verl, option, estimator, statistic, threshold, kind):
+    rule = reject(estimator=estimator, statistic=statistic, threshold=threshold)
+    kept = prepare(compose(filter=(rule,)), make_batch(kind)).batch.mask
+    theirs = tensor(verl[f"reject {option} {threshold} {kind}"]["mask"]).bool()
+    assert torch.equal(kept, theirs)
+    assert 0 < kept.sum() < make_batch(kind).mask.sum(), "the threshold should reject some"
+
+
+def test_two_rejections(verl):
+    rules = (
+        reject(estimator="k1", statistic="token", threshold="0.8_1.3"),
+        reject(estimator="k3", statistic="seq_mean", threshold=0.02),
+    )
+    batch = make_batch()
+    one, other = (prepare(compose(filter=(rule,)), batch).batch.mask for rule in rules)
+    assert torch.equal(one & other, tensor(verl["reject two"]["mask"]).bool())
+
+
+def correction_weights(batch: proxpo.Batch, level, mode, floor, cap, normalise) -> torch.Tensor:
+    stage = weights.tis(level=level, mode=mode, floor=floor, cap=cap, normalise=normalise)
+    return stage.apply(batch.clean(), proxpo.Context())[0] * batch.mask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("level", "threshold", "mode", "floor", "cap"), CORRECTIONS)
+def test_correction_weights(verl, level, threshold, mode, floor, cap, kind):
+    batch = make_batch(kind)
+    ours = correction_weights(batch, level, mode, floor, cap, False)
+    close(ours, tensor(verl[f"weights {level} {threshold} False {kind}"]["weights"]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("level", "threshold", "mode", "floor", "cap"), CORRECTIONS)
+@shows("verl-weight-count")
+def test_normalised_correction_weights(verl, level, threshold, mode, floor, cap, kind):
+    batch = make_batch(kind)
+    raw = correction_weights(batch, level, mode, floor, cap, False)
+    ours = correction_weights(batch, level, mode, floor, cap, True)
+    theirs = tensor(verl[f"weights {level} {threshold} True {kind}"]["weights"])
+    close(ours, theirs, rtol=1e-8)
+    lengths = batch.mask.sum(1).double()
+    if level == "token":
+        mean = raw.sum() / (lengths.sum() + 1e-8)
+    else:
+        mean = (raw.sum(1) / (lengths + 1e-8)).sum() / (lengths > 0).sum()
+    close(raw / mean, theirs, rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["above", "below", "near"])
+def test_adaptive_kl(verl, name):
+    case = all_cases()[f"controller {name}"].options
+    recipe = proxpo.make_recipe(
+        "ppo",
+        {
+            "kl_coef": case["coef"],
+            "kl_controller": "horizon",
+            "kl_target": case["target"],
+            "kl_horizon": case["horizon"],
+        },
+    )
+    seen = {"reward/kl": tensor(case["kl"])}
+    state = recipe.update_state(recipe.init_state(), make_batch(), seen)
+    close(state["reward.kl_in_reward"]["coef"], tensor(verl[f"controller {name}"]["value"]))

@@ -77,23 +77,24 @@ def prepare(
     metrics: Metrics = {}
     batch = batch.clean()
 
-    def run(place: str, stage: Stage) -> Any:
+    def run(place: str, stage: Stage, batch: Batch) -> Any:
         require(recipe, stage, batch)
         value, seen = stage.apply(batch, replace(ctx, state=state.get(place, {})))
         metrics.update(seen)
         return value
 
+    earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
     with torch.no_grad():
         if batch.advantages is None:
             for stage in recipe.reward:
-                batch = run(f"reward.{stage.name}", stage)
+                batch = run(f"reward.{stage.name}", stage, batch)
         for stage in recipe.filter:
-            keep = run(f"filter.{stage.name}", stage)
+            keep = run(f"filter.{stage.name}", stage, batch.replace(rewards=earned))
             batch = batch.replace(mask=batch.mask & keep)
         if batch.advantages is None:
             found = batch.logp.new_zeros(batch.logp.shape)
             if recipe.advantage is not None:
-                found = run("advantage", recipe.advantage)
+                found = run("advantage", recipe.advantage, batch)
             batch = batch.replace(advantages=found)
     batch = batch.replace(advantages=as_tokens(batch.advantages, batch)).clean()
     for _, stage in recipe.stages():

@@ -63,8 +63,7 @@ def discounted_return(
     def advantage(batch: Batch, ctx: Context) -> Result:
         total = suffix_sum(token_rewards(batch), batch.mask, discount=gamma)
         offset = _baseline(batch, ctx, baseline, singleton).to(total.dtype)[:, None]
-        scored = batch.mask & ~batch.rewards.isnan()[:, None]
-        out = torch.where(scored, total - offset, 0.0)
+        out = torch.where(batch.mask & offset.isfinite(), total - offset, 0.0)
         if whitening:
             out = whiten(out, batch.mask, unbiased=whiten_unbiased, all_sum=ctx.all_sum)
         return out, {}
@@ -73,19 +72,19 @@ def discounted_return(
 
 
 def _baseline(batch: Batch, ctx: Context, baseline: str, singleton: str) -> Float[Tensor, " seq"]:
-    rewards = batch.rewards
+    """b for each response; NaN for one that gets no advantage: unscored, or alone with "zero"."""
+    rewards, scored = batch.rewards, ~batch.rewards.isnan()
     if baseline == "none":
-        return torch.zeros_like(rewards)
+        return torch.where(scored, 0.0, rewards)
     if baseline == "batch":
-        scored = ~rewards.isnan()
         filled = torch.where(scored, rewards, 0.0)[:, None]
         mean, _, _ = moments(filled, scored[:, None], all_sum=ctx.all_sum)
-        return mean.expand_as(rewards)
+        return torch.where(scored, mean, rewards)
     group = batch.require("group", by=f"advantage=discounted_return(baseline={baseline})")
     stats = group_stats(rewards, group)
     others = (stats.size * stats.mean - rewards) / (stats.size - 1).clamp(min=1)
-    mean = stats.mean if baseline == "group" else others
-    return torch.where(stats.size == 1, 0.0 if singleton == "raw" else rewards, mean)
+    mean = torch.where(scored, stats.mean if baseline == "group" else others, torch.nan)
+    return torch.where(scored & (stats.size == 1), 0.0 if singleton == "raw" else torch.nan, mean)
 
 
 @stage("advantage", needs=("rewards", "greedy_rewards"))

@@ -1,3 +1,4 @@
+import math
 from typing import Literal
 
 from proxpo.advantages import leave_one_out
@@ -32,11 +33,9 @@ def rloo(
 
     Reference: Ahmadian et al., arXiv:2402.14740, section 2; Kool et al. 2019.
     """
-    bounds = (
-        ()
-        if reward_low is None or reward_high is None
-        else (clip_reward(low=reward_low, high=reward_high),)
-    )
+    low = -math.inf if reward_low is None else reward_low
+    high = math.inf if reward_high is None else reward_high
+    bounds = () if low == -high == -math.inf else (clip_reward(low=low, high=high),)
     return Recipe(
         reward=(*bounds, kl_in_reward(coef=kl_coef, per="sequence")),
         advantage=leave_one_out(normalise=normalise),

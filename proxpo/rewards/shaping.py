@@ -63,7 +63,8 @@ def _adapt(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metr
     kl, target = metrics["reward/kl"].double().cpu(), options["target"]
     if options["controller"] == "horizon":
         error = (kl / target - 1).clamp(-0.2, 0.2)
-        return {"coef": state["coef"] * (1 + error * len(batch.logp) / options["horizon"])}
+        n = metrics["reward/responses"].double().cpu()
+        return {"coef": state["coef"] * (1 + error * n / options["horizon"])}
     if kl < target / 1.5:
         return {"coef": state["coef"] / 2}
     return {"coef": state["coef"] * 2 if kl > 1.5 * target else state["coef"]}
@@ -96,9 +97,15 @@ def kl_in_reward(
     def shape(batch: Batch, ctx: Context) -> Result:
         if not coef:
             return batch, {}
-        beta = ctx.state.get("coef", torch.tensor(coef)).to(batch.logp)
+        beta = ctx.state.get("coef", torch.tensor(coef, dtype=torch.float64)).to(batch.logp)
         kl = kl_estimate(batch.old_logp, batch.ref_logp, estimator=estimator, clamp=clamp).detach()
-        seen = {"reward/kl": row_mean(kl, batch.mask).mean(), "reward/kl_coef": beta}
+        rows = torch.stack([row_mean(kl, batch.mask).sum(), batch.mask.any(dim=1).sum().to(kl)])
+        total, n = ctx.all_sum(rows)  # so that every rank adapts to the same KL
+        seen = {
+            "reward/kl": total / n.clamp(min=1),
+            "reward/kl_coef": beta,
+            "reward/responses": n,
+        }
         if per == "sequence":
             penalty = (beta * row_sum(kl, batch.mask)).to(batch.rewards.dtype)
             return batch.replace(rewards=batch.rewards - penalty), seen

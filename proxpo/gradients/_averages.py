@@ -33,38 +33,39 @@ class Averages:
 
     def step(self, keys: list[str]) -> None:
         """Move the averages. `keys` lists what any rank may have collected."""
-        for key, (total, count) in self._totals(keys).items():
-            mean, known = total / count, self.values.get(key)
-            if known is not None:
-                mean = DECAY * known.to(mean) + (1 - DECAY) * mean
-            self.values[key] = mean
+        ranks = _ranks()
+        names = sorted({*keys, *self._pending}) if ranks > 1 else list(self._pending)
+        if not names:
+            return
+        totals, counts = self._totals(names)
+        if ranks > 1:
+            packed = torch.stack([totals, counts])
+            dist.all_reduce(packed)
+            totals, counts = packed
+        means = totals / counts
+        # With no average yet, the mean stands for it: 0.9 E + 0.1 E = E.
+        known = [self.values.get(name, mean).to(mean) for name, mean in zip(names, means.unbind())]
+        moved = torch.lerp(torch.stack(known), means, 1 - DECAY).unbind()
+        seen = counts.tolist() if ranks > 1 else [1.0] * len(names)
+        self.values.update({n: value for n, value, count in zip(names, moved, seen) if count})
         self._pending = {}
 
-    def _totals(self, keys: list[str]) -> dict[str, tuple[Tensor, float]]:
-        totals = {
-            key: (torch.stack([part.sum() for part, _ in parts]).sum(), sum(n for _, n in parts))
-            for key, parts in self._pending.items()
-        }
-        return _over_ranks(totals, sorted({*keys, *totals})) if _ranks() > 1 else totals
+    def _totals(self, names: list[str]) -> tuple[Float[Tensor, " key"], Float[Tensor, " key"]]:
+        """Sums and counts by key, in few operations however many keys there are."""
+        parts = [(place, *part) for place, key in enumerate(names) for part in self._of(key)]
+        device = parts[0][1].device if parts else _device()
+        totals = torch.zeros(len(names), dtype=torch.float64, device=device)
+        counts = torch.zeros(len(names), dtype=torch.float64)
+        if not parts:
+            return totals, counts.to(device)
+        owner = torch.tensor([p for p, x, _ in parts for _ in range(x.numel())], device=device)
+        flat = torch.cat([squares.reshape(-1).to(device) for _, squares, _ in parts])
+        for place, _, count in parts:
+            counts[place] += count
+        return totals.index_add_(0, owner, flat.double()), counts.to(device)
 
-
-def _over_ranks(
-    totals: dict[str, tuple[Tensor, float]], keys: list[str]
-) -> dict[str, tuple[Tensor, float]]:
-    """Sums and counts added over ranks, all in one message."""
-    device = next((total.device for total, _ in totals.values()), None) or _device()
-    packed = torch.zeros(2, len(keys), dtype=torch.float64, device=device)
-    for place, key in enumerate(keys):
-        if key in totals:
-            packed[0, place], packed[1, place] = totals[key]
-    dist.all_reduce(packed)
-    counts = packed[1].tolist()
-    kinds = {key: total.dtype for key, (total, _) in totals.items()}
-    return {
-        key: (packed[0, place].to(kinds.get(key, torch.float32)), counts[place])
-        for place, key in enumerate(keys)
-        if counts[place]
-    }
+    def _of(self, key: str) -> list[tuple[Tensor, int]]:
+        return self._pending.get(key, [])
 
 
 def _device() -> torch.device:

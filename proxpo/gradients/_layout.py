@@ -94,6 +94,9 @@ class Layout:
 
     def sum_columns(self, x: Float[Tensor, "any pos"]) -> Float[Tensor, "any row"]:
         """Σ over the positions of each sequence, along the last axis."""
+        if self.aligned:
+            kept = x * self.valid.to(x.dtype) if self.padded else x
+            return kept.reshape(len(x), self.count, -1).sum(2)
         if self.size * self.count <= _ONE_HOT_LIMIT:
             return x @ self.one_hot(x.dtype)
         sums = x.new_zeros(x.shape[0], self.count + 1)
@@ -101,6 +104,8 @@ class Layout:
 
     def sum_rows(self, x: Float[Tensor, "pos any"]) -> Float[Tensor, "row any"]:
         """Σ over the positions of each sequence, along the first axis, in float32 or better."""
+        if self.aligned:
+            return self.grid(x, clear=True).sum(1, dtype=accumulator(x.dtype))
         if self.size * self.count <= _ONE_HOT_LIMIT:
             return matmul(self.one_hot(x.dtype).T, x)
         sums = x.new_zeros(self.count + 1, x.shape[1], dtype=accumulator(x.dtype))

@@ -8,8 +8,9 @@ Each offers inner products ⟨G_j, G_t⟩, sums over sequences and the weighted 
 that a method is written once for all parameters. Sequence gradients are V_i = Σ_{t in i} G_t.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +18,7 @@ from proxpo.gradients._layout import Layout, accumulator, matmul
 from proxpo.shapes import Float, Int, Tensor
 
 
+@runtime_checkable
 class Rows(Protocol):
     """What a method may ask of the position gradients of one parameter."""
 
@@ -201,12 +203,15 @@ class OneHot:
         return Dense(sums), row, pair.remainder(self.size)
 
 
-def join(parts: "list[Outer] | list[Dense] | list[OneHot]") -> Outer | Dense | OneHot:
+def join(parts: "Sequence[Outer | Dense | OneHot]") -> Outer | Dense | OneHot:
     """The positions of several calls of one module, one after the other."""
+
+    def column(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
     first = parts[0]
     if isinstance(first, Outer):
-        return Outer(*(torch.cat([getattr(part, n) for part in parts]) for n in ("a", "g")))
+        return Outer(column("a"), column("g"))
     if isinstance(first, Dense):
-        return Dense(torch.cat([part.grads for part in parts]))
-    ids, g = (torch.cat([getattr(part, n) for part in parts]) for n in ("ids", "g"))
-    return OneHot(ids, g, first.size, first.padding)
+        return Dense(column("grads"))
+    return OneHot(column("ids"), column("g"), first.size, first.padding)

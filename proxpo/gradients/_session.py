@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
@@ -21,11 +21,19 @@ AnyRows = Outer | Dense | OneHot
 Observer = Callable[[str, dict[str, Tensor]], None]
 
 
+@runtime_checkable
 class Rule(Protocol):
     """A method: how the position gradients of one parameter become its gradient."""
 
-    quantities: tuple[str, ...]
-    overlap: int | None  # size of the overlap set J, None for every position
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Names of the squared lengths it collects for trailing averages."""
+        ...
+
+    @property
+    def overlap(self) -> int | None:
+        """Size of the overlap set J; None for every position."""
+        ...
 
     def gradient(self, site: "Site", rows: AnyRows, layout: Layout) -> Tensor:
         """Σ_i w_i V_i for the w of the method, shaped like the parameter."""

@@ -123,6 +123,11 @@ def ntk(
     c = rho * (v @ v.T).diagonal().mean()
     if c == 0:
         return torch.zeros_like(grads[0])
-    eye = torch.eye(v.shape[1], dtype=v.dtype)
-    solved = torch.linalg.solve(v.T @ v + c * eye, v.T @ advantages)
+    if v.shape[1] > 400:  # too large for parameter space: the same step in the space of sequences
+        solved = v.T @ torch.linalg.solve(
+            v @ v.T + c * torch.eye(len(v), dtype=v.dtype), advantages
+        )
+    else:
+        eye = torch.eye(v.shape[1], dtype=v.dtype)
+        solved = torch.linalg.solve(v.T @ v + c * eye, v.T @ advantages)
     return (c * solved if scale == "c" else solved).view(grads.shape[1:])

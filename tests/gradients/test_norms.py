@@ -1,0 +1,217 @@
+"""Lengths and kernels of one layer against materialised gradients, in float64."""
+
+import pytest
+import slow
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from proxpo.gradients import Dense, Layout, OneHot, Outer, Picks, _norms
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def made(lengths: list[int], seed: int, kind: str, shuffled: bool = False):
+    """Position gradients of one parameter, their materialised form, and their layout."""
+    torch.manual_seed(seed)
+    seq = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.tensor([-1])])
+    if shuffled:
+        seq = seq[torch.randperm(len(seq))]
+    size = len(seq)
+    a, g = torch.randn(size, 5).double(), torch.randn(size, 3).double()
+    ids = torch.randint(0, 4, (size,))
+    layout = Layout(seq, len(lengths))
+    if kind == "outer":
+        return Outer(a, g), g[:, :, None] * a[:, None, :], layout
+    if kind == "dense":
+        return Dense(g), g, layout
+    one_hot = torch.nn.functional.one_hot(ids, 4).double()
+    return OneHot(ids, g, 4), one_hot[:, :, None] * g[:, None, :], layout
+
+
+def measured(rows, layout: Layout, picks: Picks) -> tuple[Tensor, Tensor]:
+    """F² and N² by the cheapest forms of each kind."""
+    if isinstance(rows, Outer):
+        top, bottom = _norms.overlap_gram(rows, layout, picks)
+        return top / bottom, _norms.norm_gram(rows, layout)
+    if isinstance(rows, Dense):
+        sums = rows.sums(layout)
+        top, bottom = _norms.overlap_dense(rows, sums, picks)
+        return top / bottom, sums.square().sum(1)
+    top, bottom = _norms.overlap_gram(rows, layout, picks)
+    return top / bottom, _norms.norm_pairs(rows, layout)
+
+
+lengths_of = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths_of,
+    st.integers(0, 10**6),
+    st.sampled_from(["outer", "dense", "onehot"]),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_lengths_equal_materialised_ones(lengths, seed, kind, shuffled, drawn):
+    rows, grads, layout = made(lengths, seed, kind, shuffled)
+    index = torch.randperm(layout.size)[:drawn]
+    if not layout.valid[index].any():
+        index = layout.valid.nonzero()[:1, 0]
+    picks = Picks.at(index, layout)
+    f, n = slow.lengths(
+        grads, slow.sequence_gradients(grads, layout.seq, layout.count), index[picks.valid]
+    )
+    f2, n2 = measured(rows, layout, picks)
+    assert_close(f2, f**2, rtol=1e-10, atol=1e-12)
+    assert_close(n2, n**2, rtol=1e-10, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(lengths_of, st.integers(0, 10**6), st.booleans())
+@pytest.mark.checks("isopo", "Gram and materialised lengths agree; one GEMM is the sum of scaled V")
+def test_paths_agree(lengths, seed, shuffled):
+    rows, grads, layout = made(lengths, seed, "outer", shuffled)
+    picks = Picks.at(torch.randperm(layout.size)[:4], layout)
+    top, bottom = _norms.overlap_gram(rows, layout, picks)
+    for block in (1 << 24, 7):  # all columns at once, and one at a time
+        size, _norms.BLOCK = _norms.BLOCK, block
+        try:
+            others = _norms.materialised(rows, layout, picks)
+            blocks = _norms.overlap_gram(rows, layout, picks)
+            norm2 = _norms.norm_gram(rows, layout)
+        finally:
+            _norms.BLOCK = size
+        assert_close(others, (top, bottom, norm2), **EXACT)
+        assert_close(blocks, (top, bottom), **EXACT)
+    weights = torch.randn(layout.count).double()
+    sums = slow.sequence_gradients(grads, layout.seq, layout.count)
+    whole = torch.einsum("i,iod->od", weights, sums)
+    assert_close(rows.reduce(layout.spread(weights)), whole, **EXACT)
+    assert_close(Outer(rows.g, rows.a).reduce(layout.spread(weights)), whole.T, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["outer", "dense", "onehot"])
+@pytest.mark.checks("isopo", "0 <= R <= 1, and R = 1 for one token that is its own overlap set")
+def test_relative_length_is_at_most_one(kind):
+    for seed in range(20):
+        rows, _, layout = made([3, 1, 4], seed, kind)
+        f2, n2 = measured(rows, layout, Picks.at(torch.randperm(layout.size)[:5], layout))
+        assert (f2 >= 0).all()
+        assert (f2 <= n2 * (1 + 1e-12)).all()
+    rows, _, layout = made([1], 0, kind)
+    f2, n2 = measured(rows, layout, Picks.at(torch.tensor([0]), layout))
+    assert_close(f2, n2, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["outer", "dense", "onehot"])
+def test_weighted_sum_of_positions(kind):
+    rows, grads, layout = made([3, 1, 4], 1, kind)
+    weights = torch.randn(layout.size).double()
+    whole = torch.einsum("t...,t->...", grads, weights)
+    assert_close(rows.reduce(weights), whole, **EXACT)
+    assert rows.shape == tuple(whole.shape)
+
+
+def test_a_padding_token_has_no_gradient():
+    rows, grads, layout = made([3, 2, 4], 2, "onehot")
+    rows = OneHot(rows.ids, rows.g, 4, padding=1)
+    grads = grads * (rows.ids != 1)[:, None, None]
+    picks = Picks.all(layout)
+    sums = slow.sequence_gradients(grads, layout.seq, layout.count)
+    f, n = slow.lengths(grads, sums, layout.valid.nonzero()[:, 0])
+    f2, n2 = measured(rows, layout, picks)
+    assert_close((f2, n2), (f**2, n**2), rtol=1e-10, atol=1e-12)
+    assert (rows.reduce(torch.ones(layout.size).double())[1] == 0).all()
+
+
+def kernels(rows, layout: Layout) -> list[Tensor]:
+    found = [_norms.kernel_gram(rows, layout)]
+    if isinstance(rows, Outer):
+        found += [_norms.kernel_materialised(rows, layout)]
+        found += [_norms.kernel_stacked(rows.sums(layout))]
+    elif isinstance(rows, Dense):
+        found += [_norms.kernel_stacked(rows.sums(layout))]
+    else:
+        found += [_norms.kernel_pairs(rows, layout)]
+    return found
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths_of,
+    st.integers(0, 10**6),
+    st.sampled_from(["outer", "dense", "onehot"]),
+    st.sampled_from([1 << 24, 6]),
+)
+@pytest.mark.checks("isopo-ntk", "Gram, stacked and block-wise kernels agree")
+@pytest.mark.checks("isopo-ntk", "K is symmetric PSD with tr K / m = mean |V|²")
+def test_kernels_agree(lengths, seed, kind, block):
+    rows, grads, layout = made(lengths, seed, kind, shuffled=True)
+    sums = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1)
+    size, _norms.BLOCK = _norms.BLOCK, block
+    try:
+        found = kernels(rows, layout)
+    finally:
+        _norms.BLOCK = size
+    for kernel in found:
+        assert_close(kernel, sums @ sums.T, **EXACT)
+        assert_close(kernel, kernel.T, **EXACT)
+        assert torch.linalg.eigvalsh(kernel).min() > -1e-10
+        assert_close(kernel.trace() / layout.count, sums.square().sum(1).mean(), **EXACT)
+
+
+def test_a_long_kernel_is_summed_in_slices():
+    sums = torch.randn(3, 20_001).double()
+    assert_close(_norms.kernel_stacked(sums), sums @ sums.T, **EXACT)
+
+
+def test_the_sketch_is_unbiased_and_within_its_error():
+    rows, grads, layout = made([5, 7, 3], 3, "outer")
+    exact = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1).square().sum(1)
+    torch.manual_seed(0)
+    width = 16
+    draws = torch.stack([_norms.norm_sketch(rows, layout, width) for _ in range(400)])
+    relative = draws / exact - 1
+    assert relative.std(0).max() < (2 / width) ** 0.5
+    assert relative.mean(0).abs().max() < 4 * (2 / width / 400) ** 0.5
+
+
+def test_sums_of_columns_do_not_depend_on_the_way(monkeypatch):
+    from proxpo.gradients import _layout
+
+    rows, _, layout = made([3, 2, 4], 4, "outer", shuffled=True)
+    x = torch.randn(5, layout.size).double()
+    before = layout.sum_columns(x), layout.sum_rows(x.T)
+    monkeypatch.setattr(_layout, "_ONE_HOT_LIMIT", 0)
+    assert_close((layout.sum_columns(x), layout.sum_rows(x.T)), before, **EXACT)
+
+
+@pytest.mark.checks("isopo", "keep_small is the paper's form divided by sqrt(rho E)")
+def test_keep_small():
+    x2, mean2 = torch.rand(6).double(), torch.tensor(0.3).double()
+    for rho, eps in ((0.5, 0.0), (2.0, 1e-3)):
+        paper = _norms.regularised(x2, rho=rho, mean2=mean2, eps=eps)
+        kept = _norms.regularised(x2, rho=rho, mean2=mean2, eps=eps, keep_small=True)
+        assert_close(kept.sqrt(), paper.sqrt() / (rho * mean2).sqrt(), **EXACT)
+    short = _norms.regularised(
+        torch.tensor([1e-20]).double(), rho=0.5, mean2=mean2, eps=0.0, keep_small=True
+    )
+    assert_close(_norms.power(short, -1.0), torch.ones(1).double(), **EXACT)
+
+
+def test_zero_lengths_stay_finite():
+    zero = torch.zeros(2).double()
+    base = _norms.regularised(zero, rho=0.0, mean2=None, eps=0.0)
+    assert_close(_norms.power(base, -1.0), torch.ones(2).double())
+    base = _norms.regularised(zero, rho=1.0, mean2=zero.mean(), eps=0.0, keep_small=True)
+    assert_close(_norms.power(base, -2.0), torch.ones(2).double())
+    assert_close(_norms.ratio2(zero, zero), zero)
+
+
+def test_a_kernel_that_cannot_be_factored_gives_nan():
+    kernel = torch.tensor([[1.0, 0.0], [0.0, -5.0]]).double()
+    solved = _norms.damped_solve(kernel, torch.ones(2).double(), torch.tensor(1.0).double())
+    assert solved.isnan().all()

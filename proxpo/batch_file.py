@@ -175,14 +175,14 @@ def _tensor(name: str, value: Any, text: dict[str, list[str]]) -> Tensor:
         raise ProxpoError(f"{name} holds an integer too large for float64") from None
 
 
-def _flatten(value: list[Any], place: str) -> tuple[list[float], tuple[int, ...]]:
+def _flatten(value: list[Any], place: str) -> tuple[list[int | float], tuple[int, ...]]:
     """Numbers in order and the shape; ragged or foreign content is named by its place."""
     if not any(isinstance(one, list) for one in value):
         if not set(map(type, value)) <= {int, float, bool, type(None)}:
             at, odd = next((i, v) for i, v in enumerate(value) if isinstance(v, (str, dict)))
             raise ProxpoError(f"{place}[{at}] is {_kind(odd)}, expected a number")
         return [math.nan if one is None else one for one in value], (len(value),)
-    numbers: list[float] = []
+    numbers: list[int | float] = []
     first: tuple[int, ...] | None = None
     for i, row in enumerate(value):
         if not isinstance(row, list):

@@ -1,6 +1,6 @@
 """The command line, where a user's mistake costs one line and never a traceback.
 
-Exit codes: 0 done, 2 the input is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the reader of the output has gone, 2 the input is wrong, 130 interrupted.
 """
 
 import os
@@ -21,14 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments or ["--help"])
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1  # as typer has it when it notices first
     except ProxpoError as error:
         return _refuse(str(error))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         return _refuse(f"{error.filename}: {reason}" if error.filename else reason)
     except KeyboardInterrupt:
-        return _refuse("interrupted", code=130)
+        return 130
 
 
 def _run(arguments: list[str]) -> int:
@@ -65,9 +65,9 @@ def _usage(error: Exception) -> str:
     return f"{message[:1].lower()}{message[1:]}{ending}"
 
 
-def _refuse(message: str, *, code: int = 2) -> int:
+def _refuse(message: str) -> int:
     print(f"proxpo: {' '.join(message.split())}", file=sys.stderr)
-    return code
+    return 2
 
 
 __all__ = ["main"]

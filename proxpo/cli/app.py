@@ -13,12 +13,13 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
+def _version(asked: bool) -> bool:
     if asked:
         import proxpo
 
         typer.echo(f"proxpo {proxpo.__version__}")
         raise typer.Exit()
+    return asked
 
 
 @app.callback()

@@ -57,6 +57,16 @@ def batch_line(file: BatchFile, source: str) -> str:
     )
 
 
+def caveats(found: Sequence[Inspection]) -> list[str]:
+    """What a batch of log-probabilities cannot show of a method."""
+    return [
+        f"{one.method}: shown before gradient={one.recipe.gradient.name}, which acts on the "
+        "gradients of the model's layers"
+        for one in found
+        if one.recipe.gradient is not None
+    ]
+
+
 def sentence(summary: str) -> str:
     """A method's summary without the name that opens it, for where the name stands already."""
     return re.sub(r"^[^:]{1,40}: ", "", summary)
@@ -75,10 +85,10 @@ def prompt_labels(file: BatchFile) -> list[str]:
 
 
 def shares(inspection: Inspection) -> list[float]:
-    """Each response's share of the method's gradient mass."""
+    """Each response's share of the method's gradient mass; 0 where that is 0 or not finite."""
     mass = inspection.mass
     total = float(mass.sum())
-    return [one / total if total > 0 else 0.0 for one in mass.tolist()]
+    return [one / total if 0 < total < math.inf else 0.0 for one in mass.tolist()]
 
 
 def loudest(found: Sequence[Inspection]) -> float:
@@ -89,6 +99,7 @@ def loudest(found: Sequence[Inspection]) -> float:
 __all__ = [
     "FIGURES",
     "batch_line",
+    "caveats",
     "count",
     "figures",
     "loudest",

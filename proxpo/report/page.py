@@ -17,6 +17,7 @@ from proxpo.recipes import methods
 from proxpo.report.facts import (
     FIGURES,
     batch_line,
+    caveats,
     figures,
     loudest,
     prompt_labels,
@@ -45,7 +46,7 @@ def inspect_page(found: Sequence[Inspection], file: BatchFile, *, source: str) -
         "script": _part("js"),
         "batch": escape(batch_line(file, source)),
         "cards": "".join(_card(one, i) for i, one in enumerate(found)),
-        "note": _note(file),
+        "note": _notes(found, file),
         "maps": "".join(_map(one, i) for i, one in enumerate(found)),
         "table": _table(found, file),
         "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in GLOSSARY),
@@ -86,12 +87,13 @@ def _map(one: Inspection, index: int) -> str:
     )
 
 
-def _note(file: BatchFile) -> str:
+def _notes(found: Sequence[Inspection], file: BatchFile) -> str:
     rows, tokens = file.batch.mask.shape
-    if rows <= MOST_ROWS and tokens <= MOST_TOKENS:
-        return ""
-    shown = f"{min(rows, MOST_ROWS):,} responses and {min(tokens, MOST_TOKENS):,} tokens"
-    return f'<p class="note">Drawn: the first {shown}. Figures are of the whole batch.</p>'
+    notes = caveats(found)
+    if rows > MOST_ROWS or tokens > MOST_TOKENS:
+        shown = f"{min(rows, MOST_ROWS):,} responses and {min(tokens, MOST_TOKENS):,} tokens"
+        notes.append(f"Drawn: the first {shown}. Figures are of the whole batch.")
+    return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
 def _table(found: Sequence[Inspection], file: BatchFile) -> str:

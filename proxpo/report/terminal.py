@@ -1,9 +1,9 @@
 """Inspections as tables for the terminal, readable at 80 columns and in a pipe."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +12,7 @@ from proxpo.inspection import Inspection
 from proxpo.report.facts import (
     FIGURES,
     batch_line,
+    caveats,
     count,
     figures,
     loudest,
@@ -32,7 +33,9 @@ class InspectTable:
     def __init__(self, found: Sequence[Inspection], file: BatchFile, *, source: str) -> None:
         self.found, self.file, self.source = found, file, source
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
         wide = options.update(max_width=10_000)
         yield Text(batch_line(self.file, self.source), style="bold")
         bare = console.measure(summary(self.found, sparks=0), options=wide).maximum
@@ -43,6 +46,8 @@ class InspectTable:
             yield detail
         else:
             yield Text("Fewer methods or --html show each response.\n", style="dim")
+        for line in caveats(self.found):
+            yield Text(line, "yellow")
         yield Text("\n".join(f"{heading:8}{meaning}" for _, heading, meaning in FIGURES), "dim")
         yield Text("▲ ▼     the step makes the response likelier, less likely", "dim")
 
@@ -53,7 +58,8 @@ def summary(found: Sequence[Inspection], *, sparks: int) -> Table:
     table.add_column("method", style="bold", no_wrap=True)
     for heading in ("loss", *(heading for _, heading, _ in FIGURES)):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("gradient by response"[:sparks], no_wrap=True)
+    heading = "gradient by response" if sparks >= 20 else "gradient"
+    table.add_column(heading[:sparks], no_wrap=True)
     for one in found:
         table.add_row(one.method, short(one.loss), *figures(one).values(), sparkline(one, sparks))
     return table

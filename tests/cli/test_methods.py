@@ -1,0 +1,55 @@
+"""`proxpo methods`: the catalogue and its entries say what the code says."""
+
+import json
+
+import proxpo as library
+from proxpo.recipes import method
+
+
+def test_the_catalogue_lists_every_method(proxpo, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = proxpo("methods")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    firsts = [line.split()[0] for line in out.splitlines() if line.strip()]
+    for slug, one in library.methods().items():
+        assert slug in firsts, slug
+        assert one.paper in out
+    assert f"{len(library.methods())} methods" in out
+
+
+def test_one_method_in_full(proxpo):
+    out = proxpo("methods", "P3O").out
+    for expected in (
+        "sg[min(r, ESS)]",
+        "Departures:",
+        "ess_scope",
+        "ess_cap(scope=batch",
+        "p3o.py:",
+    ):
+        assert expected in out
+
+
+def test_formulas_in_brackets_survive(proxpo):
+    """rich reads [x] as markup unless told not to; formulas are full of brackets."""
+    for slug, one in library.methods().items():
+        shown = "".join(proxpo("methods", slug).out.split())
+        assert "".join(one.text.split()) in shown, slug
+
+
+def test_json_of_the_catalogue(proxpo):
+    found = json.loads(proxpo("methods", "--json").out)
+    assert list(found) == list(library.methods())
+    assert found["grpo"]["defaults"]["clip_high"] == 0.2
+    assert found["grpo"]["stages"]["trust"]["name"] == "ppo_clip"
+    assert found["cispo"]["defaults"]["low"] == "inf"
+
+
+def test_json_of_one_method(proxpo):
+    found = json.loads(proxpo("methods", "p3o", "--json").out)
+    assert list(found) == ["p3o"]
+    assert found["p3o"]["text"] == method("p3o").text
+
+
+def test_the_nearest_method_is_suggested(refused):
+    assert refused("methods", "gpso") == "unknown method 'gpso'; did you mean 'gspo'?"

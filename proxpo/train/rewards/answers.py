@@ -10,6 +10,7 @@ from typing import Any
 
 TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+UNIT = re.compile(r"(?<=[\d.])\s+[^\d]*$")
 VERIFIERS = ("numeric", "math-verify")
 
 
@@ -70,8 +71,9 @@ def same(a: str, b: str) -> bool:
 
 
 def number(text: str) -> Decimal | None:
-    """The text as a number, without currency, thousands separators, percent or final full stop."""
-    plain = re.sub(r"[\s,$€£]|\\[$%!,]", "", text).rstrip(".").removesuffix("%")
+    """The text as a number, without currency, thousands separators, percent, full stop or unit."""
+    plain = UNIT.sub("", re.sub(r"[,$€£]|\\[$%!,]", "", text).strip())
+    plain = plain.rstrip(".").removesuffix("%").rstrip()
     try:
         value = Decimal(plain)
     except InvalidOperation:

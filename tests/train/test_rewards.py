@@ -1,0 +1,410 @@
+"""Rewards by rule, and user functions that misbehave in every way: the run goes on and says so."""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxpo.errors import ProxpoError
+from proxpo.train.rewards import Outcome, RewardItem, RewardPool, answers, tally
+from proxpo.train.tasks import RewardSpec
+
+FAULTS = '''
+import ctypes, os, signal, subprocess, sys, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    """What it does with a sample is the sample's text."""
+    exec(solution_str.partition("return ")[0])
+    return eval(solution_str.partition("return ")[2] or "1.0")
+
+def _hang():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(60)
+
+def _flood():
+    block = b"x" * (1 << 20)
+    for _ in range(100):
+        os.write(1, block)
+        os.write(2, block)
+
+def _child(path):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(path, "w").write(str(child.pid))
+'''
+
+
+def items(*texts: str) -> list[RewardItem]:
+    return [RewardItem(prompt="2+2=", completion=text, answer="4") for text in texts]
+
+
+def write(folder: Path, source: str, name: str = "reward.py") -> str:
+    (folder / name).write_text(textwrap.dedent(source))
+    return f"{folder / name}:score"
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    spec = RewardSpec(where=write(tmp_path_factory.mktemp("faults"), FAULTS))
+    with RewardPool(spec, workers=2, timeout=1.0, max_failed=0.9) as pool:
+        yield pool
+
+
+FAULT_CASES = {
+    "hang, deaf to SIGTERM": ("_hang()", "timeout", "no reward after 1 s"),
+    "loop": ("while True: pass", "timeout", "no reward after 1 s"),
+    "segmentation fault": ("ctypes.string_at(0)", "error", "killed by SIGSEGV"),
+    "exit": ("os._exit(3)", "error", "exit code 3"),
+    "sys.exit": ("sys.exit('bye')", "error", "SystemExit: bye"),
+    "exception": ("raise ValueError('no such unit')", "error", "ValueError: no such unit"),
+    "out of memory": ("raise MemoryError", "error", "MemoryError"),
+    "endless recursion": ("f = lambda: f(); globals()['f'] = f; f()", "error", "RecursionError"),
+    "NaN": ("return float('nan')", "nan", "returned nan"),
+    "infinity": ("return float('inf')", "nan", "returned inf"),
+    "None": ("return None", "nan", "returned None"),
+    "text": ("return 'good'", "error", "returned 'good' (str), expected a number"),
+    "list": ("return [1.0]", "error", "returned [1.0] (list), expected a number"),
+    "dict without score": ("return {'acc': 1}", "error", "dict without 'score'"),
+    "closed files": ("os.closerange(0, 100)", "error", "the worker"),
+    "kill of its own group": ("os.killpg(0, signal.SIGKILL)", "error", "killed by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULT_CASES)
+def test_a_fault_costs_its_sample_alone(faulty, fault):
+    code, status, detail = FAULT_CASES[fault]
+    before, bad, after = faulty.score(items("return 0.25", code, "return 0.75"))
+    assert (before, after) == (Outcome(0.25), Outcome(0.75))
+    assert math.isnan(bad.reward)
+    assert (bad.status, bad.correct) == (status, None)
+    assert detail in bad.detail
+    assert len(bad.detail) < 400
+
+
+def test_output_is_swallowed(faulty):
+    assert faulty.score(items("_flood()", "print('x' * 10**6)")) == [Outcome(1.0), Outcome(1.0)]
+
+
+def test_input_is_empty(faulty):
+    [outcome] = faulty.score(items("return float(len(sys.stdin.read()))"))
+    assert outcome == Outcome(0.0)
+
+
+def test_a_fork_that_comes_back_scores_once(faulty):
+    """Child and parent both return from the function; the child must not answer for others."""
+    texts = [f"os.fork(); return {i}.0" for i in range(6)]
+    assert [one.reward for one in faulty.score(items(*texts))] == [float(i) for i in range(6)]
+
+
+def test_a_child_that_holds_the_channel_does_not_hide_a_crash(faulty):
+    code = "\nif os.fork(): os._exit(5)\nelse: time.sleep(600)"
+    started = time.monotonic()
+    bad, good = faulty.score(items(code, "return 0.5"))
+    assert (bad.status, good.reward) == ("error", 0.5)
+    assert "exit code 5" in bad.detail
+    assert time.monotonic() - started < 5
+
+
+def test_order_is_that_of_the_samples(faulty):
+    texts = [f"time.sleep({0.02 * (i % 3)}); return {i}.0" for i in range(12)]
+    assert [one.reward for one in faulty.score(items(*texts))] == [float(i) for i in range(12)]
+
+
+def test_a_worker_that_dies_idle_costs_nothing(faulty):
+    for one in faulty._workers:
+        os.kill(one.process.pid, signal.SIGKILL)
+        one.process.wait()
+    assert faulty.score(items(*["return 0.5"] * 5)) == [Outcome(0.5)] * 5
+
+
+def test_progress_and_tally(faulty):
+    seen = []
+    texts = ("return 1", "_hang()", "raise KeyError", "return None", "return 2")
+    outcomes = faulty.score(items(*texts), progress=lambda *done: seen.append(done))
+    assert seen == [(i, 5) for i in range(1, 6)]
+    assert tally(outcomes) == {"timeout": 1, "error": 1, "nan": 1}
+    assert faulty.score([]) == []
+
+
+def test_odd_text_travels(faulty):
+    text = "\ud83d lone surrogate, \x00, \N{GREEK SMALL LETTER PI}, \u2028"
+    [one] = faulty.score(
+        [RewardItem(prompt="p", completion="return len(ground_truth)", answer=text)]
+    )
+    assert one.reward == len(text)
+
+
+def test_over_half_failed_stops_with_the_commonest_reason(tmp_path):
+    spec = RewardSpec(where=write(tmp_path, FAULTS))
+    with RewardPool(spec, workers=2, timeout=5.0) as pool:
+        half = items("return 1", "raise ValueError('a')", "return 1", "raise ValueError('a')")
+        assert tally(pool.score(half))["error"] == 2
+        bad = ["raise KeyError('b')", *["raise ValueError('a')"] * 3, "return 1"]
+        with pytest.raises(ProxpoError, match=r"commonest \(\d times\): error: ValueError: a"):
+            pool.score(items(*bad))
+        assert pool.score(items("return 3")) == [Outcome(3.0)], "and the pool can go on"
+
+
+def group_members(group: int) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def gone(pid: int, within: float = 5.0) -> bool:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.02)
+                continue
+        return True
+    return False
+
+
+def test_closing_leaves_no_process(tmp_path):
+    spec = RewardSpec(where=write(tmp_path, FAULTS))
+    pool = RewardPool(spec, workers=2, timeout=5.0)
+    child = tmp_path / "child"
+    pool.score(items(f"_child({str(child)!r})", "os.fork() or time.sleep(600)"))
+    processes = [one.process for one in pool._workers] + [pool._guard._process]
+    groups = [one.process.pid for one in pool._workers]
+    assert sum(len(group_members(group)) for group in groups) >= 4
+    pool.close()
+    assert all(process.returncode is not None for process in processes), "zombies are left"
+    assert gone(int(child.read_text()))
+    assert [pid for group in groups for pid in group_members(group)] == []
+    with pytest.raises(ProxpoError, match="closed"):
+        pool.score(items("return 1"))
+
+
+def test_a_timed_out_function_takes_its_children_along(tmp_path):
+    spec = RewardSpec(where=write(tmp_path, FAULTS))
+    child = tmp_path / "child"
+    with RewardPool(spec, workers=1, timeout=1.5, max_failed=1.0) as pool:
+        [one] = pool.score(items(f"_child({str(child)!r}); _hang()"))
+        assert one.status == "timeout"
+        assert gone(int(child.read_text()))
+
+
+def test_killing_the_trainer_leaves_no_process(tmp_path):
+    """kill -9 while one worker hangs with a child and the other is idle."""
+    where = write(tmp_path, FAULTS)
+    code = f"""
+        from proxpo.train.rewards import RewardItem, RewardPool
+        from proxpo.train.tasks import RewardSpec
+        pool = RewardPool(RewardSpec(where={where!r}), workers=2, timeout=600)
+        pids = [one.process.pid for one in pool._workers] + [pool._guard._process.pid]
+        print(*pids, flush=True)
+        text = "_child({str(tmp_path / "child")!r}); _hang()"
+        pool.score([RewardItem(prompt="", completion=text)])
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    end = time.monotonic() + 20
+    while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    for pid in (*pids, int((tmp_path / "child").read_text())):
+        assert gone(pid), pid
+
+
+TRL = """
+    def score(prompts, completions, answer, unit=None, **kwargs):
+        assert len(prompts) == len(completions) == len(answer) == 1
+        text = completions[0] if isinstance(completions[0], str) else completions[0][0]["content"]
+        if text == "many":
+            return [1.0, 2.0]
+        if text == "number":
+            return 1.0
+        if text == "columns":
+            return [float(kwargs["level"][0])]
+        if text == "none":
+            return [None]
+        return [float(text == answer[0])]
+"""
+
+
+def test_trl_signature(tmp_path):
+    spec = RewardSpec(where=write(tmp_path, TRL))
+    texts = ("4", "5", "many", "number", "none")
+    with RewardPool(spec, workers=2, max_failed=1.0) as pool:
+        right, wrong, many, number, none = pool.score(items(*texts))
+        chat = RewardItem(prompt=[{"role": "user", "content": "2+2"}], completion="4", answer="4")
+        columns = RewardItem(prompt="", completion="columns", extra={"level": 7})
+        assert [one.reward for one in pool.score([chat, columns])] == [1.0, 7.0]
+    assert (right, wrong) == (Outcome(1.0), Outcome(0.0))
+    assert "returned 2 rewards for 1 completion" in many.detail
+    assert "expected a list of one reward" in number.detail
+    assert none.status == "nan"
+
+
+VERL = """
+    def score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+        right = solution_str == ground_truth and data_source == "sums" and extra_info["level"] == 3
+        return {"score": scale * right, "acc": right}
+"""
+
+
+def test_verl_signature_and_keyword_arguments(tmp_path):
+    spec = RewardSpec(where=write(tmp_path, VERL), kwargs={"scale": 2.5})
+    right = RewardItem(
+        prompt="", completion="4", answer="4", extra={"level": 3, "other": 1}, source="sums"
+    )
+    with RewardPool(spec, workers=1) as pool:
+        assert pool.score([right]) == [Outcome(2.5, True)]
+
+
+def test_async_function_and_numpy_result(tmp_path):
+    source = """
+        import asyncio, numpy
+        async def score(completions, **kwargs):
+            await asyncio.sleep(0)
+            return numpy.array([0.5], dtype=numpy.float32)
+    """
+    with RewardPool(RewardSpec(where=write(tmp_path, source)), workers=1) as pool:
+        assert pool.score(items("4")) == [Outcome(0.5)]
+
+
+def test_neighbouring_modules_can_be_imported(tmp_path):
+    write(tmp_path, "VALUE = 3", "constants_beside.py")
+    source = "from constants_beside import VALUE\ndef score(completions): return [VALUE]"
+    with RewardPool(RewardSpec(where=write(tmp_path, source)), workers=1) as pool:
+        assert pool.score(items("4")) == [Outcome(3.0)]
+
+
+UNUSABLE = {
+    "import fails": ("import no_such_module_here", "ModuleNotFoundError: No module named"),
+    "raises": ("1 / 0", "ZeroDivisionError: division by zero"),
+    "exits": ("import os; os._exit(1)", "exit code 1 while loading it"),
+    "signature": ("def score(a, b): return 1", "takes (a, b); expected TRL's signature"),
+    "no function": ("score = 3", "has no function 'score'"),
+    "syntax": ("def score(:", "line 1: invalid syntax"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_unusable_functions_are_refused_at_the_start(tmp_path, case):
+    source, message = UNUSABLE[case]
+    with pytest.raises(ProxpoError) as caught:
+        RewardPool(RewardSpec(where=write(tmp_path, source)), workers=2)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_trusted_functions_run_in_this_process():
+    spec = RewardSpec(where="proxpo.train.rewards.answers:exact", trusted=True)
+    with RewardPool(spec) as pool:
+        assert pool._workers == []
+        right, wrong = pool.score(items("4", "5"))
+        assert (right, wrong) == (Outcome(1.0, True), Outcome(0.0, False))
+
+
+def test_the_pool_checks_its_options():
+    spec = RewardSpec(where="proxpo.train.rewards.answers:exact", trusted=True)
+    for options in ({"workers": 0}, {"timeout": 0.0}):
+        with pytest.raises(ProxpoError, match="at least 1 worker and a timeout above 0"):
+            RewardPool(spec, **options)
+
+
+def test_workers_start_without_torch(tmp_path):
+    """A worker that is killed must be back in a moment, not after an import of seconds."""
+    source = """
+        import sys
+        from proxpo.train.rewards.answers import final_answer
+        def score(completions): return [float("torch" in sys.modules)]
+    """
+    with RewardPool(RewardSpec(where=write(tmp_path, source)), workers=1) as pool:
+        assert pool.score(items("4")) == [Outcome(0.0)]
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [("579", 1), (" 579\n", 1), ("579.", 1), ("0579", 0), ("579 apples", 0), ("", 0), ("57", 0)],
+)
+def test_exact(text, right):
+    assert answers.exact(text, "579") == {"score": float(right), "acc": bool(right)}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("so\n#### 18", "18"),
+        ("#### 17\nno:\n#### 18 \n", "18"),
+        (r"thus \boxed{18}", "18"),
+        (r"\boxed{\frac{1}{2}} is \boxed{{1}{2}} yes", "{1}{2}"),
+        (r"\boxed{3} and then \boxed{4", "3"),
+        (r"\boxed{3} #### 5", "5"),
+        ("no mark 18", None),
+        ("####", None),
+        ("", None),
+    ],
+)
+def test_extract(text, found):
+    assert answers.extract(text) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "right"),
+    [
+        ("#### $1,000.00", "1000", True),
+        ("#### 1000.", "1,000", True),
+        ("#### -3", "3", False),
+        ("#### 18 apples", "18", True),
+        ("#### 18 or 19", "18", False),
+        ("#### 1/2", "1", False),
+        ("#### $ 18 .", "18", True),
+        ("#### 20%", "20", True),
+        ("#### 1e1", "10", True),
+        ("#### nan", "nan", True),
+        ("#### 1e999999999", "10", False),
+        ("18", "18", False),
+    ],
+)
+def test_final_answer(given, truth, right):
+    assert answers.final_answer(given, truth)["acc"] is right
+
+
+def test_final_answer_without_a_mark():
+    assert answers.final_answer("it is 1,018, yes", "1018", strict=False)["acc"]
+    assert not answers.final_answer("none at all", "1018", strict=False)["acc"]
+
+
+def test_math_verify_accepts_other_forms():
+    for text, truth in ((r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{2\sqrt{2}}", r"\sqrt{8}")):
+        assert not answers.final_answer(text, truth)["acc"]
+        assert answers.final_answer(text, truth, verifier="math-verify")["acc"]
+    assert not answers.final_answer(r"\boxed{3}", "4", verifier="math-verify")["acc"]
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_numbers_compare_as_numbers(a, b):
+    assert answers.same(f"{a:,}", f"${b}.00") is (a == b)
+
+
+@given(st.text(alphabet="0123456789#\\boxed{}-,.$% \n\0e∞٣"))
+def test_no_text_breaks_the_rules(text):
+    for rule in (answers.exact, answers.final_answer):
+        assert rule(text, "4")["score"] in (0.0, 1.0)

@@ -83,6 +83,7 @@ def pull_back(
                 add_matmul_(d_hidden[row], g, head.weight[col])
             for total, side in zip(sums, sides):
                 add_matmul_(total, g.T, side[row], fresh=row.start == 0)
+            del g  # before the next tile needs as much
         for final, total in zip(finals, sums):
             if final is not total:
                 final.copy_(total)

@@ -7,7 +7,6 @@ the model itself: along with the result, a few known numbers pass through it.
 """
 
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from proxpo.errors import ProxpoError
 from proxpo.logp._token import LogpEntropy, token_logp
@@ -50,21 +50,16 @@ class _Request:
 
 
 class _Tap:
-    """Stands in for a linear head; it outlives the call, so that compiled models see no change."""
+    """Stands in for a linear head during a call, and remembers what the model does after it."""
 
     def __init__(self) -> None:
         self.after = _After()
         self.known = False
         self.result: list[Tensor] = []  # log-probabilities, and entropies on request
         self.request: tuple[nn.Linear, _Request] | None = None
-        self._opaque: Any = None
+        self.forward = self.score  # one object, so that compiled models see no change
 
-    @property
-    def forward(self) -> Any:
-        if self._opaque is None and "torch._dynamo" in sys.modules:
-            self._opaque = torch.compiler.disable(self.score)
-        return self._opaque or self.score
-
+    @_disable_dynamo
     def score(self, hidden: Tensor) -> Tensor:
         """The result goes out by the side door; what takes the place of logits only carries it."""
         assert self.request is not None
@@ -95,16 +90,16 @@ class _Tap:
 
     @contextmanager
     def installed(self, head: nn.Linear, request: _Request) -> Iterator[None]:
-        before = head.__dict__.get("forward")
+        own = vars(head).get("forward")
         self.request, self.result = (head, request), []
-        head.forward = self.forward  # type: ignore[method-assign]
+        vars(head)["forward"] = self.forward
         try:
             yield
         finally:
             self.request = None
-            del head.forward
-            if before is not None:
-                head.forward = before  # type: ignore[method-assign]
+            del vars(head)["forward"]
+            if own is not None:
+                vars(head)["forward"] = own
 
 
 _TAPS: WeakKeyDictionary[nn.Module, _Tap] = WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from proxpo.logp._check import check_ids, check_options, check_shapes
@@ -31,6 +32,7 @@ def token_logp(
     mask: Tensor | None = ..., temperature: float = ..., softcap: float | None = ...,
     entropy: Literal[True], chunk: int | None = ...,
 ) -> LogpEntropy: ...  # fmt: skip
+@_disable_dynamo
 def token_logp(
     hidden: Float[Tensor, "*batch dim"],
     head_weight: Float[Tensor, "vocab dim"],
@@ -138,7 +140,7 @@ def _budget(chunk: int | None, hidden: Tensor) -> int:
     """Logits at a time: 256 MiB of them on a GPU in bfloat16, what a CPU cache likes otherwise."""
     if chunk is not None:
         return chunk
-    return 1 << 27 if hidden.is_cuda else 1 << 22
+    return 1 << 27 if hidden.is_cuda else 1 << 20
 
 
 def _autocast(*operands: Tensor | None) -> list[Tensor | None]:

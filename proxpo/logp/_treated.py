@@ -96,23 +96,27 @@ def by_sequences(
     order = scored.layout.order
     if not bool((order[1:] > order[:-1]).all()):
         return _sorted(head, tokens, spots, scored, rule, order, to_hidden)
-    everything, precise = slice(0, len(head.weight)), tokens.pull.logp.dtype
-    overlaps = [_picked(head, tokens, spot, scored, rule) for spot in spots]
+    precise = tokens.pull.logp.dtype
+    picked = [_picked(head, tokens, spot, scored, rule) for spot in spots]
     d_hidden = torch.empty_like(tokens.hidden) if to_hidden else None
     outs = [s.side.new_zeros(len(head.weight), s.side.shape[1], dtype=precise) for s in spots]
-    for rows, some in _whole_sequences(scored.layout, _limit(head)):
-        g = head.grad(tokens.take(rows), everything)
+
+    def add(rows: slice, some: slice) -> None:
+        g = head.grad(tokens.take(rows), slice(0, len(head.weight)))
         if d_hidden is not None:
             torch.mm(g, head.weight, out=d_hidden[rows])
         if some.stop == some.start:
-            continue  # padding takes no part in the parameters' gradients
+            return  # padding takes no part in the parameters' gradients
         local = Layout(scored.layout.seq[rows] - some.start, some.stop - some.start)
-        for spot, overlap, out in zip(spots, overlaps, outs):
+        for spot, overlap, out in zip(spots, picked, outs):
             position = Outer(spot.side[rows], g)
             top, bottom = (None, None) if overlap is None else overlap.against(position, local)
             norm2 = _norm2(rule, spot.site, position, local) if rule.needs_norm else None
             weights = rule.weights(spot.site, top, bottom, norm2, some)
             add_matmul_(out, g.T, spot.weighted(local.spread(weights), rows))
+
+    for rows, some in _whole_sequences(scored.layout, _limit(head)):
+        add(rows, some)
     return d_hidden, [out.to(spot.side.dtype) for out, spot in zip(outs, spots)]
 
 
@@ -139,6 +143,7 @@ def by_vocabulary(
             add_matmul_(d_hidden, g, head.weight[col])
         for measure in measures:
             measure.add(g)
+        del g  # before the next block needs as much
     sides = [m.spot.weighted(scored.layout.spread(m.weights())) for m in measures]
     return d_hidden, pull_back(head, tokens, sides, to_hidden=False)[1]
 

@@ -1,5 +1,6 @@
 """The two tile functions of `_tile.py` as one Triton kernel each, in place. CUDA only."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -86,11 +87,12 @@ def absorb(
     """`_tile.absorb`, updating `stats` in place."""
     rows, cols = x.shape
     entropic = stats.moment is not None
-    _absorb_kernel[(rows,)](
-        x, target, *stats[:3], stats.moment if entropic else stats.total,
-        cols, 1.0 / warp.temperature, warp.softcap or 0.0,
-        CAPPED=warp.softcap is not None, ENTROPY=entropic, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _absorb_kernel[(rows,)](
+            x, target, *stats[:3], stats.moment if entropic else stats.total,
+            cols, 1.0 / warp.temperature, warp.softcap or 0.0,
+            CAPPED=warp.softcap is not None, ENTROPY=entropic, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
     return stats
 
 
@@ -100,10 +102,11 @@ def logit_grad(
     """`_tile.logit_grad`, written over the tile."""
     rows, cols = x.shape
     entropic = pull.d_entropy is not None
-    _logit_grad_kernel[(rows, triton.cdiv(cols, _BLOCK))](
-        x, target, pull.logsumexp, pull.logp,
-        pull.entropy if entropic else pull.logp, pull.d_entropy if entropic else pull.logp,
-        cols, 1.0 / warp.temperature, warp.softcap or 0.0,
-        CAPPED=warp.softcap is not None, ENTROPY=entropic, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _logit_grad_kernel[(rows, triton.cdiv(cols, _BLOCK))](
+            x, target, pull.logsumexp, pull.logp,
+            pull.entropy if entropic else pull.logp, pull.d_entropy if entropic else pull.logp,
+            cols, 1.0 / warp.temperature, warp.softcap or 0.0,
+            CAPPED=warp.softcap is not None, ENTROPY=entropic, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
     return x

@@ -6,15 +6,17 @@ make_recipe("dapo", {"weights+": "tis", "weights.tis.cap": 3})  one more stage w
 make_recipe("grpo", {"ratio": {"name": "kalman", "q": 1e-6}}) the same from YAML
 """
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.errors import ProxpoError, fold, nearest, resolve
 from proxpo.recipes._registry import method
 from proxpo.stages import STAGES, check, load_all, make_stage
 from proxpo.types import KINDS, MANY, Recipe, Stage
 
 Settings = Mapping[str, Any] | Iterable[tuple[str, Any]]
+Swaps = Sequence[tuple[str, Any]]
 
 
 def make_recipe(name: str, settings: Settings = ()) -> Recipe:
@@ -26,7 +28,8 @@ def make_recipe(name: str, settings: Settings = ()) -> Recipe:
     recipe = entry.make(**options)
     swaps = [(key, value) for key, value in pairs if _is_stage(key)]
     passes = tuple(apply_swaps(one, swaps) for one in recipe.passes)
-    return apply_swaps(recipe, swaps).replace(passes=passes)
+    fresh = apply_swaps(recipe.fresh, swaps) if recipe.fresh is not None else None
+    return apply_swaps(recipe, swaps).replace(passes=passes, fresh=fresh)
 
 
 def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
@@ -35,7 +38,7 @@ def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
     swaps = [pair for key, value in swaps for pair in _unfold(key, value)]
     for key, value in swaps:
         if "." not in key:
-            recipe = _swap(recipe, key, value)
+            recipe = _swap(recipe, key, value, swaps)
     for key, value in swaps:
         if "." in key:
             recipe = _adjust(recipe, key, value)
@@ -90,7 +93,7 @@ def _unfold(key: str, value: Any) -> list[tuple[str, Any]]:
     return [(key, value["name"]), *((f"{place}.{option}", given) for option, given in rest.items())]
 
 
-def _swap(recipe: Recipe, key: str, value: Any) -> Recipe:
+def _swap(recipe: Recipe, key: str, value: Any, swaps: Swaps) -> Recipe:
     kind, add = key.rstrip("+"), key.endswith("+")
     if kind not in MANY:
         if add:
@@ -101,24 +104,32 @@ def _swap(recipe: Recipe, key: str, value: Any) -> Recipe:
                 raise ProxpoError(f"{recipe.name}: the {kind} stage cannot be left out")
             if kind in optional:
                 return recipe.replace(**{kind: None})
-        return recipe.replace(**{kind: _made(kind, "none" if value is None else value)})
-    names = (
-        []
-        if value is None
-        else value
-        if isinstance(value, (list, tuple))
-        else str(value).split(",")
-    )
-    made = tuple(_made(kind, name) for name in names)
+        return recipe.replace(**{kind: _made(kind, "none" if value is None else value, swaps)})
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",")]
+    names = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    made = tuple(_made(kind, name, swaps) for name in names)
     return recipe.replace(**{kind: (*getattr(recipe, kind), *made) if add else made})
 
 
-def _made(kind: str, value: Any) -> Stage:
+def _made(kind: str, value: Any, swaps: Swaps) -> Stage:
     if isinstance(value, Stage):
         return value
-    if isinstance(value, Mapping):
-        return make_stage(kind, value["name"], **{k: v for k, v in value.items() if k != "name"})
-    return make_stage(kind, str(value))
+    if not isinstance(value, Mapping):
+        return make_stage(kind, str(value), **_required(kind, str(value), swaps))
+    if "name" not in value:
+        raise ProxpoError(f"{kind}: a stage is NAME or a table with a 'name', got {dict(value)}")
+    options = {option: given for option, given in value.items() if option != "name"}
+    return make_stage(kind, str(value["name"]), **options)
+
+
+def _required(kind: str, name: str, swaps: Swaps) -> dict[str, Any]:
+    """The settings a stage cannot be made without: its options that have no default."""
+    name = resolve(name, STAGES[kind], what=f"{kind} stage")
+    parameters = inspect.signature(STAGES[kind][name]).parameters
+    needed = [option for option, p in parameters.items() if p.default is p.empty]
+    places = {fold(f"{kind}.{place}{o}"): o for o in needed for place in ("", f"{name}.")}
+    return {places[fold(key)]: value for key, value in swaps if fold(key) in places}
 
 
 def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
@@ -131,7 +142,7 @@ def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
             )
         return recipe.replace(**{kind: _with_option(stages, path[0], value)})
     named = path[0] if len(path) == 2 else None
-    fitting = [one for one in stages if named is None or one.name == named]
+    fitting = [one for one in stages if named is None or fold(one.name) == fold(named)]
     if len(fitting) != 1:
         present = ", ".join(one.name for one in stages) or "none"
         raise ProxpoError(

@@ -1,7 +1,7 @@
 """Gradient stages, and how any recipe's loss meets a gradient transform.
 
-A transform wants the gradient of a sum of log-probabilities and the advantages apart. For the loss L
-of a recipe that sum is Σ u_it · log π(o_it) with u_it = -(∂L/∂log π_it)/A_i, held constant: 1 for
+A transform wants the gradient of a sum of log-probabilities, and the advantages apart. For a loss L
+that sum is Σ u_it · log π(o_it) with u_it = -(∂L/∂log π_it)/A_i, held constant: 1 for
 REINFORCE, the ratio for an unclipped surrogate, 0 where a clip acts. So KPO's ratio with ISOPO's
 gradient and OPO's baseline is a setting.
 """

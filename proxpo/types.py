@@ -189,7 +189,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A method: a frozen composition of stages. `passes` are run one after another on a batch."""
+    """A method: a frozen composition of stages.
+
+    `passes` are run one after another on a batch. `fresh` replaces the recipe on data that the
+    current policy has just sampled, for methods that tell fresh from replayed data.
+    """
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -207,6 +211,7 @@ class Recipe:
     gradient: Stage | None = None
     schedule: Stage | None = None
     passes: tuple["Recipe", ...] = field(default=(), repr=False)
+    fresh: "Recipe | None" = field(default=None, repr=False)
 
     def replace(self, **changes: Any) -> "Recipe":
         return replace(self, **changes)

@@ -1,0 +1,121 @@
+"""What a policy can do, on problems and seeds that never change during a run."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from proxpo.shapes import Float, Tensor
+from proxpo.train.grading import grade, is_correct
+from proxpo.train.models import Policy
+from proxpo.train.rewards import Outcome, RewardPool
+from proxpo.train.rollouts import Rollout, Samples, inputs
+from proxpo.train.streams import derive
+from proxpo.train.tasks import Problem, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """The held-out problems, how many answers to each, and how long they may be."""
+
+    problems: list[Problem]
+    samples: int
+    max_tokens: int
+    temperature: float
+    micro_batch: int
+    seed: int
+
+
+def evaluate(
+    *,
+    policy: Policy,
+    initial: nn.Module | None,
+    rollout: Rollout,
+    task: Task,
+    pool: RewardPool,
+    exam: Examination,
+) -> tuple[dict[str, float], list[dict]]:
+    """Greedy accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers."""
+    prompts = [task.encode(problem, policy.tokenizer) for problem in exam.problems]
+    best = rollout.sample(
+        prompts, seeds=[0] * len(prompts), max_tokens=exam.max_tokens, temperature=0.0
+    )
+    texts, outcomes = grade(policy, pool, exam.problems, best)
+    greedy = _right(outcomes)
+    k = exam.samples
+    drawn = rollout.sample(
+        [prompt for prompt in prompts for _ in range(k)],
+        seeds=[derive(exam.seed, "eval", i // k, i % k) for i in range(k * len(prompts))],
+        max_tokens=exam.max_tokens,
+        temperature=exam.temperature,
+    )
+    repeated = [problem for problem in exam.problems for _ in range(k)]
+    sampled = _right(grade(policy, pool, repeated, drawn)[1])
+    hits = sampled.view(-1, k).sum(dim=1)
+    kl, entropy = distance(policy, initial, drawn, exam)
+    numbers = {
+        "eval/accuracy": float(greedy.mean()),
+        f"eval/avg@{k}": float(sampled.mean()),
+        **{f"eval/pass@{n}": pass_at(hits, k, n) for n in _powers(k)},
+        "eval/entropy": entropy,
+        "eval/mean_length": float(drawn.mask.sum(dim=1).float().mean()),
+    }
+    if initial is not None:
+        numbers["eval/kl"] = kl
+    shown = [
+        {"prompt": p.prompt, "completion": t, "answer": p.answer, "correct": bool(r)}
+        for p, t, r in list(zip(exam.problems, texts, greedy))[:8]
+    ]
+    return numbers, shown
+
+
+def pass_at(hits: Float[Tensor, " problem"], samples: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k answers is right, 1 - C(n-c, k)/C(n, k)."""
+    total = math.comb(samples, k)
+    missed = [math.comb(samples - int(c), k) / total for c in hits]
+    return 1.0 - sum(missed) / max(len(missed), 1)
+
+
+@torch.no_grad()
+def distance(
+    policy: Policy, initial: nn.Module | None, samples: Samples, exam: Examination
+) -> tuple[float, float]:
+    """KL(π‖π_initial) in nats per response and entropy per token, exact over the vocabulary.
+
+    The contexts are those the current policy has just sampled.
+    """
+    given = inputs(samples, policy.pad_id)
+    kl = entropy = 0.0
+    for rows in torch.arange(len(samples.mask)).split(exam.micro_batch):
+        ids, attention = given.input_ids[rows], given.attention_mask[rows]
+        mask = samples.mask[rows]
+
+        def logp(
+            model: nn.Module, ids: Tensor = ids, attention: Tensor = attention, mask: Tensor = mask
+        ) -> Tensor:
+            width = mask.shape[1]
+            places = (attention.long().cumsum(dim=1) - 1).clamp(min=0)
+            with policy.autocast():
+                out = model(input_ids=ids, attention_mask=attention, position_ids=places)
+            kept = out.logits[:, -width - 1 : -1].float() / (exam.temperature or 1.0)
+            return kept.log_softmax(dim=-1)
+
+        now = logp(policy.model)
+        p = now.exp()
+        entropy -= float((p * now).sum(-1)[mask].sum())
+        if initial is not None:
+            kl += float((p * (now - logp(initial))).sum(-1)[mask].sum())
+    return kl / len(samples.mask), entropy / max(float(samples.mask.sum()), 1.0)
+
+
+def _right(outcomes: list[Outcome]) -> Float[Tensor, " row"]:
+    return torch.tensor([float(is_correct(outcome)) for outcome in outcomes])
+
+
+def _powers(k: int) -> list[int]:
+    """2, 4, 8 ... up to k, and k."""
+    return sorted({k, *(2**i for i in range(1, k.bit_length()) if 2**i <= k)})
+
+
+__all__ = ["Examination", "evaluate", "pass_at"]

@@ -1,0 +1,200 @@
+"""The parts of a running job: built from a config, saved to a checkpoint, restored from one."""
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from proxpo.errors import ProxpoError
+from proxpo.optimizers import make_optimizer
+from proxpo.train.checkpoint import Checkpoint, save_checkpoint
+from proxpo.train.collect import Source
+from proxpo.train.config import Config, as_dict
+from proxpo.train.evaluate import Examination
+from proxpo.train.experience import Experience
+from proxpo.train.learner import Learner, needs
+from proxpo.train.models import Policy, load_policy
+from proxpo.train.rewards import RewardPool
+from proxpo.train.rollouts import Rollout, make_rollout
+from proxpo.train.streams import derive, generator
+from proxpo.train.tasks import Task, fit_prompts, make_task
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Everything that runs; what `progress` holds is what a checkpoint must bring back."""
+
+    config: Config
+    task: Task
+    learner: Learner
+    rollout: Rollout
+    pool: RewardPool
+    exam: Examination
+    source: Source
+    initial: nn.Module
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    waiting: list[Experience] = field(default_factory=list)  # sampled, not yet trained on
+    past: list[Experience] = field(default_factory=list)  # trained on, may be replayed
+    before: dict[str, Any] = field(default_factory=dict)  # the first evaluation
+
+    @property
+    def policy(self) -> Policy:
+        return self.learner.policy
+
+    def close(self) -> None:
+        self.pool.close()
+        self.rollout.close()
+
+
+def build(config: Config) -> Job:
+    """Load the model and the task and put the parts together."""
+    recipe = config.make_recipe()
+    policy = load_policy(
+        config.model.name,
+        device=_device(config.model.device),
+        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        lora=config.model.lora,
+        seed=derive(config.seed, "init"),
+    )
+    if config.model.gradient_checkpointing:
+        policy.model.gradient_checkpointing_enable()
+    task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
+    task = fit_prompts(
+        task, policy.tokenizer, limit=config.rollout.max_prompt, drop=config.task.drop_long
+    )
+    for split, problems in (("train", task.train), ("test", task.test)):
+        if not len(problems):
+            raise ProxpoError(f"task {task.name}: the {split} split is empty")
+    initial = copy.deepcopy(policy.model).requires_grad_(False)
+    return Job(
+        config=config,
+        task=task,
+        learner=_learner(config, policy, recipe, initial),
+        rollout=make_rollout(config.rollout.backend, policy, **config.rollout.options),
+        pool=RewardPool(
+            task.reward,
+            workers=config.task.reward_workers,
+            timeout=config.task.reward_timeout,
+            max_failed=config.task.reward_max_failed,
+        ),
+        exam=_exam(config, task),
+        source=Source(problems=task.train, seed=config.seed),
+        initial=initial,
+    )
+
+
+def save(job: Job, root: Path) -> Path:
+    """Everything needed to continue as if nothing had happened, and weights others can load."""
+    learner = job.learner
+    trained = {n: p for n, p in learner.policy.model.named_parameters() if p.requires_grad}
+    parts: dict[str, Any] = {
+        "weights": trained,
+        "optimizer": learner.optimizer.state_dict(),
+        "recipe": learner.state,
+        "waiting": [one.tensors() for one in job.waiting],
+        "past": [one.tensors() for one in job.past],
+    }
+    if learner.transform is not None:
+        parts["transform"] = learner.transform.state_dict()
+    if learner.critic is not None:
+        parts["critic"] = learner.critic.state_dict()
+
+    def write_model(folder: Path) -> None:
+        learner.policy.model.save_pretrained(folder)
+        learner.policy.tokenizer.save_pretrained(folder)
+
+    info = {
+        "config": as_dict(job.config),
+        "version": learner.version,
+        "cursor": job.source.cursor,
+        "tokens": job.tokens,
+        "seconds": job.seconds,
+        "skipped": job.skipped,
+        "before": job.before,
+    }
+    keep = job.config.checkpoint.keep
+    return save_checkpoint(root, job.step, parts, info, keep_last=keep, write_model=write_model)
+
+
+def restore(job: Job, found: Checkpoint) -> None:
+    """Put a freshly built job where the checkpoint was taken."""
+    learner, parts, info = job.learner, found.parts, found.info
+    own = dict(learner.policy.model.named_parameters())
+    with torch.no_grad():
+        for name, value in parts["weights"].items():
+            own[name].copy_(value)
+    learner.optimizer.load_state_dict(parts["optimizer"])
+    learner.state = parts["recipe"]
+    if learner.transform is not None:
+        learner.transform.load_state_dict(parts["transform"])
+    if learner.critic is not None:
+        learner.critic.load_state_dict(parts["critic"])
+    device = job.policy.device
+    job.waiting = [Experience(**one).to(device) for one in parts["waiting"]]
+    job.past = [Experience(**one).to(device) for one in parts["past"]]
+    job.step, learner.version = found.step, info["version"]
+    job.source.cursor, job.tokens = info["cursor"], info["tokens"]
+    job.seconds, job.skipped, job.before = info["seconds"], info["skipped"], info["before"]
+    job.rollout.sync()
+
+
+def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) -> Learner:
+    wanted = needs(recipe)
+    critic = None
+    if wanted & {"values", "old_values"} or recipe.value is not None:
+        critic = nn.Linear(policy.bare.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(critic.weight)  # starts by expecting nothing; no draw of random numbers
+        nn.init.zeros_(critic.bias)
+        critic.to(policy.device)
+    trained = (
+        policy.model
+        if critic is None
+        else nn.ModuleDict({"policy": policy.model, "critic": critic})
+    )
+    transform = recipe.gradient.apply() if recipe.gradient is not None else None
+    if transform is not None:
+        transform.seed = derive(config.seed, "overlap") % 2**31
+    return Learner(
+        policy=policy,
+        recipe=recipe,
+        optimizer=make_optimizer(
+            config.train.optimizer,
+            trained,
+            config.train.lr,
+            weight_decay=config.train.weight_decay,
+            **config.train.optimizer_options,
+        ),
+        reference=initial if "ref_logp" in wanted else None,
+        critic=critic,
+        transform=transform,
+        state=recipe.init_state(),
+    )
+
+
+def _exam(config: Config, task: Task) -> Examination:
+    """The same held-out problems for every run with this task, whatever its seed."""
+    order = torch.randperm(len(task.test), generator=generator(0, "exam"))
+    chosen = [task.test[int(i)] for i in order[: config.evaluate.size]]
+    return Examination(
+        problems=chosen,
+        samples=config.evaluate.k,
+        max_tokens=config.rollout.max_tokens,
+        temperature=config.train_temperature,
+        micro_batch=config.train.micro_batch or 256,
+        seed=0,
+    )
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+__all__ = ["Job", "build", "restore", "save"]

@@ -1,0 +1,145 @@
+"""The end of a run: curves.png, and report.html with the same curves, numbers and samples."""
+
+import base64
+import html
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+INK, GRID = "#1f2430", "#d9dde5"
+COLOURS = ("#2f6fed", "#e4572e", "#2a9d8f", "#8a4fbf", "#c98a00", "#5c6b7a")
+
+
+def panels(rows: Rows) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(title, unit, [(metric, label)]) of every panel there is something to draw in."""
+    known = {name for row in rows for name, value in row.items() if value is not None}
+    sampled = sorted(name for name in known if name.startswith("proxpo/eval/avg@"))
+    passed = sorted(name for name in known if name.startswith("proxpo/eval/pass@"))[-1:]
+    phases = sorted(name for name in known if name.startswith("proxpo/time/"))
+    wanted = [
+        (
+            "Validation accuracy",
+            "",
+            [("proxpo/eval/accuracy", "greedy")]
+            + [(name, name.rsplit("/", 1)[1]) for name in [*sampled, *passed]],
+        ),
+        ("Training reward", "", [("reward", "mean of the batch")]),
+        ("Drift from the start", "nats per response", [("proxpo/eval/kl", "KL(π‖π₀)")]),
+        ("Entropy", "nats per token", [("proxpo/eval/entropy", "held out")]),
+        (
+            "Ratios",
+            "",
+            [("proxpo/ratio/ess", "ESS"), ("clip_ratio/region_mean", "clipped share")],
+        ),
+        ("Response length", "tokens", [("completions/mean_length", "mean")]),
+        ("Gradient norm", "", [("grad_norm", "before clipping")]),
+        ("Seconds per step", "s", [(name, name.rsplit("/", 1)[1]) for name in phases]),
+    ]
+    shown = [(title, unit, [c for c in curves if c[0] in known]) for title, unit, curves in wanted]
+    return [panel for panel in shown if panel[2]]
+
+
+def draw(rows: Rows, *, title: str) -> Any:
+    """All panels as one matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    shown = panels(rows)
+    columns = 2 if len(shown) > 1 else 1
+    lines = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(5.4 * columns, 2.7 * lines + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize=13, fontweight="bold", color=INK)
+    for number, (name, unit, curves) in enumerate(shown):
+        axis = figure.add_subplot(lines, columns, number + 1)
+        for colour, (metric, label) in zip(COLOURS * 3, curves):
+            points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
+            dots = {"marker": "o", "markersize": 3.5} if len(points) <= 40 else {}
+            axis.plot(*zip(*points), color=colour, label=label, linewidth=1.8, **dots)
+        axis.set_title(name, fontsize=10.5, loc="left", color=INK)
+        axis.set_ylabel(unit, fontsize=9)
+        axis.grid(color=GRID, linewidth=0.7)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8.5, colors=INK)
+        if name == "Validation accuracy":
+            axis.set_ylim(0, 1.02)
+            axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+        if len(curves) > 1:
+            axis.legend(fontsize=8, frameon=False)
+        if number >= len(shown) - columns:
+            axis.set_xlabel("step", fontsize=9)
+    return figure
+
+
+def write_pictures(
+    run: Path, rows: Rows, *, title: str, summary: Mapping[str, Any], samples: Sequence[Mapping]
+) -> None:
+    """curves.png and report.html in the run's folder."""
+    figure = draw(rows, title=title)
+    _replace(run / "curves.png", _image(figure, "png", dpi=150))
+    _replace(run / "report.html", page(figure, title, summary, samples).encode())
+
+
+def page(figure: Any, title: str, summary: Mapping[str, Any], samples: Sequence[Mapping]) -> str:
+    """One self-contained page: works offline, in light and dark, and on paper."""
+    drawing = base64.b64encode(_image(figure, "svg")).decode()
+    numbers = "".join(
+        f"<tr><th>{_text(name)}</th><td>{_text(_short(value))}</td></tr>"
+        for name, value in summary.items()
+        if not isinstance(value, (dict, list))
+    )
+    answers = "".join(
+        f"<tr><td><code>{_text(s['prompt'])}</code></td><td><code>{_text(s['before'])}</code></td>"
+        f"<td><code>{_text(s['after'])}</code></td><td><code>{_text(s['answer'])}</code></td></tr>"
+        for s in samples
+    )
+    config = _text(json.dumps(summary.get("config", {}), indent=1))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root {{ color-scheme: light dark; --ink: #1f2430; --paper: #ffffff; --line: #d9dde5; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e8eaf0; --paper: #14171f; --line: #343a48; }} }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 1060px; margin: 2rem auto; padding: 0 1rem; }}
+img {{ width: 100%; background: #fff; border-radius: 10px; padding: 8px; box-sizing: border-box; }}
+table {{ border-collapse: collapse; margin: 1rem 0; }}
+th, td {{ border-bottom: 1px solid var(--line); padding: .3rem .8rem .3rem 0; text-align: left; }}
+th {{ font-weight: 600; }} pre {{ overflow: auto; }}
+</style></head><body><h1>{_text(title)}</h1>
+<img alt="Curves of the run" src="data:image/svg+xml;base64,{drawing}">
+<h2>Numbers</h2><table>{numbers}</table>
+<h2>The same questions before and after</h2>
+<table><tr><th>prompt</th><th>before</th><th>after</th><th>answer</th></tr>{answers}</table>
+<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>
+"""
+
+
+def _image(figure: Any, kind: str, **options: Any) -> bytes:
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "proxpo"}):
+        figure.savefig(
+            buffer, format=kind, metadata={"Date": None} if kind == "svg" else {}, **options
+        )
+    return buffer.getvalue()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_suffix(path.suffix + ".draft")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def _text(value: Any) -> str:
+    return html.escape(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+__all__ = ["draw", "page", "panels", "write_pictures"]

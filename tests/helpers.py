@@ -1,0 +1,324 @@
+"""Batches, recipes and comparisons that the tests of the core share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import proxpo
+from proxpo import Batch, Recipe
+
+VOCAB = 4
+LEAVES = ("logp", "values", "entropy", "vocab_logp")  # what carries gradient in training
+
+# Every method of the catalogue as it comes, and the options its definition names. Bounds are such
+# that on `make_batch` each rule acts on some tokens and leaves others alone.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "reinforce": ("reinforce", {}),
+    "reinforce-ratio": ("reinforce", {"form": "ratio"}),
+    "reinforce-truncated": ("reinforce", {"form": "truncated", "cap": 1.1}),
+    "reinforce-truncated-seq": (
+        "reinforce",
+        {"form": "truncated", "cap": 1.3, "level": "sequence"},
+    ),
+    "reinforce-discounted": ("reinforce", {"gamma": 0.9, "baseline": "leave_one_out"}),
+    "reinforce-batch-baseline": ("reinforce", {"baseline": "batch"}),
+    "reinforce-standardised": ("reinforce", {"standardise": True}),
+    "rloo": ("rloo", {}),
+    "rloo-trl": ("rloo", {"form": "trl", "normalise": True, "reward_low": 0.1, "reward_high": 0.8}),
+    "reinforce-pp": ("reinforce-pp", {}),
+    "reinforce-pp-population": (
+        "reinforce-pp",
+        {"whiten_unbiased": False, "gamma": 0.9, "kl_coef": 0.2},
+    ),
+    "reinforce-pp-baseline": ("reinforce-pp-baseline", {}),
+    "remax": ("remax", {"kl_coef": 0.1}),
+    "remax-official": ("remax", {"form": "official", "kl_coef": 0.05, "reward_clip": 0.6}),
+    "opo": ("opo", {}),
+    "ppo": ("ppo", {}),
+    "ppo-full": (
+        "ppo",
+        {
+            "dual": 1.5,
+            "gamma": 0.95,
+            "lam": 0.9,
+            "kl_coef": 0.1,
+            "kl_controller": "horizon",
+            "entropy_coef": 0.01,
+            "value_clip": 0.2,
+            "value_coef": 0.1,
+        },
+    ),
+    "ppo-raw": ("ppo", {"whitening": False, "value_clip": None, "kl_controller": "doubling"}),
+    "grpo": ("grpo", {}),
+    "grpo-kl": ("grpo", {"kl_coef": 0.04}),
+    "grpo-kl-corrected": ("grpo", {"kl_coef": 0.04, "kl_ratio_corrected": True}),
+    "grpo-batch": ("grpo", {"scale": "batch", "eps": 1e-4}),
+    "grpo-process": ("grpo", {"process": True}),
+    "grpo-capped": ("grpo", {"ratio_cap": 1.3, "dual": 1.25}),
+    "grpo-stale-mask": ("grpo", {"off_policy_threshold": 0.05}),
+    "dr-grpo": ("dr-grpo", {}),
+    "dr-grpo-truncated": ("dr-grpo", {"ignore_truncated": True, "max_tokens": 9}),
+    "dapo": ("dapo", {"max_tokens": 5, "cache": 4}),
+    "dapo-prompt": (
+        "dapo",
+        {
+            "average": "prompt",
+            "group_filter": "mask",
+            "overlong": "both",
+            "max_tokens": 5,
+            "cache": 4,
+            "penalty_floor": False,
+            "dual": 1.4,
+        },
+    ),
+    "gspo": ("gspo", {"clip_low": 0.03, "clip_high": 0.04}),
+    "gspo-token": ("gspo", {"variant": "token", "clip_low": 0.03, "clip_high": 0.04}),
+    "gspo-luspo": ("gspo", {"variant": "luspo", "clip_low": 0.03, "clip_high": 0.04}),
+    "cispo": ("cispo", {}),
+    "cispo-trl": ("cispo", {"absolute": True, "high": 1.1}),
+    "cispo-unified": ("cispo", {"low": 0.1, "mask_low": 0.2, "mask_high": 0.1}),
+    "scalerl": ("scalerl", {"cap": 1.2}),
+    "sapo": ("sapo", {}),
+    "sapo-sequence": ("sapo", {"level": "sequence", "tau_pos": 2.0}),
+    "gmpo": ("gmpo", {"clip_low": 0.2, "clip_high": 0.1}),
+    "gmpo-sequence": ("gmpo", {"clip_per": "sequence", "kl_coef": 0.1, "clip_high": 0.3}),
+    "gmpo-product": ("gmpo", {"clip_per": "none", "normalise": False}),
+    "clip-cov": ("clip-cov", {"share": 1.0, "cov_low": 0.1, "clip_high": 0.2}),
+    "kl-cov": ("kl-cov", {"share": 0.2}),
+    "entropy-80-20": ("entropy-80-20", {}),
+    "entropy-80-20-trl": ("entropy-80-20", {"normalize": "all", "rule": "quantile"}),
+    "lopti": ("lopti", {}),
+    "lopti-ar": ("lopti", {"variant": "ar", "kl_coef": 0.0}),
+    "tis": ("tis", {"cap": 1.2}),
+    "tis-icepop": ("tis", {"mode": "mask", "floor": 0.9, "cap": 1.3}),
+    "tis-sequence": ("tis", {"level": "sequence", "cap": 1.5, "floor": 0.8, "normalise": True}),
+    "tis-normalised": ("tis", {"cap": 1.2, "normalise": True}),
+    "tis-bypass": ("tis", {"bypass": True}),
+    "tis-reject": ("tis", {"reject_threshold": "0.9_1.05"}),
+    "decoupled-ppo": ("decoupled-ppo", {}),
+    "decoupled-masked": (
+        "decoupled-ppo",
+        {"weight_cap": 1.02, "weight_mode": "mask", "weight_level": "geometric", "max_lag": 3},
+    ),
+    "a3po": ("decoupled-ppo", {"prox": "a3po", "weight_cap": 1.2}),
+    "a3po-areal": ("decoupled-ppo", {"prox": "areal"}),
+    "a3po-linear": ("decoupled-ppo", {"prox": "linear", "dual": 1.5}),
+    "dpo": ("dpo", {}),
+    "dpo-smooth": ("dpo", {"label_smoothing": 0.2}),
+    "dpo-robust": ("dpo", {"label_smoothing": 0.2, "form": "robust"}),
+    "dpo-ipo": ("dpo", {"form": "ipo"}),
+    "dpo-ipo-sum": ("dpo", {"form": "ipo", "ipo_mean": False}),
+    "isopo": ("isopo", {}),
+    "isopo-ntk": ("isopo-ntk", {}),
+    "p3o": ("p3o", {}),
+    "p3o-terms": ("p3o", {"kl_coef": 0.1, "entropy_coef": 0.01}),
+    "p3o-2019": ("p3o-2019", {}),
+    "p3o-2019-on": ("p3o-2019", {"step": "on"}),
+    "p3o-2019-full": ("p3o-2019", {"kl": "full", "cap": False}),
+    "p3o-2019-code": (
+        "p3o-2019",
+        {"kl": "full", "kl_direction": "pi_beta", "kl_mean_over_actions": True},
+    ),
+    "p4o": ("p4o", {}),
+    "kpo": ("kpo", {"q": 0.1, "clip_low": 0.02, "clip_high": 0.02}),
+    "kpo-skip": ("kpo", {"q": 0.1, "mask_mode": "skip", "clipped": False}),
+    "ema-kpo": ("ema-kpo", {"q": 0.01, "clip_low": 0.02, "clip_high": 0.02}),
+    "ema-kpo-fixed": ("ema-kpo", {"mode": "fixed", "alpha": 0.3, "mask_mode": "skip"}),
+}
+
+
+def f64(x: Any) -> Tensor:
+    """Numbers in float64, whatever torch's default is."""
+    return torch.as_tensor(x, dtype=torch.float64)
+
+
+def recipe(case: str) -> Recipe:
+    slug, settings = CASES[case]
+    return proxpo.make_recipe(slug, settings)
+
+
+def make_batch(
+    seed: int = 0,
+    *,
+    groups: int = 3,
+    size: int = 3,
+    tokens: int = 6,
+    spread: float = 0.2,
+    holes: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> Batch:
+    """A ragged batch with every field: lengths from 1, holes in the mask, stale log-probabilities.
+
+    `spread` is the standard deviation of the log-ratios.
+    """
+    g = torch.Generator().manual_seed(seed)
+    rows = groups * size
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def near(x: Tensor) -> Tensor:
+        return x + normal(*x.shape, scale=spread)
+
+    length = torch.randint(1, tokens + 1, (rows,), generator=g)
+    mask = torch.arange(tokens) < length[:, None]
+    if holes:
+        hole = torch.rand(rows, tokens, generator=g) < 0.15
+        mask &= ~(hole & (torch.arange(tokens) > 0))
+    group = torch.arange(groups).repeat_interleave(size)
+    rewards = torch.randint(0, 5, (rows,), generator=g).double() / 4
+    if size > 1:
+        rewards[:2] = torch.tensor([1.0, 0.25])  # at least one prompt is informative
+    logp = -3 * torch.rand(rows, tokens, generator=g, dtype=torch.float64) - 0.05
+    old_values = normal(rows, tokens, scale=0.5)
+    step_end = mask & (torch.rand(rows, tokens, generator=g) < 0.5)
+    old_logp = near(logp)
+    batch = Batch(
+        logp=logp,
+        mask=mask,
+        old_logp=old_logp,
+        ref_logp=near(logp),
+        rollout_logp=near(old_logp),
+        prox_logp=near(logp),
+        entropy=2 * torch.rand(rows, tokens, generator=g, dtype=torch.float64),
+        values=old_values + normal(rows, tokens, scale=0.3),
+        old_values=old_values,
+        token_rewards=torch.where(step_end, normal(rows, tokens, scale=0.3), 0.0),
+        step_end=step_end,
+        lag=torch.randint(0, 5, (rows, tokens), generator=g),
+        vocab_logp=normal(rows, tokens, VOCAB).log_softmax(-1),
+        old_vocab_logp=normal(rows, tokens, VOCAB).log_softmax(-1),
+        tokens=torch.randint(0, VOCAB, (rows, tokens), generator=g),
+        rewards=rewards,
+        group=group,
+        greedy_rewards=torch.rand(groups, generator=g, dtype=torch.float64)[group],
+        correct=rewards > 0.6,
+        truncated=torch.rand(rows, generator=g) < 0.2,
+    )
+    return cast(batch, dtype)
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The same batch with all floating fields in `dtype`."""
+    changed = {k: v.to(dtype) for k, v in batch.items() if v.is_floating_point()}
+    return batch.replace(**changed)
+
+
+def with_leaves(batch: Batch) -> Batch:
+    """The batch with fresh leaves of autograd where a model would stand."""
+    fresh = {k: v.detach().clone().requires_grad_() for k, v in batch.items() if k in LEAVES}
+    return batch.replace(**fresh)
+
+
+def gradients(value: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """dvalue/dfield for every leaf; 0 where the value does not depend on it."""
+    leaves = {k: v for k, v in batch.items() if v.requires_grad}
+    if not value.requires_grad:
+        return {k: torch.zeros_like(v) for k, v in leaves.items()}
+    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return {
+        k: torch.zeros_like(leaf) if grad is None else grad
+        for (k, leaf), grad in zip(leaves.items(), found)
+    }
+
+
+def loss_and_gradients(
+    made: Recipe, batch: Batch, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a whole batch and its gradients with respect to what a model gives."""
+    batch = with_leaves(batch)
+    value = proxpo.loss_fn(made)(batch, **options).value
+    return value.detach(), gradients(value, batch)
+
+
+def policy_gradient(made: Recipe, batch: Batch, **options: Any) -> Tensor:
+    """dloss/dlogp."""
+    return loss_and_gradients(made, batch, **options)[1]["logp"]
+
+
+def method(slug: str, **settings: Any) -> Recipe:
+    return proxpo.make_recipe(slug, settings)
+
+
+def close(found: Any, expected: Any, *, rtol: float = 1e-11, atol: float = 1e-12) -> None:
+    """Equal numbers, tensors or tables of tensors; float64 unless told otherwise."""
+    if isinstance(expected, Mapping):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            close(found[name], value, rtol=rtol, atol=atol)
+        return
+    a, b = f64(found), f64(expected)
+    torch.testing.assert_close(a, b.expand_as(a) if b.dim() == 0 else b, rtol=rtol, atol=atol)
+
+
+def pad_columns(batch: Batch, columns: int, garbage: float = 0.0) -> Batch:
+    """Masked columns on the right."""
+
+    def padded(x: Tensor) -> Tensor:
+        if x.shape[:2] != batch.mask.shape:
+            return x
+        fill = garbage if x.is_floating_point() else 0
+        shape = (x.shape[0], columns, *x.shape[2:])
+        return torch.cat([x, torch.full(shape, fill, dtype=x.dtype)], dim=1)
+
+    return Batch(**{k: padded(v) for k, v in batch.items()})
+
+
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """Responses without tokens and without a reward, to a prompt of their own."""
+
+    def padded(name: str, x: Tensor) -> Tensor:
+        fill = float("nan") if name == "rewards" else -1 if name == "group" else 0
+        return torch.cat([x, torch.full((rows, *x.shape[1:]), fill, dtype=x.dtype)])
+
+    return Batch(**{k: padded(k, v) for k, v in batch.items()})
+
+
+def with_garbage(batch: Batch, garbage: float) -> Batch:
+    """`garbage` at every masked position of every floating field."""
+
+    def spoilt(x: Tensor) -> Tensor:
+        if x.shape[:2] != batch.mask.shape or not x.is_floating_point():
+            return x
+        mask = batch.mask.reshape(batch.mask.shape + (1,) * (x.dim() - 2))
+        return torch.where(mask, x, garbage)
+
+    return Batch(**{k: spoilt(v) for k, v in batch.items()})
+
+
+def crafted(log_ratio: Any, advantages: Any, *, mask: Any = None, **fields: Any) -> Batch:
+    """A batch from its log-ratios to the old policy and its advantages (per row or per token)."""
+    z = torch.as_tensor(log_ratio, dtype=torch.float64)
+    logp = -1.0 - 0.1 * torch.arange(z.numel(), dtype=torch.float64).reshape(z.shape)
+    return Batch(
+        logp=logp,
+        old_logp=logp - z,
+        mask=torch.ones_like(z, dtype=torch.bool) if mask is None else torch.tensor(mask).bool(),
+        advantages=torch.as_tensor(advantages, dtype=torch.float64),
+        **fields,
+    )
+
+
+def on_policy(batch: Batch) -> Batch:
+    """The batch as if drawn from the current policy: every other log-probability equals logp."""
+    names = ("old_logp", "rollout_logp", "prox_logp")
+    return batch.replace(**dict.fromkeys(names, batch.logp.clone()))
+
+
+def advantages(made: Recipe, batch: Batch) -> Tensor:
+    """Per-token advantages the recipe computes; 0 where masked."""
+    return proxpo.prepare(made, batch).batch.advantages
+
+
+def per_row(x: Tensor, batch: Batch) -> Tensor:
+    """The value all valid tokens of a row share; fails if they differ."""
+    first = torch.stack([row[m][0] for row, m in zip(x, batch.mask)])
+    close(x, torch.where(batch.mask, first[:, None], 0.0))
+    return first
+
+
+def outcome_only(batch: Batch) -> Batch:
+    """The batch without rewards on single tokens."""
+    return batch.replace(token_rewards=None, step_end=None)

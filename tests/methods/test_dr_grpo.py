@@ -1,0 +1,68 @@
+import pytest
+import torch
+from helpers import (
+    advantages,
+    close,
+    loss_and_gradients,
+    make_batch,
+    method,
+    pad_columns,
+    per_row,
+    policy_gradient,
+)
+
+
+@pytest.mark.checks("dr-grpo", "dloss/dlogp = -A·r/(B·L_max) where live, whatever the length")
+def test_weight_does_not_know_the_length() -> None:
+    batch = make_batch(1, spread=0.05)
+    made = method("dr-grpo", max_tokens=50, clip=5.0)
+    r = (batch.logp - batch.old_logp).exp()
+    close(policy_gradient(made, batch), -advantages(made, batch) * r / (9 * 50))
+
+
+@pytest.mark.checks("dr-grpo", "advantages of a group sum to 0; times G/(G-1) they are RLOO's")
+def test_advantages() -> None:
+    batch = make_batch(1)
+    a = per_row(advantages(method("dr-grpo"), batch), batch)
+    close(a.view(3, 3).sum(1), torch.zeros(3))
+    close(1.5 * a, per_row(advantages(method("rloo", kl_coef=0.0), batch), batch))
+
+
+@pytest.mark.checks("dr-grpo", "twice L_max halves loss and gradient; padding changes nothing")
+def test_constant_not_width() -> None:
+    batch = make_batch(1)
+    value, grads = loss_and_gradients(method("dr-grpo", max_tokens=10), batch)
+    half, half_grads = loss_and_gradients(method("dr-grpo", max_tokens=20), batch)
+    close(half, value / 2)
+    close(half_grads["logp"], grads["logp"] / 2)
+    wide, _ = loss_and_gradients(method("dr-grpo", max_tokens=10), pad_columns(batch, 4))
+    close(wide, value)
+    width = batch.mask.shape[1]  # dividing by the padded width, the wrong variant, would move
+    assert abs(value * 10 / width - value * 10 / (width + 4)) > 1e-3
+
+
+@pytest.mark.checks("dr-grpo", "equal lengths L = L_max: both other averages agree")
+def test_equal_lengths() -> None:
+    batch = make_batch(1)
+    batch = batch.replace(mask=torch.ones_like(batch.mask))
+    value, _ = loss_and_gradients(method("dr-grpo", max_tokens=6), batch)
+    for average in ("seq_mean_token_mean", "token_mean"):
+        close(loss_and_gradients(method("dr-grpo", aggregate=average), batch)[0], value)
+
+
+@pytest.mark.checks("dr-grpo", "rewards times c scale the gradient by c; GRPO's does not change")
+def test_reward_scale() -> None:
+    batch = make_batch(1)
+    scaled = batch.replace(rewards=4 * batch.rewards)
+    dr, grpo = method("dr-grpo"), method("grpo", eps=0.0)
+    close(policy_gradient(dr, scaled), 4 * policy_gradient(dr, batch))
+    close(policy_gradient(grpo, scaled), policy_gradient(grpo, batch))
+
+
+def test_truncated_rows_are_silent_but_counted() -> None:
+    batch = make_batch(1)
+    batch = batch.replace(truncated=torch.arange(9) < 3)
+    kept = policy_gradient(method("dr-grpo"), batch)
+    found = policy_gradient(method("dr-grpo", ignore_truncated=True), batch)
+    close(found[:3], torch.zeros(3, 6))
+    close(found[3:], kept[3:])  # the same B: a mean over the remaining rows would differ

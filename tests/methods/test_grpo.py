@@ -1,0 +1,137 @@
+import math
+
+import pytest
+import torch
+from helpers import (
+    advantages,
+    close,
+    crafted,
+    f64,
+    make_batch,
+    method,
+    on_policy,
+    outcome_only,
+    per_row,
+    policy_gradient,
+)
+
+
+def rewarded(rewards: list[float], size: int, **options: object) -> torch.Tensor:
+    batch = make_batch(1, groups=len(rewards) // size, size=size)
+    batch = batch.replace(rewards=f64(rewards))
+    return per_row(advantages(method("grpo", **options), batch), batch)
+
+
+@pytest.mark.checks("grpo", "advantages of a group sum to 0 with std = std/(std+δ)")
+def test_standardised() -> None:
+    batch = make_batch(1)
+    for eps in (1e-6, 1e-4, 0.5):
+        a = per_row(advantages(method("grpo", eps=eps), batch), batch).view(3, 3)
+        close(a.sum(1), torch.zeros(3))
+        std = batch.rewards.view(3, 3).std(1)
+        close(a.std(1), std / (std + eps))
+
+
+@pytest.mark.checks("grpo", "G = 2, different rewards: A = ±1/√2")
+def test_two_responses() -> None:
+    close(rewarded([3.0, 1.0], 2), f64([1.0, -1.0]) / math.sqrt(2), rtol=1e-6)
+    biased = f64([1.0, -1.0])  # what a population std would give: the wrong variant
+    assert not torch.allclose(rewarded([3.0, 1.0], 2), biased, rtol=1e-2)
+
+
+@pytest.mark.checks("grpo", "binary rewards, success rate p: √((1-p)/p) and -√(p/(1-p))")
+def test_binary_rewards() -> None:
+    right, size = 3, 12
+    p = right / size
+    a = rewarded([1.0] * right + [0.0] * (size - right), size)
+    shrink = math.sqrt((size - 1) / size)
+    close(a[0], shrink * math.sqrt((1 - p) / p), rtol=1e-5)
+    close(a[-1], -shrink * math.sqrt(p / (1 - p)), rtol=1e-5)
+
+
+@pytest.mark.checks("grpo", "r → a·r + b with a > 0 leaves A unchanged")
+def test_affine_invariance() -> None:
+    batch, made = make_batch(1), method("grpo", eps=1e-12)
+    moved = batch.replace(rewards=3 * batch.rewards + 8)
+    close(advantages(made, moved), advantages(made, batch), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.checks("grpo", "β = 0, r = 1: dloss/dlogp = -A/(B·L_i)")
+def test_gradient_on_policy() -> None:
+    batch, made = on_policy(make_batch(1)), method("grpo")
+    weight = 1 / (len(batch.mask) * batch.mask.double().sum(1, keepdim=True))
+    close(policy_gradient(made, batch), -advantages(made, batch) * weight)
+
+
+@pytest.mark.checks("grpo", "the KL part's gradient is β(1 - e^{ref-logp}), 0 at logp = ref")
+def test_kl_gradient() -> None:
+    batch = make_batch(1)
+    weight = batch.mask / (len(batch.mask) * batch.mask.double().sum(1, keepdim=True))
+
+    def kl_part(b: object) -> torch.Tensor:
+        return policy_gradient(method("grpo", kl_coef=0.3), b) - policy_gradient(method("grpo"), b)
+
+    close(kl_part(batch), 0.3 * (1 - (batch.ref_logp - batch.logp).exp()) * weight)
+    close(kl_part(batch.replace(ref_logp=batch.logp)), 0.0 * batch.logp)
+
+
+@pytest.mark.checks("grpo", "token mean and 1.28 make it DAPO; no std and a constant Dr. GRPO")
+def test_relatives() -> None:
+    batch = make_batch(1)
+    as_dapo = method("grpo", aggregate="token_mean", clip_high=0.28)
+    close(policy_gradient(as_dapo, batch), policy_gradient(method("dapo"), batch))
+    constant = {"name": "constant_length", "max_tokens": 9}
+    as_dr = method("grpo", scale="none", aggregate=constant)
+    close(policy_gradient(as_dr, batch), policy_gradient(method("dr-grpo", max_tokens=9), batch))
+
+
+def test_zero_variance_is_exactly_zero() -> None:
+    """0.1 three times has a rounded mean that is not 0.1; A must still be 0, not 1e-11/δ."""
+    assert rewarded([0.1] * 3, 3, eps=1e-12).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_group_of_one() -> None:
+    assert rewarded([0.7, -2.0], 1).tolist() == [0.7, -2.0]
+    assert rewarded([0.7, -2.0], 1, singleton="zero").tolist() == [0.0, 0.0]
+
+
+def test_missing_rewards() -> None:
+    a = rewarded([1.0, math.nan, 0.0, 0.5], 4)
+    close(a[[0, 2, 3]], rewarded([1.0, 0.0, 0.5], 3))
+    assert a[1] == 0
+
+
+def test_scales() -> None:
+    batch = make_batch(1)
+    centred = advantages(method("dr-grpo"), batch)
+    std = batch.rewards.std()
+    close(advantages(method("grpo", scale="batch"), batch), centred / (std + 1e-6))
+    spread = per_row(centred, batch).std()
+    close(advantages(method("grpo", scale="centred"), batch), centred / (spread + 1e-6))
+    close(advantages(method("grpo", scale="none"), batch), centred)
+
+
+def test_two_sided_cap() -> None:
+    """INTELLECT-2's δ bounds the unclipped branch: a huge ratio with A < 0 loses its gradient."""
+    batch = crafted([[math.log(5.0), math.log(3.0)]], [-1.0])
+    free, capped = (policy_gradient(method("grpo", ratio_cap=cap), batch)[0] for cap in (None, 4.0))
+    close(free, f64([2.5, 1.5]))
+    close(capped, f64([0.0, 1.5]))
+
+
+def test_stale_negative_responses_are_masked_with_the_count_kept() -> None:
+    batch = crafted([[0.0, 0.0]] * 3, [-1.0, -1.0, 1.0])
+    drift = f64([[0.9], [0.1], [0.9]])
+    batch = batch.replace(rollout_logp=batch.logp + drift)
+    found = policy_gradient(method("grpo", off_policy_threshold=0.5), batch)
+    close(found, f64([[0.0], [1.0], [-1.0]]).expand(3, 2) / 6)
+
+
+def test_process_rewards_sum_over_the_steps_ahead() -> None:
+    batch = outcome_only(make_batch(1, groups=1, size=2, tokens=3)).replace(
+        mask=torch.ones(2, 3, dtype=torch.bool),
+        token_rewards=f64([[1.0, 0.0, 3.0], [0.0, 2.0, 0.0]]),
+        step_end=torch.tensor([[True, False, True], [False, True, False]]),
+    )
+    a = advantages(method("grpo", process=True, eps=0.0), batch)
+    close(a, f64([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))

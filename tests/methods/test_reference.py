@@ -1,0 +1,32 @@
+"""Every method and option against plain loops, in value and gradient, on ragged batches."""
+
+import pytest
+from helpers import CASES, close, gradients, loss_and_gradients, make_batch, recipe, with_leaves
+
+import proxpo
+from methods.reference import REFERENCES
+
+MARKED = [
+    pytest.param(
+        case,
+        marks=pytest.mark.checks(CASES[case][0], "equals plain loops in value and gradient"),
+        id=case,
+    )
+    for case in CASES
+]
+
+
+def test_every_method_of_the_catalogue_has_a_reference() -> None:
+    assert {slug for slug, _ in CASES.values()} == set(proxpo.methods())
+    assert REFERENCES.keys() == CASES.keys()
+
+
+@pytest.mark.parametrize("case", MARKED)
+@pytest.mark.parametrize(("seed", "spread"), [(1, 0.2), (3, 0.6)], ids=["near", "far"])
+def test_equals_plain_loops(case: str, seed: int, spread: float) -> None:
+    batch = make_batch(seed, spread=spread)
+    value, grads = loss_and_gradients(recipe(case), batch)
+    leaves = with_leaves(batch)
+    expected = REFERENCES[case](leaves)
+    close(value, expected.detach())
+    close(grads, gradients(expected, leaves))

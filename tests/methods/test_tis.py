@@ -1,0 +1,190 @@
+import math
+
+import pytest
+import torch
+from helpers import (
+    close,
+    crafted,
+    f64,
+    loss_and_gradients,
+    make_batch,
+    method,
+    on_policy,
+    policy_gradient,
+)
+
+import proxpo
+from proxpo.filters import reject
+from proxpo.weights import tis
+
+CONTEXT = proxpo.Context()
+
+
+def mismatch(q: list[list[float]], **fields: object) -> object:
+    """A batch with log π_old - log π_roll = q."""
+    batch = crafted(torch.zeros_like(f64(q)), [1.0] * len(q), **fields)
+    return batch.replace(rollout_logp=batch.old_logp - f64(q))
+
+
+def weights(batch: object, **options: object) -> torch.Tensor:
+    return tis(**options).apply(batch, CONTEXT)[0]
+
+
+@pytest.mark.checks("tis", "sampler = trainer: w = 1, the loss is unchanged, normalised or not")
+@pytest.mark.parametrize(
+    "options", [{}, {"normalise": True}, {"level": "sequence"}, {"mode": "mask"}]
+)
+def test_no_mismatch(options: dict) -> None:
+    batch = make_batch(1)
+    batch = batch.replace(rollout_logp=batch.old_logp)
+    value, grads = loss_and_gradients(method("tis", **options), batch)
+    base = loss_and_gradients(method("grpo"), batch)
+    close(value, base[0])
+    close(grads, base[1])
+
+
+@pytest.mark.checks("tis", "the gradient is w times the one without; no cap: importance sampling")
+@pytest.mark.parametrize("cap", [1.1, math.inf])
+def test_weight_multiplies_the_gradient(cap: float) -> None:
+    batch = make_batch(1)
+    w = (batch.old_logp - batch.rollout_logp).exp().clamp(max=cap)
+    found = policy_gradient(method("tis", cap=cap), batch)
+    close(found, w * policy_gradient(method("grpo"), batch))
+
+
+def test_weight_leaves_the_kl_alone() -> None:
+    batch = make_batch(1)
+    settings = {"regularisers": "kl_to_ref", "regularisers.kl_to_ref.coef": 0.5}
+    part = policy_gradient(method("tis", **settings), batch) - policy_gradient(method("tis"), batch)
+    plain = policy_gradient(method("grpo", kl_coef=0.5), batch) - policy_gradient(
+        method("grpo"), batch
+    )
+    close(part, plain)
+
+
+@pytest.mark.checks("tis", "0 ≤ w ≤ C; normalised weights have mean 1")
+def test_range_and_mean() -> None:
+    batch = make_batch(1, spread=1.0)
+    w = weights(batch, cap=1.5)
+    assert w.min() >= 0
+    assert w.max() == 1.5
+    assert w[batch.mask].min() < 1
+    close(weights(batch, cap=1.5, normalise=True)[batch.mask].mean(), 1.0)
+    rows = weights(batch, cap=1.5, normalise=True, level="sequence")[:, 0]
+    close(rows.mean(), 1.0)
+    floored = weights(batch, cap=1.5, floor=0.5)
+    assert floored[batch.mask].min() == 0.5
+
+
+@pytest.mark.checks("tis", "sequence weight: the product of the tokens'; alone in a row, its own")
+def test_sequence_level() -> None:
+    batch = mismatch([[0.1, 0.2, -0.4], [0.3, 9.0, 9.0]], mask=[[1, 1, 1], [1, 0, 0]])
+    free = {"cap": math.inf}
+    token, row = weights(batch, **free), weights(batch, level="sequence", **free)
+    close(row[0], token[0].prod())
+    close(row[1], token[1, 0])
+    close(weights(batch, level="geometric", **free)[0], math.exp(-0.1 / 3))
+
+
+def test_sum_is_clamped_not_the_tokens() -> None:
+    batch = mismatch([[15.0, 15.0, -12.0]])
+    close(weights(batch, level="sequence", cap=math.inf), math.exp(18.0))
+    batch = mismatch([[15.0, 15.0, 15.0]])
+    close(weights(batch, level="sequence", cap=math.inf), math.exp(20.0))
+
+
+@pytest.mark.checks("tis", "IcePop with [0, ∞) is uncapped; with [1, 1] it keeps exact matches")
+def test_icepop() -> None:
+    batch = mismatch([[0.0, 0.5, -0.5, 0.1]])
+    free = weights(batch, cap=math.inf)
+    close(weights(batch, mode="mask", floor=0.0, cap=math.inf), free)
+    close(weights(batch, mode="mask", floor=1.0, cap=1.0), f64([[1.0, 0.0, 0.0, 0.0]]))
+    kept = weights(batch, mode="mask", floor=0.9, cap=1.2)
+    close(kept, f64([[1.0, 0.0, 0.0, math.exp(0.1)]]))  # kept weights are not clipped
+
+
+def test_masked_weights_keep_the_denominator() -> None:
+    batch = mismatch([[0.0, 0.9]])
+    close(policy_gradient(method("tis", mode="mask", cap=2.0), batch), f64([[-0.5, 0.0]]))
+    rejected = method("tis", reject_threshold="0.9_1.1", reject_statistic="token")
+    close(policy_gradient(rejected, batch), f64([[-1.0, 0.0]]))
+
+
+@pytest.mark.checks("tis", "bypass equals the decoupled form with old = sampler and w = 1")
+def test_bypass() -> None:
+    batch = make_batch(1)
+    found = loss_and_gradients(method("tis", bypass=True), batch)
+    same = batch.replace(old_logp=batch.rollout_logp)
+    expected = loss_and_gradients(method("tis"), same)
+    close(found[0], expected[0])
+    close(found[1], expected[1])
+    twice = method("tis", bypass=True, **{"weights+": "tis"})  # counts the mismatch twice
+    assert not torch.allclose(policy_gradient(twice, batch), found[1]["logp"])
+
+
+def kept(q: list[list[float]], **options: object) -> list[list[bool]]:
+    batch = mismatch(q)
+    keep = reject(**options).apply(batch, CONTEXT)[0]
+    return (keep & batch.mask).tolist()
+
+
+def test_sign_of_k1() -> None:
+    """k1 is -q: "0.9_1.2" keeps trainer/sampler in [1/1.2, 1/0.9], not in [0.9, 1.2]."""
+    inside, outside = -math.log(1.15), math.log(1.15)
+    options = {"estimator": "k1", "statistic": "token", "threshold": "0.9_1.2"}
+    assert kept([[inside, outside]], **options) == [[True, False]]
+    flipped = [0.9 <= math.exp(q) <= 1.2 for q in (inside, outside)]  # the wrong sign
+    assert flipped == [False, True]
+
+
+def test_one_bound_is_two_sided() -> None:
+    options = {"statistic": "token", "threshold": 2.0}
+    assert kept([[0.6, -0.6, 0.7, -0.7]], **options) == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value"), [("k2", lambda u: u * u / 2), ("k3", lambda u: math.expm1(u) - u)]
+)
+@pytest.mark.parametrize("statistic", ["token", "seq_sum", "seq_mean", "seq_max"])
+def test_statistics(estimator: str, value: object, statistic: str) -> None:
+    q = [[0.3, -0.2], [0.1, 0.05]]
+    rows = [[value(u) for u in row] for row in q]
+    pooled = {
+        "token": rows,
+        "seq_sum": [[sum(row)] * 2 for row in rows],
+        "seq_mean": [[sum(row) / 2] * 2 for row in rows],
+        "seq_max": [[max(row)] * 2 for row in rows],
+    }[statistic]
+    limit = 0.03
+    options = {"estimator": estimator, "statistic": statistic, "threshold": limit}
+    assert kept(q, **options) == [[x <= limit for x in row] for row in pooled]
+
+
+def test_criteria_are_anded() -> None:
+    batch = make_batch(1)
+    rules = [reject(statistic="token", threshold=h) for h in ("0.8_1.1", "0.95_1.3")]
+    both = proxpo.prepare(method("grpo", filter=rules), batch).batch.mask
+    one, two = (rule.apply(batch, CONTEXT)[0] for rule in rules)
+    assert torch.equal(both, batch.mask & one & two)
+    assert both.any()
+
+
+def test_everything_rejected_is_zero() -> None:
+    batch = make_batch(1)
+    made = method("tis", reject_estimator="k2", reject_threshold=-1.0)
+    value, grads = loss_and_gradients(made, batch)
+    assert value == 0
+    assert grads["logp"].eq(0).all()
+
+
+def test_missing_sampler_probability_counts_as_agreement() -> None:
+    batch = mismatch([[math.nan, 0.4]])
+    close(weights(batch), f64([[1.0, math.exp(0.4)]]))
+
+
+def test_any_recipe_can_have_the_weight() -> None:
+    batch = make_batch(1)
+    w = (batch.old_logp - batch.rollout_logp).exp().clamp(max=3.0)
+    made = method("dapo", **{"weights+": "tis", "weights.tis.cap": 3})
+    close(policy_gradient(made, batch), w * policy_gradient(method("dapo"), batch))
+    assert on_policy(batch).rollout_logp is not None

@@ -154,9 +154,11 @@ class _Expand(torch.autograd.Function):
 class Shared:
     """The vectors of one module in one call: a list of positions of its own for each."""
 
-    def __init__(self, session: Session, units: dict[str, Unit]) -> None:
+    def __init__(self, session: Session, units: dict[str, Unit], lead: tuple[int, ...]) -> None:
         self.session = session
         self.units = units
+        if lead != session.shape:  # refuse now rather than in the backward pass
+            _place.axes(lead, session.shape, next(iter(units.values())).name)
         self.calls = {name: unit.begin(session.layout) for name, unit in units.items()}
 
     def finish(self, attribute: str, grad: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a seco
 backward pass (`_owned.py`), with one warning that names it.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -74,6 +75,8 @@ def _switch(session: Session, original: Forward, ours: Forward) -> Forward:
         plain = session.quiet or not torch.is_grad_enabled()
         return original(*args, **kwargs) if plain else ours(*args, **kwargs)
 
+    if not _compiler_loaded():
+        return run
     uncompiled = torch.compiler.disable(run)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -82,9 +85,14 @@ def _switch(session: Session, original: Forward, ours: Forward) -> Forward:
     return forward
 
 
+def _compiler_loaded() -> bool:
+    """Loading the compiler takes seconds; a model that is compiled has done so already."""
+    return "torch._dynamo" in sys.modules
+
+
 def fingerprint(model: nn.Module) -> list[Any]:
     """Equal as long as the same modules train the same parameters with the same code."""
-    mark: list[Any] = []
+    mark: list[Any] = [_compiler_loaded()]
     seen: set[int] = set()
     todo = [model]
     while todo:
@@ -165,7 +173,7 @@ def _fused_norm(session: Session, module: Any, name: str, names: list[str], *_: 
         return F.rms_norm(x, shape, weight, eps)
 
     def forward(input: Tensor) -> Tensor:
-        norm = Norm(apply, Shared(session, units))
+        norm = Norm(apply, Shared(session, units, tuple(input.shape[:-1])))
         return norm(input, module.weight, getattr(module, "bias", None))
 
     return forward
@@ -178,7 +186,8 @@ def _elementwise(
     units = {own: session.add(module, name, [own], draws=True) for own in names}
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shared, lead = Shared(session, units), tuple(x.shape[:-1])
+        lead = tuple(x.shape[:-1])
+        shared = Shared(session, units, lead)
         wide = {own: expand(getattr(module, own), lead, own, shared) for own in names}
         with _owned.substituted(module, wide):
             return original(x, *args, **kwargs)

@@ -13,7 +13,7 @@ from proxpo.errors import ProxpoError
 from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
 from proxpo.gradients._session import Observer, Rule, Session, Site, Stream
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.shapes import Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
 
@@ -48,9 +48,9 @@ class Transform:
         self,
         model: nn.Module,
         *,
-        sequences: Int[Tensor, "..."],
-        advantages: Float[Tensor, " row"],
-        groups: Int[Tensor, " row"] | None = None,
+        sequences: Shaped[Tensor, "..."],
+        advantages: Shaped[Tensor, "..."],
+        groups: Shaped[Tensor, "..."] | None = None,
         observe: Observer | None = None,
     ) -> Iterator[Session]:
         """Transform the gradients of `model` while the block is open.

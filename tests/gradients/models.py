@@ -67,7 +67,7 @@ def hf(kind: str, **overrides) -> nn.Module:
         "intermediate_size": 48,
         "max_position_embeddings": 64,
         "attn_implementation": "eager",
-    }
+    } | overrides
     moe = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
     if kind == "gpt2":
         config = transformers.GPT2Config(
@@ -75,17 +75,17 @@ def hf(kind: str, **overrides) -> nn.Module:
             attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, attn_implementation="eager",
         )  # fmt: skip
     elif kind == "qwen3":
-        config = transformers.Qwen3Config(**common, head_dim=8, **overrides)
+        config = transformers.Qwen3Config(**common, head_dim=8)
     elif kind == "llama":
-        config = transformers.LlamaConfig(**common, **overrides)
+        config = transformers.LlamaConfig(**common)
     elif kind == "gemma3":
-        config = transformers.Gemma3TextConfig(**common, head_dim=8, **overrides)
+        config = transformers.Gemma3TextConfig(**common, head_dim=8)
     elif kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(
-            **common, head_dim=8, num_experts=4, moe_intermediate_size=16, **moe, **overrides
+            **common, head_dim=8, num_experts=4, moe_intermediate_size=16, **moe
         )
     elif kind == "mixtral":
-        config = transformers.MixtralConfig(**common, num_local_experts=4, **moe, **overrides)
+        config = transformers.MixtralConfig(**common, num_local_experts=4, **moe)
     model = transformers.AutoModelForCausalLM.from_config(config).double()
     with torch.no_grad():
         for name, value in model.named_parameters():

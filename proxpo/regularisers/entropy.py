@@ -42,6 +42,6 @@ def covariance_penalty(*, share: float = 2e-3, coef: float = 1.0):
         chosen[rank] = True
         chosen = chosen.view_as(batch.mask)
         distance = (batch.logp - batch.old_logp.detach()).abs()
-        return coef * chosen * distance, {"weights/selected": masked_mean(chosen, batch.mask)}
+        return coef * distance * chosen, {"weights/selected": masked_mean(chosen, batch.mask)}
 
     return penalty

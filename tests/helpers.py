@@ -295,7 +295,7 @@ def crafted(log_ratio: Any, advantages: Any, *, mask: Any = None, **fields: Any)
     return Batch(
         logp=logp,
         old_logp=logp - z,
-        mask=torch.ones_like(z, dtype=torch.bool) if mask is None else torch.tensor(mask).bool(),
+        mask=torch.ones_like(z, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool(),
         advantages=torch.as_tensor(advantages, dtype=torch.float64),
         **fields,
     )

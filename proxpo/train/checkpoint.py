@@ -79,7 +79,8 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
-    _prune(root, keep_last)
+    for old in checkpoints(root)[:-keep_last]:
+        _discard(old)
     return final
 
 
@@ -157,16 +158,19 @@ def _write(
 def _move_into_place(working: Path, final: Path) -> None:
     aside = final.with_name(f"{final.name}.previous")
     if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+        _discard(aside)
         final.rename(aside)
     working.rename(final)
     _sync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
 
 
-def _prune(root: Path, keep_last: int) -> None:
-    for path in checkpoints(root)[:-keep_last]:
-        shutil.rmtree(path, ignore_errors=True)
+def _discard(path: Path) -> None:
+    """Rename before deleting, so that a kill in between leaves nothing that looks whole."""
+    doomed = path.with_name(f"{UNFINISHED}{path.name}")
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _read(path: Path) -> dict[str, Any]:

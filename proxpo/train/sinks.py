@@ -3,13 +3,13 @@
 Names are TRL's where TRL has one, so that plots made for its runs work; ours begin with proxpo/.
 """
 
+import contextlib
 import importlib
 import json
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from proxpo.errors import ProxpoError, resolve
 
@@ -39,6 +39,7 @@ RENAMED = {
 PLAIN = ("step", "time")
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes the metrics of one step."""
 
@@ -48,7 +49,12 @@ class Sink(Protocol):
 
 def public_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics under the names they are logged by."""
-    return {public_name(name): value for name, value in metrics.items()}
+    named: dict[str, str] = {}
+    for name in metrics:
+        other = named.setdefault(public_name(name), name)
+        if other != name:
+            raise ValueError(f"'{other}' and '{name}' are both logged as '{public_name(name)}'")
+    return {public: metrics[name] for public, name in named.items()}
 
 
 def public_name(name: str) -> str:
@@ -71,32 +77,34 @@ class JsonLines:
 
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
         self.path = Path(path)
-        try:
-            self._file = self.path.open("r+b" if self.path.exists() else "w+b")
-            self._file.truncate(self._file.seek(_end_of(self._file, resume_at)))
-        except OSError as error:
-            raise ProxpoError(f"{path} cannot be written: {error.strerror}") from None
+        with self._clear_errors():
+            # Unbuffered: a line that could not be written must not be tried again on closing.
+            self._file = self.path.open("a+b", buffering=0)
+            self._file.seek(0)
+            self._file.truncate(0 if resume_at is None else _end_of(self._file.read(), resume_at))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         row = {"step": step} | {name: as_number(value) for name, value in metrics.items()}
+        line = json.dumps(row).encode() + b"\n"
+        with self._clear_errors():
+            while line:
+                line = line[self._file.write(line) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Iterator[None]:
         try:
-            self._file.write(json.dumps(row).encode() + b"\n")
-            self._file.flush()
+            yield
         except OSError as error:
             raise ProxpoError(f"{self.path} cannot be written: {error.strerror}") from None
 
-    def close(self) -> None:
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
 
-
-def _end_of(file: Any, resume_at: int | None) -> int:
+def _end_of(text: bytes, resume_at: int) -> int:
     """Where the lines up to and including step `resume_at` end; a half-written line ends them."""
     end = 0
-    if resume_at is None:
-        return end
-    for line in file:
+    for line in text.splitlines(keepends=True):
         try:
             step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):

@@ -65,7 +65,7 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "verl-cov-limit": Difference(
         "verl 0.9.1",
-        "`clip_cov`, `kl_cov` beyond |log-ratio| 20",
+        "`clip_cov`, `kl_cov`, log-ratios beyond ±20",
         "exp without a bound",
         "log-ratio held within ±20",
         "verl bounds it in `vanilla`, `cispo` and `sapo` only; `ratio.limit=inf` removes ours",
@@ -113,12 +113,19 @@ DIFFERENCES: dict[str, Difference] = {
         "over the B⁺ that have tokens",
         "`aggregate.count_empty=true` gives TRL's",
     ),
+    "trl-accumulation": Difference(
+        "TRL 1.16",
+        "`bnpo` with gradient accumulation",
+        "averages the token means of the micro-batches",
+        "divides by the tokens of the whole step",
+        "cutting a batch into micro-batches must not change its loss; `dapo` in TRL agrees",
+    ),
     "trl-limit": Difference(
         "TRL 1.16",
-        "|log-ratio| above 20 (above 10 for a sequence ratio)",
+        "log-ratios beyond ±20 (above 10 for a sequence ratio)",
         "exp without a bound",
         "held within ±20 (below 10)",
-        "keeps |log-ratio| of 50 finite, as verl does; `ratio.limit=inf` gives TRL's",
+        "keeps log-ratios of ±50 finite, as verl does; `ratio.limit=inf` gives TRL's",
     ),
     "trl-entropy-bonus": Difference(
         "TRL 1.16",
@@ -164,10 +171,10 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "polgrad-limit": Difference(
         "polgrad 0.2.1",
-        "|log-ratio| above 20",
+        "log-ratios beyond ±20",
         "exp without a bound",
         "held within ±20",
-        "keeps |log-ratio| of 50 finite; `ratio.limit=inf` gives polgrad's",
+        "keeps log-ratios of ±50 finite; `ratio.limit=inf` gives polgrad's",
     ),
     "polgrad-alone": Difference(
         "polgrad 0.2.1",
@@ -202,8 +209,8 @@ def page() -> str:
 
 In float64, losses and gradients agree to 1e-9 relative with verl 0.9.1 (`core_algos`,
 `rollout_corr_helper`), with TRL 1.16 (`GRPOTrainer`, `RLOOTrainer`: loss, advantages, sampler
-correction) and with polgrad 0.2.1, everywhere they compute the same thing. The tests in
-`tests/parity/` call those libraries' own functions; verl runs in its own environment.
+correction; the soft length penalty) and with polgrad 0.2.1, wherever they compute the same thing.
+The tests in `tests/parity/` call those libraries' own functions; verl runs in its own environment.
 
 These are all the known differences. Each row is asserted by a test: the difference is what the
 table says, no more and no less. Options in the last column reproduce the other side.

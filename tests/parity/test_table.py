@@ -21,6 +21,11 @@ def test_page_is_the_table():
     )
 
 
+def test_cells_hold_no_bars():
+    for row in parity_table.DIFFERENCES.values():
+        assert not any("|" in cell for cell in row), row
+
+
 def test_unknown_differences_are_refused():
     with pytest.raises(ValueError, match="no difference called 'nonsense'"):
         parity_table.shows("nonsense")

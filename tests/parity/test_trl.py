@@ -16,10 +16,12 @@ from accelerate import Accelerator
 from parity_inputs import ROWS, TOKENS, close, compose, evaluate, make_batch, make_fields
 from parity_table import shows
 from trl import GRPOTrainer, RLOOTrainer
+from trl.rewards import get_soft_overlong_punishment
 
 import proxpo
 from proxpo import aggregate, ratios, regularisers, trust, weights
 from proxpo.compose import prepare
+from proxpo.rewards import overlong_penalty
 
 MAX_TOKENS = 20
 ATTRIBUTES: dict[str, Any] = {
@@ -83,9 +85,18 @@ def bare(trainer: type, **changes):
     return made
 
 
-def trl_loss(kind: str = "plain", trainer: type = GRPOTrainer, *, anchors: bool = True, **changes):
-    """TRL's loss on a batch and its gradients to the log-probabilities and entropies."""
+def trl_loss(
+    kind: str = "plain",
+    trainer: type = GRPOTrainer,
+    *,
+    anchors: bool = True,
+    rows: slice = slice(None),
+    **changes,
+):
+    """TRL's loss on a batch or some of its rows, and the gradients to logp and entropy."""
     fields = make_fields(kind)
+    tokens = fields["mask"].sum()
+    fields = {name: value[rows] for name, value in fields.items()}
     made = bare(trainer, **changes)
     logp, entropy = (fields[name].clone().requires_grad_() for name in ("logp", "entropy"))
     mask = fields["mask"].long()
@@ -97,7 +108,7 @@ def trl_loss(kind: str = "plain", trainer: type = GRPOTrainer, *, anchors: bool 
         "completion_ids": mask,
         "completion_mask": mask,
         "advantages": fields["row_advantages"],
-        "num_items_in_batch": mask.sum(),
+        "num_items_in_batch": tokens,
         "ref_per_token_logps": fields["ref_logp"],
         "old_logps": old.sum(1),
         "sampling_per_token_logps": fields["rollout_logp"],
@@ -301,6 +312,30 @@ def test_empty_responses_count_in_trl(loss_type):
     close(ours * 11 / 12, value)
 
 
+def accumulated(**changes) -> torch.Tensor:
+    """The loss of three micro-batches of four responses, added up as TRL's trainer does."""
+    counts = {"current_gradient_accumulation_steps": 3, "steps_per_generation": 3}
+    parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    return sum(trl_loss(rows=rows, **counts, **changes)[0] for rows in parts)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
+def test_accumulation(loss_type):
+    """Responses are spread evenly over the micro-batches, tokens are not."""
+    recipe = compose(trust=CLIP, aggregate=AGGREGATES[loss_type]())
+    whole, _, _ = evaluate(recipe, make_batch(advantages="rows"))
+    close(whole, accumulated(loss_type=loss_type))
+
+
+@shows("trl-accumulation")
+def test_token_means_of_micro_batches_are_averaged_in_trl():
+    recipe, batch = compose(trust=CLIP), make_batch(advantages="rows")
+    parts = [batch.rows(slice(start, start + 4)) for start in (0, 4, 8)]
+    theirs = accumulated(loss_type="bnpo")
+    close(sum(evaluate(recipe, part)[0] for part in parts) / 3, theirs)
+    assert abs(evaluate(recipe, batch)[0] / theirs - 1) > 1e-3
+
+
 @shows("trl-limit")
 def test_large_log_ratios():
     free = {"token": ratios.token(limit=math.inf), "sequence": ratios.sequence(limit=math.inf)}
@@ -366,6 +401,15 @@ def test_grpo_epsilon():
     std = make_fields()["rewards"].view(3, 4).std(1).repeat_interleave(4)
     close(ours * (std + 1e-6) / (std + 1e-4), theirs)
     assert (ours - theirs).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize(("most", "cache"), [(12, 5), (14, 14), (9, 1), (6, 4)])
+def test_overlong_penalty(most, cache):
+    batch = make_batch(advantages=None, rewards=torch.zeros(ROWS, dtype=torch.float64))
+    ids = [[1] * length for length in batch.mask.sum(1).tolist()]
+    theirs = get_soft_overlong_punishment(most, cache)(ids)
+    shaped, _ = overlong_penalty(max_tokens=most, cache=cache).apply(batch, proxpo.Context())
+    close(shaped.rewards, torch.tensor(theirs, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("normalise", [False, True])

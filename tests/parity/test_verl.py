@@ -15,8 +15,9 @@ from parity_table import shows
 
 import proxpo
 from proxpo import advantages, aggregate, kl, ratios, regularisers, trust, weights
-from proxpo.compose import prepare
+from proxpo.compose import policy_loss, prepare
 from proxpo.filters import reject
+from proxpo.types import Denominators
 
 AGGREGATES: dict[str, Callable[[], proxpo.Stage]] = {
     "token-mean": aggregate.token_mean,
@@ -27,6 +28,7 @@ AGGREGATES: dict[str, Callable[[], proxpo.Stage]] = {
 }
 EXACT = [name for name in AGGREGATES if name != "seq-mean-token-mean"]
 ALONE = 11  # the response without siblings of the batch with holes
+GLOBAL = {"batch_num_tokens": 333, "global_batch_size": 40, "loss_scale_factor": 14}
 GUARDED_ONE = (torch.tensor(1.0, dtype=torch.float32) + 1e-6).double()
 CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 REJECTIONS = [  # verl's option, our estimator and statistic, a threshold that rejects some
@@ -273,6 +275,10 @@ def all_cases() -> dict[str, Case]:
         cases[f"geo_mean {kind}"] = Case(
             "policy_loss", {"mode": "geo_mean", "config": GEO, "rows": True}, kind
         )
+    for agg in AGGREGATES:
+        config = {**CLIP, "clip_ratio_c": 1.4, "global_batch_info": GLOBAL}
+        options = {"mode": "vanilla", "agg": agg, "config": config}
+        cases[f"global {agg}"] = Case("policy_loss", options)
     vectorized = {"estimator": "grpo_vectorized"}
     cases["advantage grpo_vectorized"] = Case("advantage", vectorized, "holes")
     for kind in KINDS:
@@ -354,6 +360,21 @@ def test_policy_loss(verl, name):
     case = LOSSES[name]
     generator = torch.Generator().manual_seed(11)
     agree(case.recipe(), make_batch(case.batch), verl[name], generator=generator)
+
+
+@pytest.mark.parametrize("agg", EXACT)
+def test_micro_batch_of_a_larger_step(verl, agg):
+    """Both sides divide by the counts of the whole step."""
+    recipe, ready = clip(agg)(), prepare(clip(agg)(), make_batch()).batch
+    counts = Denominators(
+        tokens=tensor(GLOBAL["batch_num_tokens"]),
+        sequences=tensor(GLOBAL["global_batch_size"]),
+        rows=tensor(GLOBAL["global_batch_size"]),
+    )
+    leaf = ready.logp.clone().requires_grad_()
+    ours = policy_loss(recipe, ready.replace(logp=leaf), denominators=counts).value
+    close(ours.detach(), tensor(verl[f"global {agg}"]["value"]))
+    close(torch.autograd.grad(ours, leaf)[0], tensor(verl[f"global {agg}"]["grad"]))
 
 
 def guarded(batch: proxpo.Batch) -> proxpo.Batch:
@@ -603,6 +624,7 @@ def test_adaptive_kl(verl, name):
             "kl_horizon": case["horizon"],
         },
     )
-    seen = {"reward/kl": tensor(case["kl"])}
-    state = recipe.update_state(recipe.init_state(), make_batch(), seen)
+    ready = prepare(recipe, make_batch(advantages=None))
+    seen = ready.metrics | {"reward/kl": tensor(case["kl"])}
+    state = recipe.update_state(recipe.init_state(), ready.batch, seen)
     close(state["reward.kl_in_reward"]["coef"], tensor(verl[f"controller {name}"]["value"]))

@@ -17,6 +17,9 @@ def write_whole(path: str | Path, data: bytes) -> None:
     try:
         partial.write_bytes(data)
         os.replace(partial, target)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # the user's name for it, not ours
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -1,6 +1,6 @@
 """The command line as a function: `proxpo("inspect", ...)` gives exit code, stdout and stderr.
 
-Tests marked `browser` need Chromium; where there is none they are left out, and the summary says so.
+Tests marked `browser` need Chromium; where there is none they are left out, as the summary says.
 """
 
 import shutil

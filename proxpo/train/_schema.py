@@ -1,6 +1,7 @@
 # ruff: noqa: RUF009  (`setting` makes a dataclass field, it does not compute a default)
 """The settings of a run: nested frozen dataclasses, every field with its line of documentation."""
 
+import functools
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -20,9 +21,9 @@ def setting(
     default: Any,
     doc: str,
     *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
+    low: int | None = None,
+    high: int | None = None,
+    above: int | None = None,
 ) -> Any:
     """A field with its documentation and the range it must lie in."""
     info = {"doc": doc, "low": low, "high": high, "above": above}
@@ -232,7 +233,8 @@ def place(key: str, options: Collection[str]) -> list[str]:
 
 
 def _hint(key: str, known: Collection[str], options: Collection[str]) -> str:
-    words = known if "." in key else [*(path.split(".")[-1] for path in known), *options, *KINDS]
+    last = (path.split(".")[-1] for path in known)
+    words = known if "." in key else [*last, *SECTIONS, *options, *KINDS]
     hint = nearest(key, words)
     return hint if "did you mean" in hint else "; `proxpo train --explain` lists them"
 
@@ -240,14 +242,15 @@ def _hint(key: str, known: Collection[str], options: Collection[str]) -> str:
 SECTIONS: dict[str, Any] = {one.name: one.type for one in fields(Config) if is_dataclass(one.type)}
 
 
+@functools.cache
 def _leaves(kind: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     """(path, type, field) of every setting."""
     hints = typing.get_type_hints(kind)
     found: list[tuple[str, Any, Any]] = []
     for one in fields(kind):
         path = f"{prefix}{one.name}"
-        inner = hints[one.name]
-        found += _leaves(inner, f"{path}.") if is_dataclass(inner) else [(path, inner, one)]
+        inner, nested = hints[one.name], is_dataclass(hints[one.name])
+        found += _leaves(inner, f"{path}.") if nested else [(path, inner, one)]
     return found
 
 

@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """The whole config; `load_config` of it gives an equal one."""
-    return yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -98,23 +98,28 @@ def write_config(config: Config, path: Path) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-5 is a number."""
+    """YAML in which 1e-5 is a number and no key is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key, (at, _) in zip(keys, node.value):
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"'{key}' is given twice", at.start_mark
-                )
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                problem = f"'{key.value}' is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that `_Loader` would read as a number."""
+
+
+for _one in (_Loader, _Dumper):
+    _one.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
 
 
 def _entries(read: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -65,10 +65,10 @@ class Problem:
         self.groups = torch.tensor([0, 1, 0, 1])
 
     def grads(self, make, logp, *, steps=1):
-        """Gradients of the last of some steps, which have the averages of those before."""
+        """Gradients added up over some steps; the later ones have the averages of the earlier."""
         transform = make()
+        self.model.zero_grad()
         for _ in range(steps):
-            self.model.zero_grad()
             with transform.applied(
                 self.model, sequences=self.seq, advantages=self.advantages, groups=self.groups
             ):

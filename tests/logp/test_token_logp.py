@@ -237,6 +237,26 @@ def test_tokens_times_vocabulary_never_exist():
     assert seen.entries == tokens * vocab  # the probe sees what it should
 
 
+def peak_bytes(step):
+    """The most memory that was held at once, from the profiler's record of allocations."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    deltas = [
+        e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
+    return max(itertools.accumulate(deltas))
+
+
+def test_peak_memory_is_a_few_tiles():
+    hidden, weight, _, targets = problem(512, dim=8, vocab=2048)
+    chunk = 1 << 15
+    fused = peak_bytes(lambda: token_logp(hidden, weight, targets, chunk=chunk).sum().backward())
+    naive = peak_bytes(lambda: plain(hidden, weight, targets).logp.sum().backward())
+    kept = 8 * (hidden.numel() + weight.numel())
+    assert fused < 3 * kept + 6 * 8 * chunk
+    assert naive > 3 * 8 * 512 * 2048 > 10 * fused
+
+
 def test_between_passes_one_number_per_token_is_kept():
     hidden, weight, _, targets = problem(64, dim=4, vocab=50)
     kept = []

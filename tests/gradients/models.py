@@ -1,7 +1,6 @@
 """Small models for the gradient tests."""
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 VOCAB = 50
@@ -57,6 +56,8 @@ def packed(ids: Tensor, seq: Tensor) -> tuple[Tensor, Tensor]:
 
 def hf(kind: str, **overrides) -> nn.Module:
     """A tiny model of a family, in float64 (its norms still cast to float32)."""
+    import transformers  # slow to load, and most tests do without
+
     torch.manual_seed(1)
     common = {
         "vocab_size": VOCAB,

@@ -1,0 +1,109 @@
+"""Two processes that talk over gloo equal one that accumulates their micro-batches."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import Tiny, nll, padded
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from proxpo.gradients import Transform, isopo, isopo_ntk
+
+A = (torch.tensor([1.0, -0.6, 0.3]).double(), torch.tensor([-0.2, 0.9]).double())
+LENGTHS = ([5, 7, 4], [6, 3])
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+STEPS = 2
+KINDS = ("ddp", "fsdp2")
+
+
+def tiny() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny().double()
+
+
+def transforms() -> list[Transform]:
+    return [isopo(overlap="all", reg=0.5, q=-0.5), isopo_ntk(rho=0.5)]
+
+
+def block(model: torch.nn.Module, transform: Transform, rank: int) -> None:
+    ids, seq = padded(LENGTHS[rank], 13, seed=rank)
+    with transform.applied(model, sequences=seq, advantages=A[rank]):
+        nll(model(ids, seq), ids, seq).sum().backward()
+
+
+def alone(transform: Transform) -> list[dict[str, Tensor]]:
+    """One process, one micro-batch after the other; gradients averaged over the two."""
+    model, steps = tiny(), []
+    for _ in range(STEPS):
+        model.zero_grad()
+        for rank in range(2):
+            block(model, transform, rank)
+        transform.step()
+        steps.append({name: p.grad / 2 for name, p in model.named_parameters()})
+    return steps
+
+
+def whole(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def wrapped(kind: str) -> torch.nn.Module:
+    model = tiny()
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    for layer in (model.up, model.down):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def together(model: torch.nn.Module, transform: Transform, rank: int) -> list[dict[str, Tensor]]:
+    """What one of two processes holds after each step."""
+    steps = []
+    for _ in range(STEPS):
+        model.zero_grad()
+        block(model, transform, rank)
+        transform.step()
+        names = (name.removeprefix("module.") for name, _ in model.named_parameters())
+        steps.append({name: whole(p.grad) for name, p in zip(names, model.parameters())})
+    return steps
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for kind in KINDS:
+        for number, transform in enumerate(transforms()):
+            steps = together(wrapped(kind), transform, rank)
+            torch.save([steps, transform.state_dict()], f"{folder}/{kind}-{number}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(worker, args=(port, folder), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_two_processes_equal_one(results, kind, number):
+    transform = transforms()[number]
+    want = alone(transform)
+    for rank in range(2):
+        steps, state = torch.load(f"{results}/{kind}-{number}-{rank}.pt")
+        assert_close(steps, want, **EXACT)
+        assert state.keys() == transform.state_dict().keys()
+        for key, value in transform.state_dict().items():
+            assert_close(torch.as_tensor(state[key]), torch.as_tensor(value), **EXACT)

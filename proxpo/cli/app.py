@@ -82,4 +82,43 @@ def methods_command(
         show_method(name, as_json=as_json)
 
 
+@app.command("train")
+def train_command(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset."),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="A method (see proxpo methods).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="tiny, smollm2, a folder, or a Hugging Face id.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting, e.g. lr=1e-5, steps=50, ratio=kalman. May be repeated.",
+        ),
+    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="List every setting and what it means.")
+    ] = False,
+) -> None:
+    """Train a model by reinforcement; leaves metrics, checkpoints, curves and a report behind."""
+    from proxpo.cli.training import explain_settings, run_training
+
+    if explain:
+        explain_settings()
+        return
+    given = {"method": method, "model": model, "task": task, "out": out, "seed": seed}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    run_training(config, settings or [], overrides, resume=resume)
+
+
 __all__ = ["app"]

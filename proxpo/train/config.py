@@ -152,6 +152,7 @@ __all__ = [
     "Config",
     "Setting",
     "as_dict",
+    "build",
     "changes",
     "explain",
     "find",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -266,12 +267,11 @@ VERL = """
 
 
 def test_verl_signature_and_keyword_arguments(tmp_path):
-    spec = RewardSpec(where=write(tmp_path, VERL), kwargs={"scale": 2.5})
-    right = RewardItem(
-        prompt="", completion="4", answer="4", extra={"level": 3, "other": 1}, source="sums"
-    )
+    spec = RewardSpec(where=write(tmp_path, VERL), kwargs={"scale": 2.5}, source="sums")
+    right = RewardItem(prompt="", completion="4", answer="4", extra={"level": 3, "other": 1})
+    foreign = replace(right, extra={"level": 3, "data_source": "tales"})
     with RewardPool(spec, workers=1) as pool:
-        assert pool.score([right]) == [Outcome(2.5, True)]
+        assert pool.score([right, foreign]) == [Outcome(2.5, True), Outcome(0.0, False)]
 
 
 def test_async_function_and_numpy_result(tmp_path):

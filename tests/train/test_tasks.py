@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from proxpo.errors import ProxpoError
 from proxpo.train.rewards import Outcome, RewardItem, RewardPool
 from proxpo.train.streams import derive, generator
-from proxpo.train.tasks import Problem, RewardSpec, Task, fit_prompts, make_task
+from proxpo.train.tasks import Problem, RewardSpec, fit_prompts, make_task
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, Sum, held_out
 
-GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
@@ -28,13 +27,12 @@ def tokenizer(**options):
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="[end]", **options)
 
 
-def item(task: Task, problem: Problem, text: str) -> RewardItem:
+def item(problem: Problem, text: str) -> RewardItem:
     return RewardItem(
         prompt=problem.prompt,
         completion=text,
         answer=problem.answer,
         extra=problem.extra,
-        source=task.source,
     )
 
 
@@ -153,7 +151,7 @@ def test_arithmetic_rewards(name):
     problem = task.train[0]
     with RewardPool(task.reward) as pool:
         texts = (problem.answer, f"{problem.answer}0", f"It is {problem.answer}")
-        outcomes = pool.score([item(task, problem, text) for text in texts])
+        outcomes = pool.score([item(problem, text) for text in texts])
         assert [one.correct for one in outcomes] == [True, False, False]
         assert pool._workers == []
 
@@ -241,7 +239,7 @@ def test_gsm8k_rewards(tmp_path):
         problem = next(p for p in (*task.train, *task.test) if p.answer == "3000")
         with RewardPool(task.reward, workers=1, timeout=30.0) as pool:
             assert bool(pool._workers) is (verifier == "math-verify")
-            outcomes = pool.score([item(task, problem, text) for text in texts])
+            outcomes = pool.score([item(problem, text) for text in texts])
         assert [one.reward for one in outcomes] == expected
 
 
@@ -260,19 +258,6 @@ def test_gsm8k_without_datasets(monkeypatch):
         make_task("gsm8k")
 
 
-def test_real_gsm8k_answers_are_their_own_proof():
-    """Every reference solution is scored right by the rule, where the data is at hand."""
-    if not GSM8K.is_dir():
-        assert not GSM8K.exists()
-        return
-    task = make_task(f"gsm8k:{GSM8K}", verifier="numeric")
-    assert (len(task.train), len(task.test)) == (7473, 1319)
-    rows = [json.loads(line) for line in (GSM8K / "test.jsonl").open()]
-    with RewardPool(task.reward) as pool:
-        scored = pool.score([item(task, p, row["answer"]) for p, row in zip(task.test, rows)])
-    assert all(one.correct for one in scored)
-
-
 # reasoning-gym
 
 
@@ -286,7 +271,7 @@ def test_reasoning_gym():
     problem = task.test[4]
     texts = (f"<answer>{problem.answer}</answer>", "<answer>-1</answer>", problem.answer)
     with RewardPool(task.reward, workers=1, timeout=60.0) as pool:
-        outcomes = pool.score([item(task, problem, text) for text in texts])
+        outcomes = pool.score([item(problem, text) for text in texts])
     assert [one.correct for one in outcomes] == [True, False, False]
     assert [one.status for one in outcomes] == ["ok"] * 3
 
@@ -326,7 +311,7 @@ def test_own_file_with_a_trl_reward(tmp_path):
     assert not task.reward.trusted
     problem = task.train[0]
     with RewardPool(task.reward, workers=1) as pool:
-        assert pool.score([item(task, problem, "x")]) == [Outcome(float(problem.answer))]
+        assert pool.score([item(problem, "x")]) == [Outcome(float(problem.answer))]
 
 
 def test_own_file_in_verls_layout(tmp_path):
@@ -344,7 +329,7 @@ def test_own_file_in_verls_layout(tmp_path):
     }
     task = make_task(jsonl(tmp_path, row), reward=f"{reward}:compute_score")
     with RewardPool(task.reward, workers=1) as pool:
-        assert pool.score([item(task, task.train[0], "4")]) == [Outcome(1.0)]
+        assert pool.score([item(task.train[0], "4")]) == [Outcome(1.0)]
 
 
 def test_own_fields_and_test_file(tmp_path):
@@ -418,7 +403,7 @@ def test_a_reward_of_ones_own_for_a_named_task(tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("from math import sqrt as score")
     task = make_task("arithmetic", reward=f"{reward}:score")
-    assert task.reward == RewardSpec(where=f"{reward}:score")
+    assert task.reward == RewardSpec(where=f"{reward}:score", source="arithmetic")
 
 
 UNKNOWN = {

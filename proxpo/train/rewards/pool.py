@@ -35,7 +35,6 @@ class RewardItem:
     completion: str
     answer: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ class _Batch:
             "completion": item.completion,
             "answer": item.answer,
             "extra": dict(item.extra),
-            "source": item.source,
+            "source": item.extra.get("data_source", self.spec.source),
             "kwargs": dict(self.spec.kwargs),
         }
 

@@ -24,12 +24,14 @@ class RewardSpec:
     """A reward function by name: "package.module:function" or "file.py:function".
 
     `kwargs` are handed to it with every call. A trusted function is ours, cannot hang, and runs in
-    this process; every other one runs in a worker that can be killed.
+    this process; every other one runs in a worker that can be killed. `source` is what verl calls
+    data_source, for problems that do not name one themselves.
     """
 
     where: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     trusted: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,6 @@ class Task:
     test: Sequence[Problem]
     reward: RewardSpec
     template: Mapping[str, Any] = field(default_factory=dict)
-    source: str = ""
 
     def encode(self, problem: Problem, tokenizer: Any, *, limit: int | None = None) -> list[int]:
         """The prompt's token ids, chat template applied; refused beyond `limit` tokens."""

@@ -171,7 +171,7 @@ def _task(
     test = train.test(test_size)
     if not test:
         raise ProxpoError(f"task {name}: held_out={share} leaves no problem to test on")
-    return Task(name=name, train=train, test=test, reward=EXACT, source="generated")
+    return Task(name=name, train=train, test=test, reward=EXACT)
 
 
 def _ordered(stream: int, sign: str, first: tuple[int, int], second: tuple[int, int]) -> Sum:

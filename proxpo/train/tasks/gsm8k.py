@@ -40,10 +40,10 @@ def gsm8k(
         reward=RewardSpec(
             where="proxpo.train.rewards.answers:final_answer",
             kwargs={"verifier": verifier, "strict": strict},
+            source=HUB,
             trusted=verifier == "numeric",  # symbolic mathematics can take for ever
         ),
         template=template or {},
-        source=HUB,
     )
 
 

@@ -59,7 +59,6 @@ def own(
         test=made["test"],
         reward=reward_spec(reward, reward_kwargs or {}, path),
         template=template or {},
-        source=str(rows[0].get("data_source", Path(path).stem)),
     )
 
 
@@ -70,8 +69,9 @@ def reward_spec(where: str | None, kwargs: dict[str, Any], task: str) -> RewardS
             f"task {task} needs a reward: --set task.reward=FILE.py:FUNCTION, or "
             f"{' or '.join(BUILT_IN)}"
         )
+    source = Path(task).stem
     if where in BUILT_IN:
-        return RewardSpec(where=BUILT_IN[where], kwargs=kwargs, trusted=True)
+        return RewardSpec(where=BUILT_IN[where], kwargs=kwargs, source=source, trusted=True)
     place, colon, name = where.rpartition(":")
     if not colon or not name.isidentifier():
         raise ProxpoError(
@@ -80,10 +80,10 @@ def reward_spec(where: str | None, kwargs: dict[str, Any], task: str) -> RewardS
         )
     if not place.endswith(".py"):
         _check_module(place)
-        return RewardSpec(where=where, kwargs=kwargs)
+        return RewardSpec(where=where, kwargs=kwargs, source=source)
     path = Path(place).resolve()
     _check_source(path, name)
-    return RewardSpec(where=f"{path}:{name}", kwargs=kwargs)
+    return RewardSpec(where=f"{path}:{name}", kwargs=kwargs, source=source)
 
 
 def _check_source(path: Path, name: str) -> None:

@@ -70,10 +70,11 @@ def reasoning_gym(
         train=entries(seed, size),
         test=entries(seed + APART, test_size),
         reward=RewardSpec(
-            where="proxpo.train.rewards.gym:score", kwargs={"name": name, "config": config or {}}
+            where="proxpo.train.rewards.gym:score",
+            kwargs={"name": name, "config": config or {}},
+            source=f"reasoning-gym/{name}",
         ),
         template=template or {},
-        source=f"reasoning-gym/{name}",
     )
 
 

@@ -26,7 +26,7 @@ def _weight(top, bottom, advantage, eps, half):
     f2 = tl.where(bottom == 0.0, 0.0, top / tl.where(bottom == 0.0, 1.0, bottom))
     base = f2 + eps
     factor = tl.exp(half * tl.log(tl.where(base == 0.0, 1.0, base)))
-    return f2, advantage * tl.where(bottom == 0.0, 1.0, factor)
+    return f2, advantage.to(tl.float32) * tl.where(bottom == 0.0, 1.0, factor)
 
 
 @triton.jit
@@ -160,32 +160,10 @@ def _solve_kernel(
     tl.store(weights + i, x.to(weights.dtype.element_ty), mask=inside)
 
 
-class Ranges:
-    """Where each sequence begins and ends, on the device."""
-
-    def __init__(self, layout: Layout) -> None:
-        size, count, device = layout.size, layout.count, layout.seq.device
-        place = torch.arange(size, device=device)
-        slot = torch.where(layout.valid, layout.seq, count)
-        first = torch.full((count + 1,), size, device=device)
-        last = torch.full((count + 1,), -1, device=device)
-        self.first = first.scatter_reduce_(0, slot, place, "amin")[:count]
-        self.last = last.scatter_reduce_(0, slot, place, "amax")[:count]
-        order = torch.argsort(self.first)
-        begin, end = self.first[order], self.last[order]
-        self.disjoint = bool((end[:-1] < begin[1:]).all())
-
-
 def fits(layout: Layout, picks: Picks, kind: torch.dtype) -> bool:
+    """Whether these kernels handle a layer; the plain forms handle all."""
     small = len(picks) <= _MAX_PICKS and layout.count <= _MAX_ROWS
-    return small and kind != torch.float64 and ranges_of(layout).disjoint
-
-
-def ranges_of(layout: Layout) -> Ranges:
-    found = layout.__dict__.get("_ranges")
-    if found is None:
-        found = layout.__dict__["_ranges"] = Ranges(layout)
-    return found
+    return small and kind != torch.float64 and layout.disjoint
 
 
 def outer(
@@ -198,12 +176,12 @@ def outer(
     eps: float,
 ) -> tuple[Tensor, Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Σ_i A_i (F_i² + eps)^(p/2) V_i of a linear layer, with F² and the weights."""
-    ranges, number, count = ranges_of(layout), len(picks), layout.count
+    number, count = len(picks), layout.count
     gg = matmul(rows.g.index_select(0, picks.index), rows.g.T)
     aa = matmul(rows.a.index_select(0, picks.index), rows.a.T)
     overlaps = gg.new_empty(number, count + 1)
     _overlap_kernel[(number, count)](
-        gg, aa, layout.seq, ranges.first, ranges.last, picks.index, overlaps, layout.size, count,
+        gg, aa, layout.seq, layout.first, layout.last, picks.index, overlaps, layout.size, count,
         BLOCK=1024,
     )  # fmt: skip
     # A sequence without positions has nobody to note its weight.
@@ -213,7 +191,7 @@ def outer(
     width = narrow.shape[1]
     scaled = torch.empty(narrow.shape, dtype=narrow.dtype, device=narrow.device)
     _scale_kernel[(triton.cdiv(layout.size, 8),)](
-        narrow, scaled, overlaps, layout.seq, ranges.first, advantages, noted[0], noted[1],
+        narrow, scaled, overlaps, layout.seq, layout.first, advantages, noted[0], noted[1],
         layout.size, width, narrow.stride(0), number, count, eps, p / 2,
         PICKS=triton.next_power_of_2(number), ROWS=8,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)),

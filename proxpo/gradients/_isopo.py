@@ -166,7 +166,7 @@ class Isopo:
     def _measure_dense(self, rows: Dense, layout: Layout, picks: _norms.Picks | None) -> Lengths:
         sums = rows.sums(layout)
         top, bottom = (None, None) if picks is None else _norms.overlap_dense(rows, sums, picks)
-        return Lengths(top, bottom, sums.square().sum(1) if self.needs_norm else None, sums)
+        return Lengths(top, bottom, _norms.length2(sums) if self.needs_norm else None, sums)
 
     def _measure_outer(
         self, site: Site, rows: Outer, layout: Layout, picks: _norms.Picks | None
@@ -176,10 +176,10 @@ class Isopo:
             sums = rows.sums(layout)
             inner = None if picks is None else rows.project(sums, picks.index, slice(None))
             if picks is None or inner is None:
-                return Lengths(None, None, sums.square().sum((1, 2)), sums)
+                return Lengths(None, None, _norms.length2(sums), sums)
             keep = picks.valid.to(inner.dtype)
             bottom = keep @ rows.squares(picks.index)
-            return Lengths(keep @ inner.square(), bottom, sums.square().sum((1, 2)), sums)
+            return Lengths(keep @ inner.square(), bottom, _norms.length2(sums), sums)
         if path == "materialise":
             return Lengths(*_norms.materialised(rows, layout, picks))
         top, bottom = _overlap(rows, layout, picks)

@@ -50,23 +50,57 @@ class Layout:
         return self.seq >= 0
 
     @cached_property
+    def first(self) -> Int[Tensor, " row"]:
+        """The first position of each sequence; `size` for a sequence without any."""
+        return self._ends("amin", self.size)
+
+    @cached_property
+    def last(self) -> Int[Tensor, " row"]:
+        return self._ends("amax", -1)
+
+    def _ends(self, which: str, empty: int) -> Int[Tensor, " row"]:
+        ends = torch.full((self.count + 1,), empty, device=self.seq.device)
+        slot = torch.where(self.valid, self.seq, self.count)
+        place = torch.arange(self.size, device=self.seq.device)
+        return ends.scatter_reduce_(0, slot, place, which)[: self.count]
+
+    @cached_property
+    def _facts(self) -> tuple[tuple[int, ...], bool, bool]:
+        """Lengths, `aligned` and `disjoint` on the host: the only wait for the device."""
+        counts = torch.bincount(self.seq + 1, minlength=self.count + 1)[1:]
+        width = self.size // max(1, self.count)
+        rows = torch.arange(self.size, device=self.seq.device).div(
+            max(1, width), rounding_mode="floor"
+        )
+        aligned = torch.all((self.seq == rows) | (self.seq < 0))
+        first, order = self.first.sort()
+        disjoint = torch.all(self.last[order][:-1] < first[1:])
+        *lengths, straight, apart = torch.cat([counts, aligned[None], disjoint[None]]).tolist()
+        return tuple(lengths), bool(straight) and width * self.count == self.size, bool(apart)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
-        """Positions per sequence, on the host; the only place that waits for the device."""
-        counts = torch.bincount(self.seq + 1, minlength=self.count + 1)
-        return tuple(counts[1:].tolist())
+        """Positions per sequence."""
+        return self._facts[0]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether reshaping to (row, pos / row) puts each sequence into its own row."""
+        return self._facts[1]
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no position of one sequence lies among those of another."""
+        return self._facts[2]
 
     @cached_property
     def padded(self) -> bool:
         return sum(self.lengths) < self.size
 
-    @cached_property
-    def aligned(self) -> bool:
-        """Whether reshaping to (row, pos / row) puts each sequence into its own row."""
-        if self.count == 0 or self.size % self.count:
-            return False
-        width = self.size // self.count
-        rows = torch.arange(self.size, device=self.seq.device).div(width, rounding_mode="floor")
-        return bool(torch.all((self.seq == rows) | (self.seq < 0)))
+    def settle(self) -> "Layout":
+        """Ask the device now, while it is idle, what the backward pass will want to know."""
+        assert self._facts
+        return self
 
     @cached_property
     def order(self) -> Tensor:

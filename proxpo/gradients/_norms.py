@@ -66,8 +66,16 @@ def overlap_dense(
     return keep @ inner.square(), keep @ rows.squares(picks.index)
 
 
+def length2(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, " row"]:
+    """|V_i|² without a buffer for the squares."""
+    return torch.linalg.vector_norm(sums.flatten(1), dim=1).square()
+
+
 def blocks_of(rows: Outer, layout: Layout) -> Iterator[tuple[slice, Float[Tensor, "row out inp"]]]:
-    """Stacked V, some columns at a time, so that memory stays bounded."""
+    """Stacked V, some columns at a time, so that memory stays bounded.
+
+    Callers pass `rows.tall`: cutting the longer side reads the other one seldom.
+    """
     out, inp = rows.shape
     width = max(1, min(inp, BLOCK // max(1, layout.count * out)))
     for start in range(0, inp, width):
@@ -81,8 +89,9 @@ def materialised(
     """Σ_j ⟨V_i, G_j⟩², Σ_j |G_j|² (both None without picks) and N_i², building V in blocks."""
     inner: Tensor | None = None
     norm2: Tensor | None = None
+    rows = rows.tall
     for columns, sums in blocks_of(rows, layout):
-        part = sums.square().sum((1, 2))
+        part = length2(sums)
         norm2 = part if norm2 is None else norm2 + part
         if picks is not None:
             part = rows.project(sums, picks.index, columns)
@@ -147,7 +156,7 @@ def kernel_stacked(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, "row row"
 def kernel_materialised(rows: Outer, layout: Layout) -> Float[Tensor, "row row"]:
     """K += V_blk V_blkᵀ over blocks of columns: exact, memory bounded."""
     kernel: Tensor | None = None
-    for _, sums in blocks_of(rows, layout):
+    for _, sums in blocks_of(rows.tall, layout):
         part = kernel_stacked(sums)
         kernel = part if kernel is None else kernel + part
     assert kernel is not None

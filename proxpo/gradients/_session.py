@@ -185,7 +185,7 @@ class Session:
     ) -> None:
         """Start a block."""
         self.shape = tuple(sequences.shape)
-        self.layout = Layout(sequences.reshape(-1).long(), advantages.numel())
+        self.layout = Layout(sequences.reshape(-1).long(), advantages.numel()).settle()
         self.advantages = advantages
         self.groups = groups
         self.observer = observer

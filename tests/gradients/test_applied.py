@@ -122,9 +122,7 @@ def test_checkpointing_in_transformers(kind, reentrant):
     ids, seq = padded(LENGTHS, VOCAB)
     forward = lambda: model(ids, attention_mask=(seq >= 0).long(), use_cache=False).logits  # noqa: E731
     want = backward(model, ids, seq, forward=forward)
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": reentrant}
-    )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert_same(backward(model, ids, seq, forward=forward), want)
 
 

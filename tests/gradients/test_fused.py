@@ -1,0 +1,98 @@
+"""The fused kernels against the plain forms, on the device they are for."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from proxpo.gradients import Dense, Layout, Outer, Picks, _norms
+from proxpo.gradients._ntk import Ntk
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from proxpo.gradients import _fused  # needs Triton
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS = {
+    "aligned": [0] * 40 + [1] * 40 + [2] * 40,
+    "packed": [0] * 5 + [1] * 7 + [2] * 4,
+    "padded": [0, 0, -1, -1, 1, 1, 1, -1, 2, 2, 2, 2],
+    "left": [-1, -1, 1, 1, 0, 0],
+    "long": [0] * 300 + [1] * 3000,
+    "one": [0] * 17,
+    "gap": [0, 0, 2, 2, 2],
+}
+
+
+def layout_of(name: str) -> Layout:
+    seq = torch.tensor(LAYOUTS[name], device="cuda")
+    return Layout(seq, int(seq.max()) + 1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 48), (33, 70), (256, 2048)])
+@pytest.mark.parametrize("p", [-1.0, -0.5])
+def test_linear_layers_and_vectors(name, kind, shape, p):
+    torch.manual_seed(0)
+    layout = layout_of(name)
+    out, inp = shape
+    a = torch.randn(layout.size, inp, device="cuda", dtype=kind)
+    g = torch.randn(layout.size, out, device="cuda", dtype=kind)
+    advantages = torch.randn(layout.count, device="cuda")
+    picks = Picks.at(torch.randperm(layout.size, device="cuda")[:20], layout)
+    close = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for rows in (Outer(a, g), Dense(g), Dense(g.T.contiguous().T)):
+        assert _fused.fits(layout, picks, kind)
+        run = _fused.outer if isinstance(rows, Outer) else _fused.dense
+        grad, f2, weights = run(rows, layout, picks, advantages, p=p, eps=1e-8)
+        high = Outer(a.double(), g.double()) if isinstance(rows, Outer) else Dense(g.double())
+        top, bottom = _norms.overlap_gram(high, layout, picks)
+        want = advantages * (top / bottom + 1e-8) ** (p / 2)
+        seen = torch.tensor(layout.lengths, device="cuda") > 0
+        assert_close(f2[seen].double(), (top / bottom)[seen], rtol=1e-3, atol=1e-6)
+        assert_close(weights[seen].double(), want[seen], rtol=1e-3, atol=1e-6)
+        exact = high.reduce(layout.spread(want))
+        assert_close(grad.double() / exact.norm(), exact / exact.norm(), **close)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 33, 64])
+@pytest.mark.parametrize("scale", ["c", "paper"])
+@pytest.mark.parametrize("known", [None, 2.5])
+def test_solving_for_the_weights_of_ntk(count, scale, known):
+    torch.manual_seed(0)
+    sums = torch.randn(count, 100, device="cuda")
+    kernel, advantages = sums @ sums.T, torch.randn(count, device="cuda")
+    average = None if known is None else torch.tensor(known, device="cuda")
+    rule = Ntk(0.7, scale, "microbatch", "auto")
+    found = rule._solve(kernel, advantages, average)
+    want = rule._solve(kernel.cpu(), advantages.cpu(), None if average is None else average.cpu())
+    assert_close([x.cpu() for x in found], list(want), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("method", ["isopo", "ntk", "euclidean"])
+def test_a_model_in_bfloat16_against_the_same_in_float64(tie, method):
+    from models import hf, nll, padded
+
+    from proxpo.gradients import isopo, isopo_ntk
+
+    make = {
+        "isopo": lambda: isopo(overlap="all"),
+        "ntk": isopo_ntk,
+        "euclidean": lambda: isopo(preset="euclidean"),
+    }[method]
+    ids, seq = (x.cuda() for x in padded([40, 60, 51], 50))
+    advantages = torch.tensor([1.0, -0.6, 0.3], device="cuda")
+
+    def gradients(kind: torch.dtype) -> dict[str, torch.Tensor]:
+        model = hf("qwen3", tie_word_embeddings=tie).to("cuda", kind)
+        with make().applied(model, sequences=seq, advantages=advantages):
+            nll(model(ids).logits.double(), ids, seq).sum().backward()
+        return {name: p.grad.double() for name, p in model.named_parameters()}
+
+    found, want = gradients(torch.bfloat16), gradients(torch.float64)
+    for name, grad in want.items():
+        cosine = torch.cosine_similarity(found[name].flatten(), grad.flatten(), dim=0)
+        assert cosine > 0.97, (name, float(cosine))

@@ -86,6 +86,13 @@ def compose(**stages) -> proxpo.Recipe:
     return proxpo.Recipe(**{"name": "parity", **usual, **stages})
 
 
+def given_weights(kind: str, field: str) -> proxpo.Stage:
+    """Token weights exp(field), fixed beforehand, at the place of a `weights` or `select` stage."""
+    return proxpo.Stage(
+        kind=kind, name="given", apply=lambda batch, ctx: (getattr(batch, field).exp(), {})
+    )
+
+
 def close(ours: torch.Tensor, theirs: torch.Tensor, rtol: float = 1e-9) -> None:
     """Equal to `rtol` relative to the largest entry, element by element."""
     scale = max(theirs.abs().max().item(), 1e-300)

@@ -1,124 +1,30 @@
-"""proxpo against TRL 1.16's own GRPO and RLOO trainers, loss and advantages, in float64.
-
-The trainers' methods run unchanged on a trainer that was never constructed: it has no model, only
-the attributes those methods read, and hands out log-probabilities instead of computing them.
-"""
+"""proxpo against TRL 1.16's own GRPO and RLOO trainers, loss and advantages, in float64."""
 
 import math
-from collections import defaultdict
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from parity_inputs import ROWS, TOKENS, close, compose, evaluate, make_batch, make_fields
+from parity_inputs import (
+    ROWS,
+    TOKENS,
+    close,
+    compose,
+    evaluate,
+    given_weights,
+    make_batch,
+    make_fields,
+)
 from parity_table import shows
-from trl import GRPOTrainer, RLOOTrainer
+from trl import RLOOTrainer
 from trl.rewards import get_soft_overlong_punishment
+from trl_side import MAX_TOKENS, trl_loss, trl_scores
 
 import proxpo
 from proxpo import aggregate, ratios, regularisers, trust, weights
 from proxpo.compose import prepare
 from proxpo.rewards import overlong_penalty
-
-MAX_TOKENS = 20
-ATTRIBUTES: dict[str, Any] = {
-    "aux_loss_enabled": False,
-    "beta": 0.0,
-    "current_gradient_accumulation_steps": 1,
-    "entropy_coef": 0.0,
-    "environment_factories": None,
-    "environments": None,
-    "epsilon_high": 0.15,
-    "epsilon_low": 0.1,
-    "importance_sampling_level": "token",
-    "loss_type": "dapo",
-    "mask_truncated_completions": False,
-    "max_completion_length": MAX_TOKENS,
-    "multi_objective_aggregation": "sum_then_normalize",
-    "normalize_advantages": False,
-    "num_generations": 4,
-    "num_iterations": 1,
-    "off_policy_mask_threshold": None,
-    "pad_to_multiple_of": None,
-    "reward_clip_range": None,
-    "reward_func_names": ["reward"],
-    "scale_rewards": "group",
-    "tools": None,
-    "top_entropy_quantile": 1.0,
-    "use_adaptive_entropy": False,
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": False,
-    "_entropy_bonus_enabled": False,
-}
-ARGUMENTS: dict[str, Any] = {
-    "delta": None,
-    "gradient_accumulation_steps": 3,
-    "gradient_checkpointing_kwargs": None,
-    "per_device_train_batch_size": ROWS,
-    "sapo_temperature_neg": 1.7,
-    "sapo_temperature_pos": 1.2,
-    "steps_per_generation": 1,
-    "use_bias_correction_kl": True,
-}
-
-
-def bare(trainer: type, **changes):
-    """A trainer that was never constructed, with the attributes its loss reads."""
-    args = ARGUMENTS | {key: changes.pop(key) for key in list(changes) if key in ARGUMENTS}
-    unknown = [key for key in changes if key not in ATTRIBUTES]
-    assert not unknown or all(key.startswith("vllm_") for key in unknown), unknown
-    made = object.__new__(trainer)
-    vars(made).update(ATTRIBUTES | changes)
-    made.args = SimpleNamespace(**args)
-    made.accelerator = Accelerator(cpu=True)
-    made.model = torch.nn.Identity().train()
-    made.model.is_gradient_checkpointing = False
-    made.ref_model = torch.nn.Identity()
-    made.reward_weights = torch.ones(1, dtype=torch.float64)
-    made._tokenizer = SimpleNamespace(pad_token_id=0)
-    made._metrics = {"train": defaultdict(list)}
-    made._logs = defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list))
-    made._pending_extra_logs, made._pending_metrics = {}, {}
-    return made
-
-
-def trl_loss(
-    kind: str = "plain",
-    trainer: type = GRPOTrainer,
-    *,
-    anchors: bool = True,
-    rows: slice = slice(None),
-    **changes,
-):
-    """TRL's loss on a batch or some of its rows, and the gradients to logp and entropy."""
-    fields = make_fields(kind)
-    tokens = fields["mask"].sum()
-    fields = {name: value[rows] for name, value in fields.items()}
-    made = bare(trainer, **changes)
-    logp, entropy = (fields[name].clone().requires_grad_() for name in ("logp", "entropy"))
-    mask = fields["mask"].long()
-    made._get_per_token_logps_and_entropies = lambda *given, **named: (logp, entropy, None)
-    old = torch.where(fields["mask"], fields["old_logp"], 0.0)
-    inputs = {
-        "prompt_ids": mask[:, :1],
-        "prompt_mask": mask[:, :1],
-        "completion_ids": mask,
-        "completion_mask": mask,
-        "advantages": fields["row_advantages"],
-        "num_items_in_batch": tokens,
-        "ref_per_token_logps": fields["ref_logp"],
-        "old_logps": old.sum(1),
-        "sampling_per_token_logps": fields["rollout_logp"],
-        "importance_sampling_ratio": fields["rollout_logp"].exp(),
-    }
-    if anchors:
-        inputs["old_per_token_logps"] = fields["old_logp"]
-    loss = made._compute_loss(None, inputs)
-    grads = torch.autograd.grad(loss, (logp, entropy), allow_unused=True, materialize_grads=True)
-    return loss.detach(), *grads
 
 
 def agree(recipe: proxpo.Recipe, kind: str = "plain", **changes) -> None:
@@ -274,17 +180,12 @@ def test_off_policy_mask(threshold, kind):
 
 def test_everything_at_once():
     """Off-policy mask, entropy mask, sampler weights and KL keep TRL's order."""
-
-    @proxpo.stage("weights", name="parity_sampler")
-    def given():
-        return lambda batch, ctx: (batch.rollout_logp.exp(), {})
-
     recipe = compose(
         trust=CLIP,
         weights=(
             weights.off_policy_mask(threshold=0.0),
             weights.top_entropy(share=0.6, rule="quantile", normalize="all"),
-            given(),
+            given_weights("weights", "rollout_logp"),
         ),
         regularisers=(regularisers.kl_to_ref(coef=0.3, ratio_corrected=True),),
     )
@@ -353,29 +254,6 @@ def unclipped(level: str) -> dict[str, Any]:
 
 
 # --- advantages and sampler weights: the part of TRL that scores completions
-
-
-def trl_scores(trainer: type = GRPOTrainer, *, rewards=None, **changes) -> dict[str, torch.Tensor]:
-    """What TRL hands to its loss after scoring completions."""
-    fields = make_fields()
-    made = bare(trainer, **changes)
-    lengths = fields["mask"].sum(1).tolist()
-    found = {id(made.model): fields["old_logp"], id(made.ref_model): fields["ref_logp"]}
-    made._get_per_token_logps_and_entropies = lambda model, *_, **__: (found[id(model)], None, None)
-    given = fields["rewards"] if rewards is None else rewards
-    made._calculate_rewards = lambda *_: given[:, None]
-    ids = [[1] * length for length in lengths]
-    rollout = [row[:length].tolist() for row, length in zip(fields["rollout_logp"], lengths)]
-    generated = ([[1]] * ROWS, ids, None, [""] * ROWS, rollout, {}, None, [])
-    if trainer is RLOOTrainer:
-        generated = ([[1]] * ROWS, ids, [""] * ROWS)
-    made._generate = lambda prompts: generated
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # TRL builds the sampler's log-probabilities from lists
-    try:
-        return made._generate_and_score_completions([{"prompt": ""}] * ROWS)
-    finally:
-        torch.set_default_dtype(default)
 
 
 def our_advantages(method: str, settings: dict[str, Any], **changes) -> torch.Tensor:

@@ -58,6 +58,8 @@ def parse_value(text: str) -> Any:
     if text.lower() in plain:
         return plain[text.lower()]
     for number in (int, float):
+        if "_" in text:  # Python reads 1_2 as 12; here it is a pair of bounds
+            break
         try:
             return number(text)
         except ValueError:

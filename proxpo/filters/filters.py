@@ -110,12 +110,17 @@ def reject(
 
 
 def _bounds(estimator: str, threshold: str | float) -> tuple[float, float]:
-    parts = [float(part) for part in str(threshold).split("_")]
+    try:
+        parts = [float(part) for part in str(threshold).split("_")]
+    except ValueError:
+        parts = []
+    if len(parts) not in (1, 2):
+        raise ProxpoError(f"reject: threshold is a number or lo_hi, got '{threshold}'")
     if estimator != "k1":
         if len(parts) != 1:
             raise ProxpoError(f"reject: {estimator} takes one upper threshold, got '{threshold}'")
         return -math.inf, parts[0]
-    low, high = parts if len(parts) == 2 else (1 / parts[0], parts[0])
+    low, high = parts if len(parts) == 2 else (1 / (parts[0] or math.inf), parts[0])
     if not 0 < low <= high:
         raise ProxpoError(f"reject: k1 needs ratio bounds 0 < lo ≤ hi, got '{threshold}'")
     return math.log(low), math.log(high)

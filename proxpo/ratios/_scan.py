@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.shapes import Bool, Float, Tensor
 
 ONE_CHUNK = 4096  # a response this short is scanned in one piece if its gains allow it
@@ -58,11 +59,11 @@ def kalman_gains(
 
 def _check_variances(*, q: float, v: float, p0: float) -> None:
     if not (0.0 <= q < math.inf):
-        raise ValueError(f"kalman: q (process noise) must be finite and >= 0, got {q}")
+        raise ProxpoError(f"kalman: q (process noise) must be finite and >= 0, got {q}")
     if not (0.0 < v < math.inf):
-        raise ValueError(f"kalman: v (observation noise) must be finite and > 0, got {v}")
+        raise ProxpoError(f"kalman: v (observation noise) must be finite and > 0, got {v}")
     if not p0 >= 0.0:
-        raise ValueError(f"kalman: p0 (initial variance) must be >= 0, got {p0}")
+        raise ProxpoError(f"kalman: p0 (initial variance) must be >= 0, got {p0}")
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def _filter(
     differentiable: bool,
 ) -> Float[Tensor, "seq tok"]:
     if mask_mode not in ("zero", "skip"):
-        raise ValueError(f'kalman: mask_mode must be "zero" or "skip", got "{mask_mode}"')
+        raise ProxpoError(f'kalman: mask_mode must be "zero" or "skip", got "{mask_mode}"')
     size, dtype = _power_of_two(log_ratio.shape[1]), _at_least_float32(log_ratio.dtype)
     table = _cached_table(schedule, size, dtype, log_ratio.device)
     z = torch.where(mask, log_ratio, 0.0)

@@ -2,6 +2,7 @@
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.masked import masked_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -28,6 +29,8 @@ def covariance_penalty(*, share: float = 2e-3, coef: float = 1.0):
     Covariance of log-probability and advantage over the N valid tokens of the micro-batch;
     share=0 selects none. arXiv:2505.22617 eqs 13-14 (the paper writes a KL, the code |log-ratio|).
     """
+    if not 0 <= share <= 1:
+        raise ProxpoError(f"covariance_penalty: share must be between 0 and 1, got {share}")
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
         n = int(batch.mask.sum())

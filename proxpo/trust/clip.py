@@ -79,6 +79,8 @@ def clip_cov(
     tokens of the micro-batch. Their loss is 0 (official code); keep_value=True keeps its value and
     only detaches it, as arXiv:2505.22617 eq. 12 writes. Pass a generator for reproducible draws.
     """
+    if not 0 <= share <= 1:
+        raise ProxpoError(f"clip_cov: share must be between 0 and 1, got {share}")
     clipped_loss = clipper(low=low, high=high)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:

@@ -1,5 +1,6 @@
 """`proxpo inspect`: the library's numbers, the contract, and mistakes named in one line."""
 
+import contextlib
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import proxpo as library
 from proxpo.batch_file import load_batch, save_batch
 from proxpo.inspection import inspect_batch
-from proxpo.settings import make_recipe
+from proxpo.settings import make_recipe, parse_setting
 
 
 def strict(text):
@@ -165,12 +166,28 @@ def test_random_stages_follow_the_seed(inspect):
         (["grpo", "--set", "ratio=log_ratio_to_ref"], "ppo_clip works on ratio, but"),
         (["dpo", "--set", "trust=ess_cap"], "dpo: trust=ess_cap works on ratio, but"),
         (["dpo", "--set", "weights=tis"], "compares whole responses"),
+        (["kpo", "--set", "q=-1"], "q (process noise) must be finite and >= 0, got -1.0"),
+        (["tis", "--set", "reject_threshold=1_2_3"], "a number or lo_hi, got '1_2_3'"),
         (["grpo", "--seed", "x"], "see proxpo inspect --help"),
         (["grpo", "--jsn"], "no such option '--jsn'; did you mean '--json'?"),
     ],
 )
 def test_wrong_methods_and_settings(refused, arguments, expected):
     assert expected in refused("inspect", *arguments, "--batch", "sample", "--json")
+
+
+@pytest.mark.parametrize("name", library.methods())
+def test_no_setting_of_any_method_ends_in_a_traceback(name):
+    batch = load_batch("sample").rows(torch.arange(4, 7))
+    for option in library.methods()[name].defaults:
+        for value in ("nonsense", "-1", "0", "inf", "a_b"):
+            with contextlib.suppress(library.ProxpoError):
+                inspect_batch(make_recipe(name, [parse_setting(f"{option}={value}")]), batch)
+
+
+def test_bounds_are_not_numbers_with_underscores():
+    recipe = make_recipe("tis", [parse_setting("reject_threshold=1_2")])
+    assert recipe.filter[0].options["threshold"] == "1_2"
 
 
 def test_wrong_calls(refused):

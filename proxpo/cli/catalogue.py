@@ -6,12 +6,13 @@ import math
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from proxpo.recipes import Method, method, methods
 from proxpo.report.facts import sentence
+from proxpo.report.terminal import console
 from proxpo.types import Recipe
 
 
@@ -26,7 +27,7 @@ def show_methods(*, as_json: bool) -> None:
         name = Text.assemble((slug, "bold"), (f"\n{one.paper}\n{one.confidence}", "dim"))
         what = Text.assemble(sentence(one.summary), (f"\n{_chain(one.make())}", "dim"))
         table.add_row(name, what)
-    Console().print(table)
+    console().print(table)
     print(f"{len(methods())} methods; proxpo methods NAME shows one in full.")
 
 
@@ -36,7 +37,7 @@ def show_method(name: str, *, as_json: bool) -> None:
         full = {**_brief(one), "text": one.text, "source": _source(one)}
         print(json.dumps({one.slug: full}))
     else:
-        Console().print(_full(one))
+        console().print(_full(one))
 
 
 def _full(one: Method) -> RenderableType:

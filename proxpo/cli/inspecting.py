@@ -32,11 +32,9 @@ def inspect_methods(
     if as_json:
         print(json.dumps({one.method: entry(one) for one in found}, allow_nan=False))
         return
-    from rich.console import Console
+    from proxpo.report.terminal import InspectTable, console
 
-    from proxpo.report.terminal import InspectTable
-
-    Console().print(InspectTable(found, file, source=batch))
+    console().print(InspectTable(found, file, source=batch))
     if html is not None:
         print(f"heat map: {html}")
 

@@ -27,6 +27,11 @@ MOST_ROWS = 16
 UP, DOWN = "cyan", "dark_orange"
 
 
+def console() -> Console:
+    """Formulas and prompts are full of brackets and colons: they are text, not markup."""
+    return Console(markup=False, emoji=False, highlight=False)
+
+
 class InspectTable:
     """All methods in one table, then each response's share of every method's gradient."""
 
@@ -81,7 +86,8 @@ def sparkline(inspection: Inspection, most: int) -> Text:
 def responses(found: Sequence[Inspection], file: BatchFile) -> Table | Group:
     """Rows are responses, columns methods: a bar for the share, an arrow for the direction."""
     batch = file.batch
-    labels, lengths = prompt_labels(file), batch.mask.sum(dim=1).tolist()
+    labels = [one_line(label) for label in prompt_labels(file)]
+    lengths = batch.mask.sum(dim=1).tolist()
     rewards = [None] * len(lengths) if batch.rewards is None else batch.rewards.tolist()
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("prompt", no_wrap=True, max_width=14, overflow="ellipsis")
@@ -102,6 +108,11 @@ def responses(found: Sequence[Inspection], file: BatchFile) -> Table | Group:
     )
 
 
+def one_line(label: str) -> str:
+    """Text from a file without line breaks or the control characters terminals obey."""
+    return "".join(c if c.isprintable() else "�" for c in " ".join(label.split()))
+
+
 def bar(share: float, push: float, longest: float) -> Text:
     colour = UP if push > 0 else DOWN if push < 0 else "dim"
     arrow = "▲" if push > 0 else "▼" if push < 0 else " "
@@ -109,4 +120,4 @@ def bar(share: float, push: float, longest: float) -> Text:
     return Text(f"{arrow}{'█' * length:{BAR}}{short(share, share=True):>5}", colour)
 
 
-__all__ = ["InspectTable"]
+__all__ = ["InspectTable", "console"]

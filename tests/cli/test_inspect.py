@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import proxpo as library
-from proxpo.batch_file import load_batch, save_batch
+from proxpo.batch_file import SAMPLE, load_batch, save_batch
 from proxpo.inspection import inspect_batch
 from proxpo.settings import make_recipe, parse_setting
 
@@ -266,3 +266,13 @@ def test_many_methods_and_responses_still_fit(proxpo, monkeypatch, tmp_path):
     assert "isopo: shown before gradient=isopo" in out
     one = proxpo("inspect", "grpo", "--batch", tmp_path / "batch.json").out
     assert "… and 24 more responses" in one
+
+
+def test_text_from_the_batch_is_text(proxpo, tmp_path):
+    data = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    data["group"] = ["[/b] :smile:\n\x1b[31m"] * 8
+    (tmp_path / "batch.json").write_text(json.dumps(data))
+    code, out, _ = proxpo("inspect", "grpo", "--batch", tmp_path / "batch.json")
+    assert code == 0
+    assert "[/b] :smile:" in out
+    assert "\x1b" not in out

@@ -70,12 +70,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> 
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Ids and labels (-100 on prompts and padding); three in four batches are of the default level."""
+    """Ids and labels (-100 on prompts and padding); three batches in four are of default level."""
     default, mixed = arithmetic().train, arithmetic(level="mixed").train
     for first in itertools.count(step=size):
         problems = (mixed if first // size % 4 == 3 else default)[first : first + size]
         prompts = [tokenizer.encode(p.prompt) for p in problems]
-        answers = [tokenizer.encode(p.answer) + [tokenizer.eos_token_id] for p in problems]
+        answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
         width = max(len(p) + len(a) for p, a in zip(prompts, answers))
         blank = [width - len(p) - len(a) for p, a in zip(prompts, answers)]
         ids = [p + a + [tokenizer.pad_token_id] * n for p, a, n in zip(prompts, answers, blank)]

@@ -5,7 +5,7 @@
 """
 
 import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ _SLOTS = 128  # on a GPU the cache grows in powers of two of this, one captured 
 _FEWEST_ROWS = 8
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A copy of the weights, and the cache of the rows that are being sampled."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import pad
@@ -32,6 +32,7 @@ class Samples:
     finished: Bool[Tensor, " seq"]
 
 
+@runtime_checkable
 class Rollout(Protocol):
     """A sampler with a copy of the policy's weights, which `sync` brings up to date."""
 
@@ -117,7 +118,7 @@ def join(parts: list[Samples], pad_id: int) -> Samples:
         return parts[0]
     width = max(part.tokens.shape[1] for part in parts)
 
-    def wide(name: str, value: float) -> Tensor:
+    def wide(name: str, value: float | int) -> Tensor:
         columns = [getattr(part, name) for part in parts]
         return torch.cat([pad(x, (0, width - x.shape[1]), value=value) for x in columns])
 

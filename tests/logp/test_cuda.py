@@ -50,7 +50,7 @@ def test_gradients_near_float64(dtype, chunk):
     bias, targets = torch.randn(3000, device="cuda").double(), torch.randint(0, 3000, (300,)).cuda()
 
     def run(kind):
-        inputs = [x.to(kind).requires_grad_() for x in (hidden, weight, bias)]
+        inputs = [x.to(kind, copy=True).requires_grad_() for x in (hidden, weight, bias)]
         ours = token_logp(*inputs[:2], targets, bias=inputs[2], entropy=True, chunk=chunk)
         outputs = (ours.logp.sum() + ours.entropy.sum(),)
         return *ours, *torch.autograd.grad(outputs, inputs)
@@ -82,7 +82,7 @@ def test_transforms_near_float64(make, dtype, chunk):
     def run(kind):
         layer = nn.Linear(32, 1000, device="cuda", dtype=kind)
         layer.load_state_dict(head.state_dict())
-        h = hidden.to(kind).requires_grad_()
+        h = hidden.to(kind, copy=True).requires_grad_()
         with make().applied(layer, sequences=sequences, advantages=advantages):
             logp = token_logp(h, layer.weight, targets, bias=layer.bias, mask=mask, chunk=chunk)
             logp.sum().backward()

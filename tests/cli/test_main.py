@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from proxpo.cli import app as commands
 from proxpo.cli import main
 
 
@@ -82,7 +81,3 @@ def test_a_bug_is_not_hidden(proxpo, monkeypatch):
     monkeypatch.setattr("proxpo.cli.catalogue.show_methods", fail)
     with pytest.raises(RuntimeError, match="ours"):
         proxpo("methods")
-
-
-def test_commands_are_those_that_work():
-    assert [one.name for one in commands.app.registered_commands] == ["inspect", "methods"]

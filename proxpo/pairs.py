@@ -9,7 +9,8 @@ from proxpo.types import Batch
 def best_and_worst(batch: Batch) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
     """Rows (chosen, rejected), one pair per prompt; prompts whose rewards are all equal give none.
 
-    The first row wins a tie. Responses whose reward is missing are left out.
+    The first row wins a tie. Responses whose reward is missing are left out, and so is a pair of
+    two empty responses.
     """
     rewards = batch.require("rewards", by="pairing responses")
     group = batch.require("group", by="pairing responses")
@@ -18,6 +19,8 @@ def best_and_worst(batch: Batch) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pa
     best = _first_extreme(rewards, index, scored, len(prompts), largest=True)
     worst = _first_extreme(rewards, index, scored, len(prompts), largest=False)
     paired = (best >= 0) & (rewards[best.clamp(min=0)] > rewards[worst.clamp(min=0)])
+    filled = batch.mask.any(dim=1)
+    paired &= filled[best] | filled[worst]
     return best[paired], worst[paired]
 
 

@@ -103,7 +103,7 @@ def greedy_baseline(
 
     def framework(batch: Batch, ctx: Context) -> Result:
         total = suffix_sum(token_rewards(batch), batch.mask)
-        return torch.where(batch.mask, total - batch.greedy_rewards[:, None], 0.0), {}
+        return torch.where(scored(batch), total - batch.greedy_rewards[:, None], 0.0), {}
 
     def official(batch: Batch, ctx: Context) -> Result:
         gain = (batch.rewards - batch.greedy_rewards).clamp(-reward_clip, reward_clip)
@@ -113,7 +113,17 @@ def greedy_baseline(
             ref = batch.require("ref_logp", by="advantage=greedy_baseline(form=official)")
             old = batch.require("old_logp", by="advantage=greedy_baseline(form=official)")
             out = out - kl_coef * (old - ref)
-        return torch.where(batch.mask, out, 0.0), {}
+        return torch.where(scored(batch), out, 0.0), {}
+
+    def scored(batch: Batch) -> Bool[Tensor, "seq tok"]:
+        missing = batch.greedy_rewards.isnan() & batch.mask.any(dim=1)
+        if missing.any():
+            row = int(missing.nonzero()[0])
+            raise ProxpoError(
+                f"advantage=greedy_baseline: greedy_rewards of response {row} is missing (NaN); "
+                "every prompt needs the reward of one greedy response"
+            )
+        return batch.mask & ~batch.rewards.isnan()[:, None]
 
     return framework if form == "framework" else official
 

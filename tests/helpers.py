@@ -1,5 +1,6 @@
 """Batches, recipes and comparisons that the tests of the core share."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -134,6 +135,7 @@ def f64(x: Any) -> Tensor:
     return torch.as_tensor(x, dtype=torch.float64)
 
 
+@functools.cache
 def recipe(case: str) -> Recipe:
     slug, settings = CASES[case]
     return proxpo.make_recipe(slug, settings)

@@ -1,0 +1,85 @@
+"""What must not change the loss of any recipe: padding, order, and what masked positions hold."""
+
+import math
+
+import pytest
+import torch
+from helpers import (
+    CASES,
+    close,
+    loss_and_gradients,
+    make_batch,
+    pad_columns,
+    pad_rows,
+    recipe,
+    with_garbage,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from properties.strategies import batches
+from proxpo import Batch
+
+every_case = pytest.mark.parametrize("case", CASES)
+few = settings(max_examples=2)
+COUNTS_EMPTY_ROWS = "dr-grpo-truncated"  # responses without end of sequence stay in the mean
+LOOSE = {"rtol": 1e-9, "atol": 1e-11}  # sums in another order
+
+
+def crop(grads: dict[str, torch.Tensor], like: Batch) -> dict[str, torch.Tensor]:
+    """Gradients without the padding; fails if any flowed there."""
+    rows, columns = like.mask.shape
+    for grad in grads.values():
+        assert grad[rows:].eq(0).all()
+        assert grad[:, columns:].eq(0).all()
+    return {name: grad[:rows, :columns] for name, grad in grads.items()}
+
+
+@every_case
+@few
+@given(batches(), st.integers(1, 4), st.sampled_from([0.0, 1e30, math.nan, -math.inf]))
+def test_padding_columns(case: str, batch: Batch, columns: int, garbage: float) -> None:
+    value, grads = loss_and_gradients(recipe(case), batch)
+    wide = loss_and_gradients(recipe(case), pad_columns(batch, columns, garbage))
+    close(wide[0], value, **LOOSE)
+    close(crop(wide[1], batch), grads, **LOOSE)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != COUNTS_EMPTY_ROWS])
+@few
+@given(batches(), st.integers(1, 3))
+def test_padding_rows(case: str, batch: Batch, rows: int) -> None:
+    value, grads = loss_and_gradients(recipe(case), batch)
+    tall = loss_and_gradients(recipe(case), pad_rows(batch, rows))
+    close(tall[0], value, **LOOSE)
+    close(crop(tall[1], batch), grads, **LOOSE)
+
+
+def test_only_that_case_counts_empty_rows() -> None:
+    batch = make_batch(1)
+    value, _ = loss_and_gradients(recipe(COUNTS_EMPTY_ROWS), batch)
+    tall, _ = loss_and_gradients(recipe(COUNTS_EMPTY_ROWS), pad_rows(batch, 3))
+    close(tall, value * 9 / 12)
+
+
+@every_case
+@few
+@given(batches(), st.randoms(use_true_random=False))
+def test_permuting_sequences(case: str, batch: Batch, random: object) -> None:
+    order = list(range(len(batch.mask)))
+    random.shuffle(order)
+    relabelled = batch.replace(group=7 - 3 * batch.group)
+    value, grads = loss_and_gradients(recipe(case), batch)
+    shuffled = loss_and_gradients(recipe(case), relabelled.rows(torch.tensor(order)))
+    close(shuffled[0], value, **LOOSE)
+    close(shuffled[1], {name: grad[order] for name, grad in grads.items()}, **LOOSE)
+
+
+@every_case
+@few
+@given(batches(), st.sampled_from([math.nan, math.inf, -1e38, 123.0]))
+def test_masked_positions_hold_anything(case: str, batch: Batch, garbage: float) -> None:
+    value, grads = loss_and_gradients(recipe(case), batch)
+    spoilt = loss_and_gradients(recipe(case), with_garbage(batch, garbage))
+    close(spoilt[0], value, atol=0.0)
+    close(spoilt[1], grads, atol=0.0)

@@ -1,0 +1,63 @@
+"""State goes in and comes out explicitly, and survives being written down."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CASES, close, make_batch, method, recipe
+from safetensors.torch import load_file, save_file
+
+import proxpo
+
+STATEFUL = [case for case in CASES if recipe(case).init_state()]
+
+
+def flat(state: dict) -> dict[str, torch.Tensor]:
+    return {f"{place}/{key}": value for place, kept in state.items() for key, value in kept.items()}
+
+
+def nested(flat_state: dict) -> dict[str, dict[str, torch.Tensor]]:
+    out: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in flat_state.items():
+        place, key = name.rsplit("/", 1)
+        out.setdefault(place, {})[key] = torch.as_tensor(value, dtype=torch.float64)
+    return out
+
+
+def stepped(made: object, state: dict, seed: int) -> tuple[torch.Tensor, dict]:
+    batch = make_batch(seed)
+    value, metrics = proxpo.loss_fn(made)(batch, state=state)
+    return value, made.update_state(state, batch, metrics)
+
+
+def test_some_recipes_have_state() -> None:
+    assert "ppo-full" in STATEFUL
+
+
+@pytest.mark.parametrize("case", STATEFUL)
+def test_round_trip(case: str, tmp_path: Path) -> None:
+    made = recipe(case)
+    _, state = stepped(made, made.init_state(), seed=1)
+    save_file(flat(state), tmp_path / "state.safetensors")
+    text = json.dumps({name: float(value) for name, value in flat(state).items()})
+    expected, after = stepped(made, state, seed=2)
+    for restored in (load_file(tmp_path / "state.safetensors"), json.loads(text)):
+        value, following = stepped(made, nested(restored), seed=2)
+        assert value == expected
+        assert flat(following) == flat(after)
+
+
+def test_a_step_neither_changes_its_state_nor_its_batch() -> None:
+    made = method("ppo", kl_coef=0.1, kl_controller="doubling", kl_target=1e-6)
+    state, batch = made.init_state(), make_batch(1)
+    before = {name: value.clone() for name, value in batch.items()}
+    _, metrics = proxpo.loss_fn(made)(batch, state=state)
+    following = made.update_state(state, batch, metrics)
+    assert following != state
+    close(state["reward.kl_in_reward"]["coef"], 0.1)
+    assert all(torch.equal(value, before[name]) for name, value in batch.items())
+
+
+def test_stateless_recipes_have_none() -> None:
+    assert method("grpo").init_state() == {}

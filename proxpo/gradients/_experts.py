@@ -120,9 +120,8 @@ class _Grouped(torch.autograd.Function):
             for expert, (a, g) in enumerate(pieces):
                 kernel = weight[expert].to(g.dtype)
                 grad_x.append(g @ (kernel.T if ctx.transposed else kernel))
-                outer = Outer(g, a) if ctx.transposed else Outer(a, g)
-                for place, rows in enumerate((outer, Dense(g))):
-                    _finish(ctx, place, expert, rows, out[place])
+                _finish(ctx, 0, expert, Outer(g, a) if ctx.transposed else Outer(a, g), out[0])
+                _finish(ctx, 1, expert, Dense(g), out[1])
         return torch.cat(grad_x), *out, None, None, None
 
 

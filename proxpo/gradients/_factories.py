@@ -63,7 +63,8 @@ def isopo(
             raise ProxpoError(f"isopo: {name} must be {kind}, got {number}")
     if keep_small and reg == 0:
         raise ProxpoError("isopo: keep_small divides by reg * E[x²], so it needs reg > 0, got 0")
-    if overlap != "all" and (not isinstance(overlap, int) or overlap < 1):
+    drawn = overlap if isinstance(overlap, int) else None
+    if overlap != "all" and (drawn is None or drawn < 1):
         raise ProxpoError(f"isopo: overlap must be a count of positions or 'all', got {overlap!r}")
     if sketch < 1:
         raise ProxpoError(f"isopo: sketch must be at least 1, got {sketch}")
@@ -74,7 +75,7 @@ def isopo(
         reg=reg,
         eps=eps,
         keep_small=keep_small,
-        overlap=None if overlap == "all" else overlap,
+        overlap=drawn,
         norm=_one_of("isopo", "norm", norm, ("exact", "sketch")),
         sketch=sketch,
         scale=_one_of("isopo", "scale", scale, ("sum", "mean")),

@@ -174,12 +174,12 @@ class Isopo:
         path = self._path(site, rows, layout)
         if path == "materialise" and layout.count * rows.a.shape[1] * rows.g.shape[1] <= _plan.KEEP:
             sums = rows.sums(layout)
-            inner = None if picks is None else rows.project(sums, picks.index, slice(None))
-            if picks is None or inner is None:
+            if picks is None:
                 return Lengths(None, None, _norms.length2(sums), sums)
+            inner = rows.project(sums, picks.index, slice(None))
             keep = picks.valid.to(inner.dtype)
-            bottom = keep @ rows.squares(picks.index)
-            return Lengths(keep @ inner.square(), bottom, _norms.length2(sums), sums)
+            squares = keep @ rows.squares(picks.index)
+            return Lengths(keep @ inner.square(), squares, _norms.length2(sums), sums)
         if path == "materialise":
             return Lengths(*_norms.materialised(rows, layout, picks))
         top, bottom = _overlap(rows, layout, picks)

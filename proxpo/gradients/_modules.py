@@ -49,6 +49,7 @@ class Fitting:
     def __init__(self, model: nn.Module, session: Session, warn: Callable[[str], None]) -> None:
         self.session = session
         self.mark = fingerprint(model)
+        self.audited = False
         self._forwards: list[tuple[nn.Module, Forward]] = []
         for name, module, names in _holders(model):
             original = module.forward
@@ -133,8 +134,9 @@ def _builder(module: nn.Module) -> Callable[..., Forward]:
     if isinstance(module, nn.Embedding) and kind.forward is nn.Embedding.forward:
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return _embedding if plain else _owned.whole
-    if kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
-        return _fused_norm if len(module.normalized_shape) == 1 else _owned.whole
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        usual = kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+        return _fused_norm if usual and len(module.normalized_shape) == 1 else _owned.whole
     if _looks_like_norm(module):
         return _elementwise
     if _experts.recognised(module):

@@ -242,6 +242,8 @@ class _Beside(torch.autograd.Function):
         if pairs:
             outs, cotangents = zip(*pairs)
             found = torch.autograd.grad(outs, values, cotangents, allow_unused=True)
-        for site in again.sites.values():
+        for site, gradient in zip(again.sites.values(), found):
             site.done = True
+            if gradient is not None:
+                site.send(gradient)
         return None, None, *grads, *found

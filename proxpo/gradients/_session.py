@@ -15,6 +15,7 @@ from proxpo.gradients._rows import Dense, OneHot, Outer, join
 from proxpo.shapes import Float, Int, Tensor
 
 if TYPE_CHECKING:
+    from proxpo.gradients._audit import Audit
     from proxpo.gradients._averages import Averages
 
 AnyRows = Outer | Dense | OneHot
@@ -67,6 +68,7 @@ class Site:
         self.attribute = attribute
         self.number = -1  # the site's row in the table of overlap sets
         self.done = False
+        self.sent = False
 
     @property
     def parameter(self) -> Tensor:
@@ -79,7 +81,15 @@ class Site:
     def gradient(self, rows: AnyRows, layout: Layout) -> Tensor:
         """The transformed gradient, in the dtype of the parameter's own gradient."""
         self.done = True
-        return self.session.rule.gradient(self, rows, layout)
+        gradient = self.session.rule.gradient(self, rows, layout)
+        self.send(gradient)
+        return gradient
+
+    def send(self, gradient: Tensor) -> None:
+        """Tell the audit, if one is open, what this parameter should receive."""
+        if self.session.audit is not None:
+            self.sent = True
+            self.session.audit.send(self, gradient)
 
     def observe(self, **values: Tensor) -> None:
         if self.session.observer is not None:
@@ -170,6 +180,7 @@ class Session:
         self.sites: dict[str, Site] = {}
         self.units: list[Unit] = []
         self.closed = True
+        self.audit: "Audit | None" = None
         self.quiet = False  # while an unknown module is run again, its children stay as they are
         self.block = 0
         self._drawing = 0  # how many sites have a row in the table of overlap sets
@@ -197,7 +208,7 @@ class Session:
         for unit in self.units:
             unit.reset()
         for site in self.sites.values():
-            site.done = False
+            site.done = site.sent = False
 
     def expect(self, block: int, where: "Unit | Site") -> None:
         """A backward belongs to the block its forward ran in."""

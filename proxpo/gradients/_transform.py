@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from proxpo.errors import ProxpoError
+from proxpo.gradients._audit import Audit
 from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
 from proxpo.gradients._session import Observer, Rule, Session, Site, Stream
@@ -64,12 +65,18 @@ class Transform:
         fitting = self._open(model, sequences, advantages, groups, observe)
         session = fitting.session
         _OPEN.append((model, session))
+        before = {id(s.parameter): _mark(s.parameter) for s in session.sites.values()}
+        session.audit = None if fitting.audited else Audit(session)
         try:
             with fitting.exchanged():
-                before = [_mark(site.parameter) for site in session.sites.values()]
                 yield session
+            if session.audit is not None:
+                fitting.audited = any(site.done for site in session.sites.values())
             _settle(session, before)
         finally:
+            if session.audit is not None:
+                session.audit.close()
+            session.audit = None
             session.closed = True
             _OPEN.remove((model, session))
 
@@ -217,20 +224,26 @@ def _mark(parameter: Tensor) -> tuple[int, int] | None:
     return None if grad is None else (id(grad), grad._version)
 
 
-def _settle(session: Session, before: list[tuple[int, int] | None]) -> None:
+def _settle(session: Session, before: dict[int, tuple[int, int] | None]) -> None:
     """Finish what waits, then make sure that no gradient went past the transform."""
+    done = {id(site.parameter) for site in session.sites.values() if site.done}
+    for name, site in session.sites.items():
+        key = id(site.parameter)
+        if key not in done and _mark(site.parameter) != before.get(key):
+            raise ProxpoError(
+                f"gradients.applied: {name} received a gradient that did not pass through the "
+                "transform (forward outside the `with` block, or its weight used without calling "
+                "the module); p.grad must not be used"
+            )
+    if session.audit is not None:
+        session.audit.close()
+        session.audit.check()
+        session.audit = None
     for unit in session.units:
         for nested in unit.waiting:
             for attribute, gradient in unit.flush(nested).items():
                 _accumulate(unit.sites[attribute].parameter, gradient)
     session.check()
-    for site, mark in zip(session.sites.values(), before):
-        if not site.done and _mark(site.parameter) != mark:
-            raise ProxpoError(
-                f"gradients.applied: {site.name} received a gradient that did not pass through the "
-                "transform (forward outside the `with` block, or its weight used without calling "
-                "the module); p.grad must not be used"
-            )
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -89,7 +89,7 @@ def hf(kind: str, **overrides) -> nn.Module:
         config = transformers.MixtralConfig(**common, num_local_experts=4, **moe)
     model = transformers.AutoModelForCausalLM.from_config(config).double()
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        for value in model.parameters():
             # Away from ones, zeros and near-zero, where mistakes would hide.
             value.add_(torch.randn_like(value) * (0.2 if value.dim() == 1 else 0.1))
     return model.train()

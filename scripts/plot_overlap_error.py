@@ -149,7 +149,7 @@ def plot(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     kinds = list(dict.fromkeys(row["policy"] for row in rows))
-    shades = ["#c6dbef", "#6baed6", "#2171b5", "#08306b"]
+    shades = ["#a6cee3", "#5aa5d6", "#2171b5", "#08306b"]
     styles = dict(zip(OVERLAPS, [{"color": c} for c in shades]))
     styles["sequences"] = {"color": "#d94801", "linestyle": "--"}
     figure, axes = plt.subplots(len(kinds), 2, figsize=(9.5, 3.6 * len(kinds)), sharex=True)
@@ -179,8 +179,9 @@ def plot(rows: list[dict], path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("tokens per sequence")
         axis.set_xticks(list(LENGTHS), [str(n) for n in LENGTHS])
-    axes[0][1].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    lines, labels = axes[0][0].get_legend_handles_labels()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.legend(lines, labels, loc="lower center", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

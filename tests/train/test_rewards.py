@@ -102,12 +102,6 @@ def test_input_is_empty(faulty):
     assert outcome == Outcome(0.0)
 
 
-def test_a_fork_that_comes_back_scores_once(faulty):
-    """Child and parent both return from the function; the child must not answer for others."""
-    texts = [f"os.fork(); return {i}.0" for i in range(6)]
-    assert [one.reward for one in faulty.score(items(*texts))] == [float(i) for i in range(6)]
-
-
 def test_a_child_that_holds_the_channel_does_not_hide_a_crash(faulty):
     code = "\nif os.fork(): os._exit(5)\nelse: time.sleep(600)"
     started = time.monotonic()
@@ -175,6 +169,18 @@ def gone(pid: int, within: float = 5.0) -> bool:
                 continue
         return True
     return False
+
+
+def test_a_fork_that_comes_back_ends_there(tmp_path):
+    """Child and parent both return from the function; the child must not become a worker too."""
+    with RewardPool(RewardSpec(where=write(tmp_path, FAULTS)), workers=2) as pool:
+        texts = [f"os.fork(); return {i}.0" for i in range(6)]
+        assert [one.reward for one in pool.score(items(*texts))] == [float(i) for i in range(6)]
+        groups = [one.process.pid for one in pool._workers]
+        end = time.monotonic() + 5
+        while any(len(group_members(group)) > 1 for group in groups):
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
 
 def test_closing_leaves_no_process(tmp_path):

@@ -1,6 +1,6 @@
 """Train the model in the box: a small Qwen3 that adds and subtracts, not well.
 
-    python scripts/train_tiny_model.py            # writes proxpo/data/tiny, prints its hashes
+    python scripts/train_tiny_model.py            # writes proxpo/data/tiny
 
 Supervised on training problems of the arithmetic task, and stopped while the model is still
 mediocre at the default level, so that reinforcement has something to add. Seeded: on one machine
@@ -10,7 +10,6 @@ and one version of torch the weights come out the same, bit for bit.
 import argparse
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from proxpo.train.models import TINY, Policy
+from proxpo.train.models import SUMS, TINY, Policy
 from proxpo.train.rollouts import make_rollout
 from proxpo.train.tasks.arithmetic import arithmetic
 
@@ -60,7 +59,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> 
             num_key_value_heads=2,
             head_dim=args.width,
             max_position_embeddings=CONTEXT,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            # Texts are short: every pair of the rotation turns within a few characters.
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+            initializer_range=args.dim**-0.5,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
@@ -120,8 +121,9 @@ def save(policy: Policy, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
-    hashes = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
-    print("TINY_SHA256 =", json.dumps(dict(sorted(hashes.items())), indent=4))
+    files = sorted(file for file in folder.iterdir() if file.name != SUMS)
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}" for file in files]
+    (folder / SUMS).write_text("\n".join(sums) + "\n")
 
 
 def main() -> None:
@@ -130,8 +132,8 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=0.5, help="greedy accuracy to stop at")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--mlp", type=int, default=192)

@@ -26,8 +26,7 @@ from proxpo.errors import ProxpoError, nearest
 from proxpo.logp._model import _bare
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
-# Written by scripts/train_tiny_model.py; a file that differs was damaged on its way.
-TINY_SHA256: dict[str, str] = {}
+SUMS = "SHA256SUMS"  # written beside the model's files, in the form that `sha256sum -c` reads
 _ROOM = 1 << 20  # for models that know no limit to their context
 
 
@@ -197,7 +196,10 @@ def _with_lora(model: Any, options: dict[str, Any], seed: int) -> Any:
 
 def verify_tiny(folder: Path = TINY) -> None:
     """Every file of the model in the box is there and is what was shipped."""
-    for file, expected in TINY_SHA256.items():
+    if not (folder / SUMS).is_file():
+        raise ProxpoError(f"model 'tiny': {folder / SUMS} is missing; reinstall proxpo")
+    for line in (folder / SUMS).read_text().splitlines():
+        expected, _, file = line.partition("  ")
         path = folder / file
         if not path.is_file():
             raise ProxpoError(f"model 'tiny': {path} is missing; reinstall proxpo")
@@ -261,4 +263,4 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-__all__ = ["TINY", "Policy", "load_policy", "verify_tiny"]
+__all__ = ["SUMS", "TINY", "Policy", "load_policy", "verify_tiny"]

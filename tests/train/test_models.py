@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import proxpo.train.models as module
 from proxpo.errors import ProxpoError
-from proxpo.train.models import TINY, TINY_SHA256, load_policy, verify_tiny
+from proxpo.train.models import SUMS, TINY, load_policy, verify_tiny
 from proxpo.train.rollouts import make_rollout
 from proxpo.train.tasks.arithmetic import arithmetic
 
@@ -72,20 +72,29 @@ def test_tiny_tokenizer_is_one_token_per_character():
     assert tokenizer.apply_chat_template([{"role": "user", "content": "1+2="}], tokenize=False)
 
 
+def shipped() -> list[str]:
+    return sorted(file.name for file in TINY.iterdir() if file.name != SUMS)
+
+
 def test_hashes_cover_every_file():
-    assert set(TINY_SHA256) == {file.name for file in TINY.iterdir()}
+    listed = [line.split("  ")[1] for line in (TINY / SUMS).read_text().splitlines()]
+    assert listed == shipped()
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(listed)
 
 
-@pytest.mark.parametrize("file", sorted(TINY_SHA256))
-def test_damaged_and_missing_files_of_the_box_are_named(tmp_path, file):
-    folder = shutil.copytree(TINY, tmp_path / "tiny")
-    verify_tiny(folder)
-    content = (folder / file).read_bytes()
-    (folder / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ProxpoError, match="is damaged") as error:
+def test_damaged_and_missing_files_of_the_box_are_named(tmp_path):
+    for file in shipped():
+        folder = shutil.copytree(TINY, tmp_path / file)
         verify_tiny(folder)
-    assert file in one_line(error)
-    (folder / file).unlink()
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ProxpoError, match="is damaged") as error:
+            verify_tiny(folder)
+        assert file in one_line(error)
+        (folder / file).unlink()
+        with pytest.raises(ProxpoError, match="is missing; reinstall proxpo"):
+            verify_tiny(folder)
+    (folder / SUMS).unlink()
     with pytest.raises(ProxpoError, match="is missing; reinstall proxpo"):
         verify_tiny(folder)
 

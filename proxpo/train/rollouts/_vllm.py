@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from proxpo.errors import ProxpoError
 from proxpo.shapes import Tensor
@@ -17,7 +18,7 @@ from proxpo.train.rollouts._weights import merged_parameters
 
 
 class VllmRollout:
-    """An engine that is built from the policy's configuration and gets its weights by `sync`.
+    """An engine that is built from the policy's weights as they are, adapters merged in.
 
     memory: GiB of key-value cache on a CPU, share of the device's memory on a GPU
     max_rows: most sequences at a time; eager: without compilation and graphs
@@ -42,12 +43,15 @@ class VllmRollout:
         with tempfile.TemporaryDirectory() as folder:
             config: Any = copy.deepcopy(policy.bare.config)
             config.architectures = [type(policy.bare).__name__]
+            # A tied head keeps a packed copy of the old weight on a CPU when the embedding moves.
+            config.tie_word_embeddings = False
             config.save_pretrained(folder)
+            weights = {name: x.clone() for name, x in self._weights()}
+            save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
             self._llm = vllm.LLM(
                 model=folder,
                 runner="generate",
                 skip_tokenizer_init=True,
-                load_format="dummy",  # the real weights come from the policy, adapters merged
                 dtype=str(policy.dtype).removeprefix("torch."),
                 logprobs_mode="processed_logprobs",  # after temperature, as training needs them
                 max_model_len=self._length,
@@ -56,7 +60,6 @@ class VllmRollout:
                 disable_log_stats=True,
                 **options,
             )
-        self.sync()
 
     def sample(
         self,

@@ -109,7 +109,10 @@ def refresh(weights: Weights, bare: nn.Module) -> None:
 
 
 def merged_parameters(bare: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters by their names without adapters, which are merged in."""
+    """The model's parameters by their names without adapters, which are merged in.
+
+    A head that is tied to the embedding comes under its own name too.
+    """
     for name, module in bare.named_modules():
         if hasattr(module, "base_layer"):
             if not _is_plain(module):
@@ -120,7 +123,7 @@ def merged_parameters(bare: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str
             yield f"{name}.weight", _merged(module, dtype)
             if module.base_layer.bias is not None:
                 yield f"{name}.bias", module.base_layer.bias.detach().to(dtype)
-    for name, parameter in bare.named_parameters():
+    for name, parameter in bare.named_parameters(remove_duplicate=False):
         if ".base_layer." not in name and ".lora_" not in name:
             yield name, parameter.detach().to(dtype)
 

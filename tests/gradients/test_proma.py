@@ -1,9 +1,11 @@
 import pytest
 import torch
+from models import hf
 from torch import nn
 from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
+from proxpo.gradients import isopo
 from proxpo.gradients.proma import proma
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -342,6 +344,33 @@ def test_both_accumulates_what_intra_leaves(model, batches):
     for name in intra:
         assert_close(both[name], intra[name], **EXACT)
     assert not torch.allclose(full["up.weight"], intra["up.weight"])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])
+def test_real_architectures(kind, batches):
+    """Tied heads, Conv1D, experts: one micro-batch is REINFORCE, the second is projected first."""
+    model = hf(kind)
+
+    def gradient(transform, count):
+        model.zero_grad()
+        for ids, lengths, advantages in batches[:count]:
+            with transform.applied(model, sequences=numbers(lengths), advantages=advantages):
+                logp = model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+                inside = torch.arange(LENGTH - 1) < lengths[:, None] - 1
+                (-(logp[..., 0] * inside).sum()).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    plain = {count: gradient(isopo(preset="reinforce"), count) for count in (1, 2)}
+    for name, value in gradient(proma(), 1).items():
+        assert_close(value, plain[1][name], rtol=1e-6, atol=1e-9)
+    projected = gradient(proma(rho=0.5), 2)
+    moved = 0
+    for name, value in projected.items():
+        removed, share = plain[2][name] - value, plain[2][name] - plain[1][name]
+        if "wte" not in name:  # GPT-2's tied weight is two layers, each with a bound of its own
+            assert removed.norm() <= 0.5 * share.norm() * (1 + 1e-6)
+        moved += bool(removed.norm() > 1e-6 * share.norm())
+    assert moved > 0.9 * len(projected)
 
 
 def test_float32_models(model, batches):

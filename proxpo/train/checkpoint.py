@@ -138,9 +138,9 @@ def _write(
             raise ProxpoError(f"'{name}' cannot be the name of a part of a checkpoint")
         tensors, structure = flatten(tree, what=name)
         save_file(tensors, folder / f"{name}.safetensors")
-        (folder / f"{name}.json").write_text(json.dumps(structure))
+        (folder / f"{name}.json").write_text(json.dumps(structure, allow_nan=False))
     _, plain = flatten({**info, "step": step}, what="info")
-    (folder / "info.json").write_text(json.dumps(plain))
+    (folder / "info.json").write_text(json.dumps(plain, allow_nan=False))
     if write_model is not None:
         (folder / "model").mkdir()
         write_model(folder / "model")

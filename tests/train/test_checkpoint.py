@@ -50,7 +50,7 @@ def equal(a, b) -> bool:
 def through_json(tree):
     tensors, structure = flatten(tree)
     raw = safetensors.torch.load(safetensors.torch.save(tensors))
-    return unflatten(raw, json.loads(json.dumps(structure)))
+    return unflatten(raw, json.loads(json.dumps(structure, allow_nan=False)))
 
 
 DTYPES = (

@@ -104,6 +104,7 @@ def train(policy: Policy, args: argparse.Namespace) -> None:
     for step, (ids, labels) in enumerate(batches(policy.tokenizer, args.batch), 1):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, step / 100)
+        ids, labels = ids.to(policy.device), labels.to(policy.device)
         logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         optimizer.zero_grad()
@@ -131,17 +132,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TINY)
     parser.add_argument("--until", type=float, default=0.5, help="greedy accuracy to stop at")
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--mlp", type=int, default=192)
-    parser.add_argument("--width", type=int, default=32, help="of one attention head")
+    parser.add_argument("--dim", type=int, default=96)
+    parser.add_argument("--mlp", type=int, default=256)
+    parser.add_argument("--width", type=int, default=24, help="of one attention head")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="the shipped one was trained on cuda")
     args = parser.parse_args()
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args)
+    model = make_model(tokenizer, args).to(args.device)
     ends = [tokenizer.eos_token_id]
     policy = Policy(model, tokenizer, ends, tokenizer.pad_token_id, "tiny", CONTEXT)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")

@@ -61,8 +61,10 @@ class Ntk:
         """Ã (times c) and tr K / m."""
         fused = _kernels() if kernel.is_cuda else None
         if fused is not None and len(kernel) <= fused.MAX_KERNEL:
+            # A restored average may still be on the host.
+            average = None if known is None else known.to(kernel.device)
             paper = self.scale == "paper"
-            return fused.solve(kernel, advantages, known, rho=self.rho, paper=paper)
+            return fused.solve(kernel, advantages, average, rho=self.rho, paper=paper)
         mean = kernel.diagonal().mean()
         c = self.rho * (mean if known is None else known.to(mean)).double()
         solved = _norms.damped_solve(kernel, advantages, c)

@@ -28,7 +28,9 @@ class Transform:
         optimizer.step(); transform.step()
 
     Forward and backward both belong inside the block; one block per micro-batch, any number of
-    blocks per optimizer step.
+    blocks per optimizer step. Whatever is backpropagated in the block is weighted by advantages:
+    a KL or entropy term needs a backward of its own, outside. Ranks number their sequences each
+    for themselves, and gradients are reduced between them as ever.
     """
 
     def __init__(self, rule: Rule, *, seed: int = 0) -> None:

@@ -79,7 +79,12 @@ def check(recipe: Recipe) -> Recipe:
         for one in found if kind in MANY else [found]:
             if one is not None and one.kind != kind:
                 raise ProxpoError(f"{recipe.name}: '{one.name}' is a {one.kind} stage, not {kind}")
-    for giver, taker in ((recipe.ratio, recipe.trust), (recipe.trust, recipe.aggregate)):
+    penalised = [(recipe.ratio, one) for one in recipe.regularisers]
+    for giver, taker in (
+        (recipe.ratio, recipe.trust),
+        (recipe.trust, recipe.aggregate),
+        *penalised,
+    ):
         if taker.takes and giver.gives not in taker.takes:
             raise ProxpoError(
                 f"{recipe.name}: {taker.kind}={taker.name} works on {' or '.join(taker.takes)}, "

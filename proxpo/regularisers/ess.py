@@ -14,7 +14,7 @@ from proxpo.types import Batch, Context, Metrics, Scope
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
-@stage("regularisers", needs=("old_logp",))
+@stage("regularisers", needs=("old_logp",), takes=("ratio",))
 def ess_kl_from_old(*, scope: Scope = "batch", eps: float = 1e-8, eps_in: EpsIn = "squares"):
     """(1 - ESS)·[x + e^{-x} - 1], x = log π - log π_old: P3O's pull to the behaviour policy.
 
@@ -29,7 +29,7 @@ def ess_kl_from_old(*, scope: Scope = "batch", eps: float = 1e-8, eps_in: EpsIn 
     return penalty
 
 
-@stage("regularisers", needs=("old_logp", "prox_logp"))
+@stage("regularisers", needs=("old_logp", "prox_logp"), takes=("ratio",))
 def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
     """(1 - min(ESS_b, ESS_p))·KL(π‖π_mix), π_mix the anchors weighted by staleness. P4O.
 
@@ -55,7 +55,7 @@ def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
     return penalty
 
 
-@stage("regularisers", needs=("old_logp", "vocab_logp", "old_vocab_logp"))
+@stage("regularisers", needs=("old_logp", "vocab_logp", "old_vocab_logp"), takes=("ratio",))
 def ess_kl_full(
     *,
     direction: Literal["beta_pi", "pi_beta"] = "beta_pi",

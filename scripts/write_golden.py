@@ -1,0 +1,40 @@
+"""Record the losses in tests/golden anew, on purpose: after a method's definition has changed.
+
+    python scripts/write_golden.py [CASE...]     all cases, or those named
+
+Refuses a value that the plain-loop reference does not give. `--batch` writes the batch as well.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from golden.golden import BATCH, compute, read_batch, write  # noqa: E402
+from helpers import CASES, close, gradients, make_batch, with_leaves  # noqa: E402
+from methods.reference import REFERENCES  # noqa: E402
+
+
+def checked(case: str) -> dict:
+    """What proxpo computes, once the reference has agreed in value and gradient."""
+    found, leaves = compute(case), with_leaves(read_batch())
+    expected = REFERENCES[case](leaves)
+    close(found["loss"], expected.detach(), rtol=1e-10)
+    for name, grad in gradients(expected, leaves).items():
+        close(found.get(f"d{name}", 0.0 * grad), grad, rtol=1e-10)
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    if "--batch" in arguments:
+        fields = {name: value.tolist() for name, value in make_batch(7, tokens=4).items()}
+        BATCH.write_text(json.dumps(fields, indent=None).replace("], [", "],\n [") + "\n")
+    for case in [name for name in arguments if name != "--batch"] or CASES:
+        write(case, checked(case))
+        print(case)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,122 @@
+"""The order of the stages and what prepare() fixes."""
+
+import pytest
+import torch
+from helpers import close, f64, loss_and_gradients, make_batch, method, policy_gradient
+
+import proxpo
+from proxpo import Recipe
+from proxpo.aggregate import token_mean
+from proxpo.compose import count
+from proxpo.filters import not_truncated
+from proxpo.ratios import none, token
+from proxpo.regularisers import kl_to_ref
+from proxpo.stages import stage
+from proxpo.trust import ppo_clip, score_function
+from proxpo.weights import probability_split, tis
+
+
+def test_given_advantages_are_used_as_they_are() -> None:
+    batch = make_batch(1)
+    rows = torch.linspace(-1, 1, 9).double()
+    tokens = rows[:, None].expand(9, 6)
+    for made in (method("grpo"), method("ppo", value=None), method("rloo")):
+        a, b = (policy_gradient(made, batch.replace(advantages=x)) for x in (rows, tokens.clone()))
+        close(a, b)
+    ready = proxpo.prepare(method("grpo"), batch.replace(advantages=rows, rewards=None)).batch
+    close(ready.advantages, tokens * batch.mask)
+
+
+def test_no_gradient_flows_through_advantages() -> None:
+    batch = make_batch(1)
+    leaf = torch.ones(9).double().requires_grad_()
+    value = proxpo.loss_fn(method("grpo"))(batch.replace(advantages=leaf)).value
+    assert not value.requires_grad
+
+
+def test_order_weights_regularisers_select() -> None:
+    """x·w, then + β·KL, then ·select: weights leave the KL alone, select does not."""
+    batch = make_batch(1).replace(advantages=torch.ones(9).double())
+    parts = {"ratio": token(), "trust": ppo_clip(low=9, high=9), "aggregate": token_mean()}
+    whole = Recipe(
+        weights=(tis(cap=1.1),), regularisers=(kl_to_ref(coef=0.3),),
+        select=(probability_split(part="low"),), **parts
+    )  # fmt: skip
+    r = (batch.logp - batch.old_logp).exp()
+    w = (batch.old_logp - batch.rollout_logp).exp().clamp(max=1.1)
+    kl = 0.3 * (1 - (batch.ref_logp - batch.logp).exp())
+    low = batch.old_logp.exp() < 0.5
+    expected = (-r * w + kl) * low * batch.mask / batch.mask.double().sum()
+    close(policy_gradient(whole, batch), expected)
+
+
+def test_filters_shrink_every_denominator() -> None:
+    batch = make_batch(1)
+    made = Recipe(
+        filter=(not_truncated(),), advantage=None, ratio=none(), trust=score_function(),
+        aggregate=token_mean(),
+    )  # fmt: skip
+    ready = proxpo.prepare(made, batch)
+    kept = batch.mask & ~batch.truncated[:, None]
+    assert ready.denominators.tokens == kept.sum() < batch.mask.sum()
+    assert ready.denominators.sequences == kept.any(1).sum()
+    assert ready.denominators.rows == 9
+
+
+def test_counts() -> None:
+    batch = make_batch(1)
+    counts = count(batch)
+    assert counts.tokens == batch.mask.sum()
+    assert counts.prompts == 3
+    assert counts.pairs == sum(group.unique().numel() > 1 for group in batch.rewards.view(3, 3))
+    assert count(batch.replace(group=None)).prompts is None
+
+
+def test_a_missing_field_is_named_with_its_meaning() -> None:
+    batch = make_batch(1).replace(old_logp=None)
+    with pytest.raises(ValueError, match=r"grpo: ratio=token needs .* 'old_logp' \("):
+        proxpo.loss_fn(method("grpo"))(batch)
+
+
+def test_new_forward_pass_on_a_prepared_batch() -> None:
+    """policy_loss may be given new logp; what it holds at masked positions is cleaned again."""
+    batch = make_batch(1)
+    made = method("grpo", kl_coef=0.1)
+    ready = proxpo.prepare(made, batch)
+    logp = torch.where(batch.mask, batch.logp + 0.01, torch.nan)
+    fresh = proxpo.policy_loss(
+        made, ready.batch.replace(logp=logp), denominators=ready.denominators
+    ).value
+    moved = batch.replace(logp=batch.logp + 0.01)
+    close(fresh, proxpo.loss_fn(made)(moved).value)
+
+
+def test_a_stage_returns_metrics_and_they_carry_no_gradient() -> None:
+    batch = make_batch(1)
+    leaf = batch.logp.clone().requires_grad_()
+    metrics = proxpo.loss_fn(method("grpo", kl_coef=0.1))(batch.replace(logp=leaf)).metrics
+    assert {"trust/clipped", "kl/ref"} <= metrics.keys()
+    assert not any(seen.requires_grad for seen in metrics.values())
+
+
+def test_state_reaches_the_stage_and_is_updated_by_it() -> None:
+    def start(options: dict) -> dict:
+        return {"seen": f64(0.0)}
+
+    def update(options: dict, state: dict, batch: object, metrics: dict) -> dict:
+        return {"seen": state["seen"] + options["step"]}
+
+    @stage("weights", name="counting_for_this_test", init=start, update=update)
+    def counting(*, step: float = 2.0):
+        def weights(batch, ctx):
+            return torch.ones_like(batch.logp) * (1 + ctx.state["seen"]), {}
+
+        return weights
+
+    made = method("grpo").replace(weights=(counting(),))
+    batch = make_batch(1)
+    state = made.init_state()
+    first, _ = loss_and_gradients(made, batch, state=state)
+    state = made.update_state(state, batch, {})
+    second, _ = loss_and_gradients(made, batch, state=state)
+    close(second, 3 * first)

@@ -1,0 +1,121 @@
+"""A method added from outside the package, by following the worked example in CONTRIBUTING.md."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import proxpo
+from proxpo import Recipe, register
+
+ROOT = Path(__file__).parents[1]
+USE = """
+import json, torch, proxpo
+{load}
+batch = proxpo.Batch(
+    logp=torch.full((2, 2), -1.0, dtype=torch.float64, requires_grad=True),
+    old_logp=torch.full((2, 2), -1.0, dtype=torch.float64),
+    mask=torch.ones(2, 2, dtype=torch.bool),
+    rewards=torch.tensor([3.0, 1.0], dtype=torch.float64),
+    group=torch.tensor([0, 0]),
+)
+proxpo.loss_fn(proxpo.make_recipe("signpo", {{"clip": 0.1}}))(batch).value.backward()
+swapped = proxpo.make_recipe("grpo", {{"advantage": "reward_sign"}})
+entry = proxpo.methods()["signpo"]
+print(json.dumps([batch.logp.grad.tolist(), swapped.advantage.name, entry.paper, entry.summary]))
+"""
+EXPECTED = [
+    [[-0.25, -0.25], [0.25, 0.25]],
+    "reward_sign",
+    "arXiv:0000.00000",
+    "SignPO: PPO's clip on the sign of the centred reward.",
+]
+
+
+def worked_example() -> str:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return re.search(r"```python\n(# signpo\.py\n.*?)```", text, re.DOTALL).group(1)
+
+
+def run(folder: Path, load: str) -> list:
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", USE.format(load=load)],
+        env=env, capture_output=True, text=True, cwd=folder, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_worked_example_by_import(tmp_path: Path) -> None:
+    (tmp_path / "signpo.py").write_text(worked_example())
+    assert run(tmp_path, load="import signpo") == EXPECTED
+
+
+def test_worked_example_as_an_installed_package(tmp_path: Path) -> None:
+    """What pip leaves behind for the entry point of CONTRIBUTING: nothing has to be imported."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    group, name, module = re.search(
+        r'\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "(\w+)"', text
+    ).groups()
+    (tmp_path / "signpo.py").write_text(worked_example())
+    info = tmp_path / "signpo-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signpo\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}\n")
+    assert run(tmp_path, load="") == EXPECTED
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxpo.methods()
+    from proxpo.recipes import _registry
+
+    monkeypatch.setattr(_registry, "METHODS", dict(_registry.METHODS))
+
+
+@pytest.mark.usefixtures("registry")
+def test_register_names_the_recipe_and_checks_it() -> None:
+    @register("half-grpo", paper="none", confidence="reconstructed")
+    def half_grpo(*, clip: float = 0.1) -> Recipe:
+        """Half of GRPO."""
+        return proxpo.make_recipe("grpo", {"clip_low": clip})
+
+    made = half_grpo(clip=0.3)
+    assert (made.name, made.options) == ("half-grpo", {"clip": 0.3})
+    assert proxpo.make_recipe("half_grpo").trust.options["low"] == 0.1
+    assert proxpo.methods()["half-grpo"].defaults == {"clip": 0.1}
+    assert "half-grpo" in proxpo.methods()
+    with pytest.raises(ValueError, match="half-grpo: option 'clip' takes float"):
+        half_grpo(clip="wide")
+
+
+@pytest.mark.usefixtures("registry")
+def test_register_refuses_what_would_confuse() -> None:
+    def no_text(*, clip: float = 0.1) -> Recipe: ...
+
+    def stage_name(*, ratio: float = 0.1) -> Recipe:
+        """Has an option named like a stage."""
+
+    with pytest.raises(ValueError, match="needs a docstring"):
+        register("a", paper="none")(no_text)
+    with pytest.raises(ValueError, match="'ratio' has the name of a stage"):
+        register("a", paper="none")(stage_name)
+    with pytest.raises(ValueError, match="confidence 'sure' is not one of"):
+        register("a", paper="none", confidence="sure")
+    assert "a" not in proxpo.methods()
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_recipe_whose_stages_do_not_fit_is_refused_when_made() -> None:
+    @register("broken", paper="none")
+    def broken() -> Recipe:
+        """A clip without a ratio."""
+        return proxpo.make_recipe("reinforce").replace(trust=proxpo.trust.ppo_clip())
+
+    with pytest.raises(ValueError, match="broken: trust=ppo_clip works on ratio"):
+        broken()

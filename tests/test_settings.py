@@ -1,0 +1,198 @@
+"""Recipes from names and settings: from Python, from YAML, from the command line."""
+
+import pytest
+import yaml
+from helpers import close, loss_and_gradients, make_batch
+
+import proxpo
+from proxpo import make_recipe
+from proxpo.ratios import kalman
+from proxpo.settings import parse_setting
+from proxpo.weights import tis
+
+
+def from_strings(*texts: str) -> list:
+    return [parse_setting(text) for text in texts]
+
+
+KALMAN = {
+    "python": {"ratio": kalman(q=1e-4)},
+    "flat": {"ratio": "kalman", "ratio.q": 1e-4},
+    "options first": {"ratio.q": 1e-4, "ratio": "kalman"},
+    "yaml": yaml.safe_load("ratio: {name: kalman, q: 1.0e-4}"),
+    "strings": from_strings("ratio=kalman", "ratio.q=1e-4"),
+    "spelling": {"RATIO".lower(): "Kalman", "ratio.Q": 1e-4},
+}
+
+
+@pytest.mark.parametrize("settings", KALMAN.values(), ids=KALMAN.keys())
+def test_a_stage_swapped_in_every_way(settings: object) -> None:
+    made = make_recipe("grpo", settings)
+    assert made.ratio == kalman(q=1e-4)
+    assert made.trust == make_recipe("grpo").trust
+    by_hand = make_recipe("grpo").replace(ratio=kalman(q=1e-4))
+    batch = make_batch(1)
+    close(loss_and_gradients(made, batch)[1], loss_and_gradients(by_hand, batch)[1])
+
+
+def test_the_example_of_the_readme() -> None:
+    made = make_recipe("grpo", from_strings("ratio=kalman", "ratio.q=1e-6", "trust=ess_cap"))
+    assert (made.ratio.name, made.ratio.options["q"], made.trust.name) == (
+        "kalman",
+        1e-6,
+        "ess_cap",
+    )
+    assert proxpo.loss_fn(made)(make_batch(1)).value.isfinite()
+
+
+ADDED = {
+    "python": {"weights+": tis(cap=3.0)},
+    "flat": {"weights+": "tis", "weights.tis.cap": 3},
+    "yaml": yaml.safe_load("weights+: {name: tis, cap: 3}"),
+    "yaml list": yaml.safe_load("weights+: [{name: tis, cap: 3}]"),
+    "strings": from_strings("weights+=tis", "weights.tis.cap=3"),
+}
+
+
+@pytest.mark.parametrize("settings", ADDED.values(), ids=ADDED.keys())
+def test_adding_keeps_what_is_there(settings: object) -> None:
+    made = make_recipe("entropy-80-20", settings)
+    assert [one.name for one in made.weights] == ["top_entropy", "tis"]
+    assert made.weights[1] == tis(cap=3.0)
+
+
+def test_replacing_many_and_leaving_out() -> None:
+    one = make_recipe("entropy-80-20", {"weights": "tis"})
+    assert [stage.name for stage in one.weights] == ["tis"]
+    two = make_recipe("grpo", from_strings("weights=tis, top-entropy"))
+    assert [stage.name for stage in two.weights] == ["tis", "top_entropy"]
+    assert make_recipe("entropy-80-20", from_strings("weights=none")).weights == ()
+    assert make_recipe("ppo", from_strings("value=none")).value is None
+    assert (
+        make_recipe("grpo", from_strings("ratio=none", "trust=score_function")).ratio.name == "none"
+    )
+
+
+def test_option_of_a_stage_named_with_a_hyphen() -> None:
+    settings = yaml.safe_load("weights: {name: top-entropy, share: 0.5}")
+    assert make_recipe("grpo", settings).weights[0].options["share"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregate": "constant_length", "aggregate.max_tokens": 50},
+        {"aggregate": {"name": "constant_length", "max_tokens": 50}},
+        from_strings("aggregate=constant_length", "aggregate.max_tokens=50"),
+    ],
+)
+def test_stages_with_options_that_have_no_default(settings: object) -> None:
+    assert make_recipe("grpo", settings).aggregate.options["max_tokens"] == 50.0
+
+
+def test_required_option_of_one_of_many() -> None:
+    made = make_recipe(
+        "grpo", {"regularisers+": "entropy_bonus", "regularisers.entropy_bonus.coef": 1}
+    )
+    assert made.regularisers[0].options == {"coef": 1.0}
+
+
+def test_values_from_the_command_line() -> None:
+    texts = (
+        "a=3",
+        "a=0.5",
+        "a=1e-6",
+        "a=true",
+        "a=False",
+        "a=none",
+        "a=kalman",
+        "a=0.5_2.0",
+        "a=inf",
+    )
+    expected = [3, 0.5, 1e-6, True, False, None, "kalman", "0.5_2.0", float("inf")]
+    assert [value for _, value in from_strings(*texts)] == expected
+
+
+REFUSED = {
+    "unknown method": ("grppo", {}, "unknown method 'grppo'; did you mean 'grpo'?"),
+    "unknown option": (
+        "grpo",
+        {"clip_hgh": 1},
+        "unknown option 'clip_hgh' of grpo; did you mean 'clip_high'?",
+    ),
+    "unknown stage": ("grpo", {"ratio": "kalmann"}, "did you mean 'kalman'?"),
+    "unknown option of a stage": (
+        "grpo",
+        {"ratio": "kalman", "ratio.qq": 1},
+        "unknown option of ratio=kalman 'qq'",
+    ),
+    "unknown kind": (
+        "grpo",
+        {"ration.q": 1},
+        "unknown kind of stage 'ration'; did you mean 'ratio'?",
+    ),
+    "wrong type": ("grpo", {"clip_low": "wide"}, "grpo: option 'clip_low' takes float, got 'wide'"),
+    "a flag for a number": ("grpo", {"clip_low": True}, "takes float, got True"),
+    "wrong type in a stage": (
+        "grpo",
+        {"trust.low": []},
+        "trust=ppo_clip: option 'low' takes float",
+    ),
+    "wrong word": ("grpo", {"scale": "grup"}, "did you mean 'group'?"),
+    "not a number": ("grpo", {"eps": float("nan")}, "takes float, got nan"),
+    "missing option": ("grpo", {"aggregate": "constant_length"}, "needs the option 'max_tokens'"),
+    "a second ratio": ("grpo", {"ratio+": "kalman"}, "there is one ratio stage; write ratio=NAME"),
+    "no aggregate": ("grpo", {"aggregate": None}, "the aggregate stage cannot be left out"),
+    "stage not there": ("grpo", {"weights.tis.cap": 2}, "weights stages: none"),
+    "no such level": ("grpo", {"ratio.token.limit": 2}, "should read ratio.OPTION"),
+    "a table without a name": ("grpo", {"weights+": [{"cap": 2}]}, "a table with a 'name'"),
+    "clip without a ratio": (
+        "reinforce",
+        {"trust": "ppo_clip"},
+        "trust=ppo_clip works on ratio, but ratio=none gives no ratio",
+    ),
+    "pairs of a clipped loss": (
+        "grpo",
+        {"aggregate": "pairwise_logistic"},
+        "aggregate=pairwise_logistic works on log_ratio",
+    ),
+    "a mean of log-ratios": (
+        "dpo",
+        {"aggregate": "token_mean"},
+        "aggregate=token_mean works on loss",
+    ),
+    "token weights on pairs": ("dpo", {"weights+": "tis"}, "compares whole responses"),
+    "a stage of another kind": ("grpo", {"ratio": tis()}, "'tis' is a weights stage, not ratio"),
+    "ESS of no ratio": ("reinforce", {"regularisers": "ess_kl_from_old"}, "gives no ratio"),
+}
+
+
+@pytest.mark.parametrize(("name", "settings", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_with_the_reason(name: str, settings: dict, reason: str) -> None:
+    with pytest.raises(proxpo.ProxpoError) as caught:
+        make_recipe(name, settings)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("text", ["clip", "=3", ""])
+def test_a_setting_reads_option_equals_value(text: str) -> None:
+    with pytest.raises(ValueError, match="--set takes option=value"):
+        parse_setting(text)
+
+
+def test_names_ignore_case_and_hyphens() -> None:
+    assert make_recipe("Reinforce_PP").name == "reinforce-pp"
+    assert make_recipe("grpo", {"Clip-Low": 0.1}).trust.options["low"] == 0.1
+    assert make_recipe("grpo", {"scale": "Batch"}).advantage.options["scale"] == "batch"
+
+
+def test_defaults_of_every_method_are_accepted_back() -> None:
+    for slug, entry in proxpo.methods().items():
+        made = make_recipe(slug, entry.defaults)
+        assert made == make_recipe(slug), slug
+        for place, stage in made.stages():
+            kind, _, _ = place.partition(".")
+            again = proxpo.make_stage(kind, stage.name, **stage.options)
+            assert again == stage, place

@@ -58,13 +58,13 @@ def write(folder: Path, source: str, name: str = "reward.py") -> str:
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
     spec = RewardSpec(where=write(tmp_path_factory.mktemp("faults"), FAULTS))
-    with RewardPool(spec, workers=2, timeout=1.0, max_failed=0.9) as pool:
+    with RewardPool(spec, workers=2, timeout=2.0, max_failed=0.9) as pool:
         yield pool
 
 
 FAULT_CASES = {
-    "hang, deaf to SIGTERM": ("_hang()", "timeout", "no reward after 1 s"),
-    "loop": ("while True: pass", "timeout", "no reward after 1 s"),
+    "hang, deaf to SIGTERM": ("_hang()", "timeout", "no reward after 2 s"),
+    "loop": ("while True: pass", "timeout", "no reward after 2 s"),
     "segmentation fault": ("ctypes.string_at(0)", "error", "killed by SIGSEGV"),
     "exit": ("os._exit(3)", "error", "exit code 3"),
     "sys.exit": ("sys.exit('bye')", "error", "SystemExit: bye"),
@@ -104,11 +104,9 @@ def test_input_is_empty(faulty):
 
 def test_a_child_that_holds_the_channel_does_not_hide_a_crash(faulty):
     code = "\nif os.fork(): os._exit(5)\nelse: time.sleep(600)"
-    started = time.monotonic()
     bad, good = faulty.score(items(code, "return 0.5"))
     assert (bad.status, good.reward) == ("error", 0.5)
     assert "exit code 5" in bad.detail
-    assert time.monotonic() - started < 5
 
 
 def test_order_is_that_of_the_samples(faulty):
@@ -121,6 +119,23 @@ def test_a_worker_that_dies_idle_costs_nothing(faulty):
         os.kill(one.process.pid, signal.SIGKILL)
         one.process.wait()
     assert faulty.score(items(*["return 0.5"] * 5)) == [Outcome(0.5)] * 5
+
+
+def test_a_worker_lost_while_loading_is_replaced(tmp_path):
+    """Once; a function that can no longer be loaded at all stops the run with the reason."""
+    where = write(tmp_path, FAULTS)
+    with RewardPool(RewardSpec(where=where), workers=1, timeout=2.0, max_failed=1.0) as pool:
+        marker = tmp_path / "marker"
+        once = (
+            f"import os\nif not os.path.exists({str(marker)!r}):\n    open({str(marker)!r}, 'w')\n"
+        )
+        write(tmp_path, f"{once}    os._exit(9)\n{FAULTS}")
+        lost, good = pool.score(items("os._exit(1)", "return 0.5"))
+        assert (lost.status, good) == ("error", Outcome(0.5))
+        assert marker.exists()
+        write(tmp_path, "import no_such_module_here")
+        with pytest.raises(ProxpoError, match="No module named 'no_such_module_here'"):
+            pool.score(items("os._exit(1)", "return 0.5"))
 
 
 def test_progress_and_tally(faulty):
@@ -160,7 +175,7 @@ def group_members(group: int) -> list[int]:
     return found
 
 
-def gone(pid: int, within: float = 5.0) -> bool:
+def gone(pid: int, within: float = 20.0) -> bool:
     end = time.monotonic() + within
     while time.monotonic() < end:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -177,7 +192,7 @@ def test_a_fork_that_comes_back_ends_there(tmp_path):
         texts = [f"os.fork(); return {i}.0" for i in range(6)]
         assert [one.reward for one in pool.score(items(*texts))] == [float(i) for i in range(6)]
         groups = [one.process.pid for one in pool._workers]
-        end = time.monotonic() + 5
+        end = time.monotonic() + 20
         while any(len(group_members(group)) > 1 for group in groups):
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -224,7 +239,7 @@ def test_killing_the_trainer_leaves_no_process(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
     )
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -24,6 +24,7 @@ from proxpo.train.tasks._types import Messages, RewardSpec
 Status = Literal["ok", "timeout", "error", "nan"]
 FAILURES: tuple[Status, ...] = ("timeout", "error", "nan")
 START_TIMEOUT = 120.0
+STILLBORN = 3
 TICK = 0.05
 
 
@@ -67,6 +68,7 @@ class RewardPool:
         self._workers: list[Worker] = []
         self._guard: Guard | None = None
         self._owner = os.getpid()
+        self._stillborn = 0
         self._local: Callable[[Mapping[str, Any]], Any] | None = None
         try:
             self._start()
@@ -143,6 +145,17 @@ class RewardPool:
                 raise unusable(message["detail"])
             one.ready = True
 
+    def _greet_again(self, one: Worker, selector: selectors.BaseSelector) -> None:
+        """The function was loaded before, so a worker lost while loading is given another try."""
+        try:
+            self._greet(one)
+            self._stillborn = 0
+        except ProxpoError:
+            self._stillborn += 1
+            if self._stillborn > STILLBORN:
+                raise
+            self._replace(one, selector)
+
     def _check_start(self, one: Worker) -> None:
         if not one.ready and time.monotonic() - one.since > START_TIMEOUT:
             raise unusable(f"{self.spec.where} took over {START_TIMEOUT:g} s to import")
@@ -160,8 +173,8 @@ class RewardPool:
                         self._take(key.data, batch, selector)
                     self._enforce(batch, selector)
         except BaseException:
-            # Half-scored samples must not answer for those of the next batch.
-            for one in [one for one in self._workers if one.job is not None]:
+            # Neither half-scored samples nor broken workers may reach the next batch.
+            for one in [one for one in self._workers if one.job is not None or not one.ready]:
                 self._workers[self._workers.index(one)] = self._fresh()
                 one.kill()
             raise
@@ -178,7 +191,7 @@ class RewardPool:
 
     def _take(self, one: Worker, batch: "_Batch", selector: selectors.BaseSelector) -> None:
         if not one.ready:
-            return self._greet(one)
+            return self._greet_again(one, selector)
         try:
             message = one.receive()
         except EOFError:

@@ -238,13 +238,16 @@ def _unpack(gguf: Path, target: Path) -> None:
         tokenizer = auto.AutoTokenizer.from_pretrained(gguf.parent, **where)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    # A model that was read from a quantised file refuses to be saved; its weights are ordinary.
+    plain = auto.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict())
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|im_end|>"
-    for config in (model.config, model.generation_config):
+    for config in (plain.config, plain.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        model.save_pretrained(draft)
+        plain.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         os.replace(draft, target)
     finally:

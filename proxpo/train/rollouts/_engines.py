@@ -194,10 +194,10 @@ class ModelEngine:
         self._seen = self._seen[index]
 
     def sync(self, bare: nn.Module) -> None:
-        for mine, theirs in zip(self._model.parameters(), bare.parameters(), strict=True):
-            mine.copy_(theirs)
-        for mine, theirs in zip(self._model.buffers(), bare.buffers(), strict=True):
-            mine.copy_(theirs)
+        mine = [*self._model.parameters(), *self._model.buffers()]
+        theirs: list[Tensor] = [*bare.parameters(), *bare.buffers()]
+        for old, new in zip(mine, theirs, strict=True):
+            old.copy_(new)
 
     def _forward(self, ids: Int[Tensor, "row tok"], cache: Any) -> Float[Tensor, "row vocab"]:
         seen: Bool[Tensor, "row pos"] = self._seen

@@ -129,7 +129,7 @@ class VllmRollout:
 def _vllm(cpu_memory: float | None) -> Any:
     """vLLM reads these when it is imported: one process, so that weights need not be copied."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if cpu_memory is not None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cpu_memory)))
     try:

@@ -119,9 +119,13 @@ class Isopo:
     def _fused(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor | None:
         """The common case in few kernels; None where it does not apply."""
         common = self.p and not (self.q or self.r or self.reg) and self.path in ("auto", "gram")
-        kernels = _kernels() if common and not isinstance(rows, OneHot) else None
+        # Of other layouts (experts) the host does not know enough without waiting.
+        ready = layout is site.session.layout and not isinstance(rows, OneHot)
+        kernels = _kernels() if common and ready else None
+        if kernels is None:
+            return None
         picks = site.picks(layout)
-        if kernels is None or not kernels.fits(layout, picks, rows.dtype):
+        if not kernels.fits(layout, picks, rows.dtype):
             return None
         run = kernels.dense if isinstance(rows, Dense) else kernels.outer
         advantages = self.plain(site.session)

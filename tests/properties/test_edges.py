@@ -42,13 +42,10 @@ def test_empty_mask(case: str) -> None:
 
 
 @every_case
-def test_groups_of_one(case: str) -> None:
-    assert_finite(case, make_batch(1, groups=4, size=1))
-
-
-@every_case
-def test_single_tokens(case: str) -> None:
-    assert_finite(case, make_batch(1, tokens=1))
+def test_groups_of_one_and_single_tokens(case: str) -> None:
+    batch = make_batch(1, groups=4, size=1, tokens=3)
+    assert batch.mask.sum(1).min() == 1
+    assert_finite(case, batch)
 
 
 @every_case
@@ -84,7 +81,7 @@ def test_zero_advantages_leave_only_the_regularisers(case: str) -> None:
     assert all(grad.eq(0).all() for grad in grads.values())
 
 
-def far_off_policy(dtype: torch.dtype) -> Batch:
+def far_off_policy() -> Batch:
     """Log-ratios of up to 50 between any two policies, of both signs, no probability above 1."""
     batch = make_batch(1, groups=4, size=4, tokens=9)
     steps = torch.tensor([0.0, 0.1, 10.0, 20.5, 50.0]).double()
@@ -96,13 +93,15 @@ def far_off_policy(dtype: torch.dtype) -> Batch:
 
     base = -0.5 - torch.full(batch.mask.shape, 50.0).double()
     others = ("old_logp", "ref_logp", "rollout_logp", "prox_logp")
-    return cast(batch.replace(logp=base, **{name: base - drawn() for name in others}), dtype)
+    return cast(
+        batch.replace(logp=base, **{name: base - drawn() for name in others}), torch.float32
+    )
 
 
 @every_case
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
-def test_far_off_policy(case: str, dtype: torch.dtype) -> None:
-    assert_finite(case, far_off_policy(dtype))
+def test_far_off_policy(case: str) -> None:
+    """In float32, which overflows first."""
+    assert_finite(case, far_off_policy())
 
 
 @every_case
@@ -113,9 +112,7 @@ def test_low_precision_is_close(case: str, dtype: torch.dtype) -> None:
     value, grads = loss_and_gradients(recipe(case), low)
     exact, exact_grads = loss_and_gradients(recipe(case), cast(low, torch.float64))
     close(value, exact, rtol=1e-4, atol=1e-5)
-    rounding = (
-        2e-5 if dtype == torch.float32 else 8e-3
-    )  # a gradient comes back in its field's dtype
+    rounding = 2e-5 if dtype == torch.float32 else 8e-3  # of the gradient's own dtype
     for name, grad in exact_grads.items():
         scale = float(grad.abs().max())
         close(grads[name], grad, rtol=rounding, atol=rounding * scale)

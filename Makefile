@@ -29,6 +29,9 @@ lint: env
 	$(ENV)/bin/ruff check .
 	$(ENV)/bin/mypy
 
+train: env
+	$(ENV)/bin/proxpo train quickstart --out runs/quickstart
+
 docs: env
 	$(ENV)/bin/python scripts/build_docs.py
 

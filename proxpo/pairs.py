@@ -18,7 +18,9 @@ def best_and_worst(batch: Batch) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pa
     scored = ~rewards.isnan()
     best = _first_extreme(rewards, index, scored, len(prompts), largest=True)
     worst = _first_extreme(rewards, index, scored, len(prompts), largest=False)
-    paired = (best >= 0) & (rewards[best.clamp(min=0)] > rewards[worst.clamp(min=0)])
+    filled = batch.mask.any(dim=1)
+    top, bottom = best.clamp(min=0), worst.clamp(min=0)
+    paired = (best >= 0) & (rewards[top] > rewards[bottom]) & (filled[top] | filled[bottom])
     filled = batch.mask.any(dim=1)
     paired &= filled[best] | filled[worst]
     return best[paired], worst[paired]

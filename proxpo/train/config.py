@@ -20,11 +20,7 @@ from proxpo.settings import parse_setting
 from proxpo.train._schema import SECTIONS, Config, Setting, as_dict, build, changes, explain, place
 
 LARGEST = 1 << 20
-# Beside the package in a checkout, inside it when installed.
-PRESETS = (
-    Path(__file__).parents[2] / "configs",
-    Path(__file__).parents[1] / "configs",
-)
+PRESETS = Path(__file__).parents[1] / "configs"
 
 
 def load_config(
@@ -63,7 +59,7 @@ def find(source: str | Path) -> Path:
 
 def presets() -> dict[str, Path]:
     """The shipped configs by name."""
-    return {path.stem: path for folder in PRESETS for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from proxpo.errors import ProxpoError
 from proxpo.train.checkpoint import load_latest, stop_on_signal
 from proxpo.train.collect import Collected, Sampling, collect
 from proxpo.train.config import Config, as_dict, changes, write_config
-from proxpo.train._schema import build as build_config
+from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
 from proxpo.train.job import Job, build, restore, save
 from proxpo.train.learner import needs

@@ -6,7 +6,7 @@ Task: add two digits; reward 1 for both digits of the sum. A small transformer s
 supervised phase and is trained with group-relative advantages by REINFORCE and by ISOPO under each
 optimizer of `proxpo.optimizers`. All 100 prompts and all 100 answers are evaluated exactly: success
 is the mean probability of the right answer, KL the drift KL(π ‖ π_start) per answer. The learning
-rate of every pair is the one of two with the better final success, on a seed that is not reported.
+rate of every pair is the one of three with the best final success, on a seed that is not reported.
 """
 
 import argparse
@@ -34,11 +34,11 @@ METHODS: dict[str, Callable[[], gradients.Transform]] = {
     "isopo-ntk": lambda: gradients.isopo_ntk(),
 }
 RATES = {
-    "adamw": (5e-4, 1.5e-3),
-    "muon": (1.5e-3, 4e-3),
-    "soap": (1e-3, 3e-3),
-    "shampoo": (2e-3, 6e-3),
-    "kfac": (2e-3, 5e-3),
+    "adamw": (5e-4, 1.5e-3, 4e-3),
+    "muon": (1.5e-3, 4e-3, 1e-2),
+    "soap": (1e-3, 3e-3, 8e-3),
+    "shampoo": (2e-3, 6e-3, 2e-2),
+    "kfac": (2e-3, 5e-3, 1.5e-2),
 }
 FIELDS = ("method", "optimizer", "lr", "start", "success", "success_sd", "kl", "kl_sd")
 
@@ -120,7 +120,7 @@ def summary(method: str, optimizer: str, lr: float, traces: list[list[tuple]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/isopo/optimizers.csv"))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--optimizers", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))

@@ -21,8 +21,6 @@ def best_and_worst(batch: Batch) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pa
     filled = batch.mask.any(dim=1)
     top, bottom = best.clamp(min=0), worst.clamp(min=0)
     paired = (best >= 0) & (rewards[top] > rewards[bottom]) & (filled[top] | filled[bottom])
-    filled = batch.mask.any(dim=1)
-    paired &= filled[best] | filled[worst]
     return best[paired], worst[paired]
 
 

@@ -242,13 +242,15 @@ def _unpack(gguf: Path, target: Path) -> None:
     plain = auto.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
     for config in (plain.config, plain.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        plain.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
+        with _quiet(logging):
+            plain.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
         os.replace(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

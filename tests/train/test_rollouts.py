@@ -381,6 +381,6 @@ def test_vllm_samples_the_policy_and_follows_its_weights():
     assert found["stale"] > 1e-2
     assert found["synced"] < 1e-4
     assert found["cool"] < 1e-4
-    assert found["greedy_matches_local"] > 0.99
+    assert found["greedy_is_that_of_local"]
     assert found["same_seeds_same_tokens"]
     assert "top_p is 0.9" in found["top_p"]

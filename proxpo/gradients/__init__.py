@@ -6,6 +6,7 @@ from proxpo.gradients._norms import Picks
 from proxpo.gradients._rows import Dense, OneHot, Outer
 from proxpo.gradients._session import Rule, Session, Site
 from proxpo.gradients._transform import Transform, active
+from proxpo.gradients.proma import proma
 
 __all__ = [
     "Dense",
@@ -20,4 +21,5 @@ __all__ = [
     "active",
     "isopo",
     "isopo_ntk",
+    "proma",
 ]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -36,7 +36,7 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
 
     def ratio(batch: Batch, ctx: Context) -> Result:
         if anchor in PROXIMAL:
-            other = proximal_logp(batch, prox=anchor)
+            other = proximal_logp(batch, prox=cast(Proximal, anchor))
         else:
             other = getattr(batch, ANCHORS[anchor]).detach()
         other = (other.exp() + smooth).log() if smooth else other

@@ -148,7 +148,7 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
     wanted = needs(recipe)
     critic = None
     if wanted & {"values", "old_values"} or recipe.value is not None:
-        critic = nn.Linear(policy.bare.config.get_text_config().hidden_size, 1)
+        critic = nn.Linear(policy.model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(critic.weight)  # starts by expecting nothing; no draw of random numbers
         nn.init.zeros_(critic.bias)
         critic.to(policy.device)

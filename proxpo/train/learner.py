@@ -62,19 +62,13 @@ def forward(
     wanted = needs(learner.recipe)
     own = model is None
     with learner.policy.autocast(), _hidden_of(learner, wanted=own) as hidden:
-        found = model_logp(
-            learner.policy.model if model is None else model,
-            rows.input_ids,
-            rows.mask,
-            attention_mask=rows.attention_mask,
-            temperature=how.temperature,
-            entropy=own and "entropy" in wanted,
-        )
-    out = (
-        {"logp": found.logp, "entropy": found.entropy}
-        if own and "entropy" in wanted
-        else {"logp": found}
-    )
+        inputs: dict[str, Any] = {
+            "attention_mask": rows.attention_mask,
+            "temperature": how.temperature,
+            "entropy": own and "entropy" in wanted,
+        }
+        found: Any = model_logp(model or learner.policy.model, rows.input_ids, rows.mask, **inputs)
+    out = dict(found._asdict()) if inputs["entropy"] else {"logp": found}
     if hidden:
         # A token's value belongs to the state before it; the critic does not move the policy.
         states = hidden[0].detach().float()[:, -rows.mask.shape[1] - 1 : -1]
@@ -199,7 +193,7 @@ def _hidden_of(learner: Learner, *, wanted: bool) -> Iterator[list[Tensor]]:
     if learner.critic is None or not wanted:
         yield caught
         return
-    head = learner.policy.bare.get_output_embeddings()
+    head: nn.Module = learner.policy.model.get_output_embeddings()
     handle = head.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
     try:
         yield caught

@@ -261,7 +261,12 @@ def _lines(path: Path, *, resume_at: int) -> Iterator[Callable[[dict], None]]:
         kept = [line for line in whole if json.loads(line)["step"] < resume_at]
     with path.open("w") as file:
         file.writelines(kept)
-        yield lambda row: (file.write(json.dumps(row, default=str) + "\n"), file.flush())  # type: ignore[func-returns-value]
+
+        def show(row: dict) -> None:
+            file.write(json.dumps(row, default=str) + "\n")
+            file.flush()
+
+        yield show
 
 
 __all__ = ["train"]

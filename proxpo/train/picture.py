@@ -56,7 +56,7 @@ def draw(rows: Rows, *, title: str) -> Any:
         axis = figure.add_subplot(lines, columns, number + 1)
         for colour, (metric, label) in zip(COLOURS * 3, curves):
             points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
-            dots = {"marker": "o", "markersize": 3.5} if len(points) <= 40 else {}
+            dots: dict[str, Any] = {"marker": "o", "markersize": 3.5} if len(points) <= 40 else {}
             axis.plot(*zip(*points), color=colour, label=label, linewidth=1.8, **dots)
         axis.set_title(name, fontsize=10.5, loc="left", color=INK)
         axis.set_ylabel(unit, fontsize=9)

@@ -62,8 +62,9 @@ def _train_on(
             learner, recipe, rows.rows(index), ready.batch.rows(index), how=how, seed=seed
         )
         norm = _step(job)
-        for name, value in {**ready.metrics, **metrics, "grad_norm": norm}.items():
+        for name, value in {**ready.metrics, **metrics}.items():
             seen[name].append(float(value))
+        seen["grad_norm"].append(norm)
     learner.state = recipe.update_state(learner.state, ready.batch, ready.metrics) or learner.state
 
 

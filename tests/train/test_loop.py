@@ -1,0 +1,222 @@
+"""The whole trainer on the model in the box: it learns, it survives, it refuses."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proxpo.errors import ProxpoError
+from proxpo.recipes import methods
+from proxpo.train.config import load_config
+from proxpo.train.loop import train
+
+SMALL = [
+    "prompts_per_step=4",
+    "samples_per_prompt=4",
+    "rollout.max_tokens=5",
+    "evaluate.size=8",
+    "evaluate.k=2",
+    "evaluate.every=0",
+    "checkpoint.every=0",
+]
+
+
+def config_of(out: Path, *sets: str, **overrides):
+    return load_config(None, [*SMALL, *sets], overrides={"out": str(out), **overrides})
+
+
+def rows_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if "time" not in name} for row in rows]
+
+
+def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
+
+
+@pytest.mark.parametrize("slug", methods())
+def test_every_recipe_trains_the_model_in_the_box(slug, tmp_path):
+    # The rate is small enough that 30 steps on 16 samples cannot undo what the model knows.
+    train(config_of(tmp_path, "steps=30", "lr=1e-5", method=slug))
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == list(range(31))
+    assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows[1:])
+    rewards = [row["reward"] for row in rows[1:]]
+    assert sum(rewards[15:]) >= sum(rewards[:15]) - 15 * 0.12  # the noise of 240 samples
+    weights = weights_of(tmp_path, 30)
+    assert all(bool(torch.isfinite(value).all()) for value in weights.values())
+    start = weights_of_start()
+    assert any(not torch.equal(value, start[name]) for name, value in weights.items())
+
+
+def weights_of_start() -> dict[str, torch.Tensor]:
+    from proxpo.train.models import load_policy
+
+    return dict(load_policy("tiny").model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("method=isopo",),
+        ("method=isopo", "gradient.reg=1.0", "mini_batches=2", "micro_batch=3"),
+        (
+            "method=ppo",
+            "off_policy_lag=2",
+            "mini_batches=2",
+            "kl_controller=horizon",
+            "kl_coef=0.1",
+        ),
+        ("method=p3o-2019",),
+        ("method=grpo", "replay_share=0.5", "optimizer=muon", "lr_schedule=cosine"),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(sets, tmp_path):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    sets = (*sets, "checkpoint.every=2", "evaluate.every=3")
+    train(config_of(straight, *sets, "steps=5"))
+    train(config_of(broken, *sets, "steps=5"), every_step=_interrupt_after(3))
+    train(config_of(broken, *sets, "steps=5"), resume=True)
+    expected, found = weights_of(straight, 5), weights_of(broken, 5)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert without_times(rows_of(broken)) == without_times(rows_of(straight))
+    assert (broken / "samples.jsonl").read_text() == (straight / "samples.jsonl").read_text()
+
+
+def _interrupt_after(steps: int):
+    def every_step(step: int, metrics: dict) -> None:
+        if step == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return every_step
+
+
+def _train_in_child(out: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    train(config_of(Path(out), f"steps={steps}", "checkpoint.every=1", method="isopo"), resume=True)
+
+
+def test_killed_twenty_times_nothing_is_lost(tmp_path):
+    """kill -9 at random moments, also inside the writing of a checkpoint; then on from there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["proxpo.train.loop", "transformers.models.qwen3"])
+
+    def run(out: Path, after: float | None) -> int:
+        child = context.Process(target=_train_in_child, args=(str(out), 12))
+        child.start()
+        child.join(after)
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGKILL)
+            child.join()
+        return child.exitcode
+
+    started = time.monotonic()
+    assert run(tmp_path / "straight", None) == 0
+    whole = time.monotonic() - started
+    moments = random.Random(0)
+    codes = [run(tmp_path / "killed", moments.uniform(0.1, 0.5) * whole) for _ in range(20)]
+    assert codes.count(-signal.SIGKILL) >= 3  # once it is done, later starts just end
+    assert run(tmp_path / "killed", None) == 0
+    expected, found = weights_of(tmp_path / "straight", 12), weights_of(tmp_path / "killed", 12)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    straight, killed = rows_of(tmp_path / "straight"), rows_of(tmp_path / "killed")
+    assert without_times(killed) == without_times(straight)
+
+
+def test_two_runs_with_one_seed_give_one_curve_and_other_seeds_others(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(config_of(tmp_path / name, "steps=3", method="isopo", seed=seed))
+    a, b, c = (without_times(rows_of(tmp_path / name)) for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_the_run_leaves_what_it_promises(tmp_path):
+    summary = train(config_of(tmp_path, "steps=2", "evaluate.every=1", method="grpo"))
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "curves.png"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == summary["steps"] == 2
+    page = (tmp_path / "report.html").read_text()
+    assert "http" not in page.split("base64,")[0]
+    assert summary["samples"][0]["answer"] in page
+    assert load_config(tmp_path / "config.yaml").method == "grpo"
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "checkpoints/step-2/model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    saved = weights_of(tmp_path, 2)
+    assert all(torch.equal(p, saved[name]) for name, p in model.named_parameters())
+
+
+REWARDS = """
+import os, signal, time
+def hangs(prompts, completions, **_):
+    time.sleep(60) if completions[0].startswith("5") else None
+    return [1.0]
+def crashes(prompts, completions, **_):
+    os.kill(os.getpid(), signal.SIGSEGV) if completions[0].startswith("5") else None
+    return [1.0]
+def raises(prompts, completions, **_):
+    return [1.0 / (completions[0][:1] != "5")]
+def not_a_number(prompts, completions, **_):
+    return [float("nan") if completions[0].startswith("5") else 1.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "counted"),
+    [("hangs", "timeout"), ("crashes", "error"), ("raises", "error"), ("not_a_number", "nan")],
+)
+def test_a_faulty_reward_is_counted_and_the_run_goes_on(function, counted, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    faulty = f"task.reward={file}:{function}"
+    sets = ("steps=2", faulty, "reward_timeout=1", "reward_max_failed=1", "prompts_per_step=12")
+    train(config_of(tmp_path / "run", *sets, method="grpo"))
+    rows = rows_of(tmp_path / "run")[1:]
+    assert sum(row[f"proxpo/reward_{counted}"] for row in rows) > 0
+    assert all(row["reward"] == 1.0 for row in rows)  # the others count, the failed ones do not
+
+
+def test_asking_for_fewer_steps_than_done_is_an_error(tmp_path):
+    train(config_of(tmp_path, "steps=3", method="grpo"))
+    with pytest.raises(ProxpoError, match="has done 3 steps already"):
+        train(config_of(tmp_path, "steps=2", method="grpo"), resume=True)
+    with pytest.raises(ProxpoError, match="already holds a run"):
+        train(config_of(tmp_path, "steps=5", method="grpo"))
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path):
+    sets = ("checkpoint.every=1", "checkpoint.keep=3")
+    train(config_of(tmp_path, *sets, "steps=3", method="grpo"))
+    (tmp_path / "checkpoints/step-3/weights.safetensors").write_bytes(b"\0" * 100)
+    lines: list[str] = []
+    train(config_of(tmp_path, *sets, "steps=4", method="grpo"), resume=True, noted=lines.append)
+    assert any("step-3" in line and "damaged" in line for line in lines)
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("sets", "overrides", "message"),
+    [
+        ((), {"model": "tinny"}, "unknown model 'tinny'; did you mean 'tiny'"),
+        ((), {"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
+        (("rollout.max_prompt=3",), {}, "has 8 tokens, the limit is 3"),
+        (("rollout.max_tokens=500",), {}, "exceeds the model's context of 256"),
+        (("task.reward=nowhere.py:score",), {}, "nowhere.py"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(sets, overrides, message, tmp_path):
+    with pytest.raises(ProxpoError, match=message) as caught:
+        train(config_of(tmp_path / "run", *sets, "steps=1", **overrides))
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
     python benchmarks/isopo_overhead.py                   a toy model on the CPU
     python benchmarks/isopo_overhead.py --device cuda     Qwen3-0.6B shape in bf16, and a wider one
+    ... --device cuda --graphs     the same replayed as CUDA graphs: without the host's launches
 
 Every row runs the same model on the same tokens with the same log-probabilities; repeats are
 interleaved, and the median counts. The last row is the loop of arXiv:2512.23353, figure 2, as
@@ -186,6 +187,50 @@ def measure(case: Case, device: str, repeats: int, chosen: dict[str, object]) ->
     ]
 
 
+def recorded(model: nn.Module, method: object, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    """The forward and backward as a CUDA graph, so that launching kernels costs nothing."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            run(model, method, *inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(model, method, *inputs)
+    model.zero_grad(set_to_none=True)  # the graph keeps its own
+    return graph.replay
+
+
+def measure_graphs(case: Case, repeats: int, chosen: dict[str, object]) -> list[dict]:
+    """Time on the device alone: every method replayed from its graph, in turn."""
+    model = build(case, "cuda")
+    ids = torch.randint(0, case.config["vocab_size"], (case.rows, case.length), device="cuda")
+    seq = torch.arange(case.rows, device="cuda")[:, None].expand(case.rows, case.length)
+    inputs = (ids, seq, torch.randn(case.rows, device="cuda"))
+    replays = {name: recorded(model, method, inputs) for name, method in chosen.items()}
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    for repeat in range(repeats + 2):
+        for name, replay in replays.items():
+            seconds, _ = measured("cuda", replay)
+            if repeat >= 2:
+                times[name].append(seconds)
+    base = statistics.median(times["reinforce"])
+    return [
+        {
+            "case": f"{case.name}, graph",
+            "method": name,
+            "ms": 1e3 * statistics.median(times[name]),
+            "time": statistics.median(times[name]) / base,
+            "gib": 0.0,
+            "memory": None,
+        }
+        for name in chosen
+    ]
+
+
 def profile(case: Case, device: str, method: object) -> None:
     """The kernels of one forward and backward, most expensive first."""
     model = build(case, device)
@@ -223,6 +268,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="", help="cases and methods whose name contains this")
+    parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs of each method")
     parser.add_argument("--profile", action="store_true", help="kernels of isopo and of reinforce")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
@@ -241,7 +287,11 @@ def main() -> None:
         }
         if len(wanted) == 1:
             continue
-        results += measure(case, options.device, options.repeats, wanted)
+        if options.graphs:
+            wanted = {k: m for k, m in wanted.items() if not k.startswith("the paper")}
+            results += measure_graphs(case, options.repeats, wanted)
+        else:
+            results += measure(case, options.device, options.repeats, wanted)
         print(table(results[-len(wanted) :]), flush=True)
         gc.collect()
         if options.device == "cuda":

@@ -183,6 +183,7 @@ class Session:
         self.audit: "Audit | None" = None
         self.quiet = False  # while an unknown module is run again, its children stay as they are
         self.block = 0
+        self._known: tuple[Tensor | None, int] = (None, 0)
         self._drawing = 0  # how many sites have a row in the table of overlap sets
 
     def open(
@@ -196,19 +197,32 @@ class Session:
     ) -> None:
         """Start a block."""
         self.shape = tuple(sequences.shape)
-        self.layout = Layout(sequences.reshape(-1).long(), advantages.numel()).settle()
+        if not self.knows(sequences, advantages.numel()):
+            self.layout = Layout(sequences.reshape(-1).long(), advantages.numel()).settle()
+            self._known = (sequences, sequences._version)
         self.advantages = advantages
         self.groups = groups
         self.observer = observer
         self.closed = False
         self.block += 1
-        self._generator = stream.generator(sequences.device)
+        # A graph replays its kernels, not this line: only torch's own generator moves on with it.
+        device = sequences.device
+        if capturing():
+            self._generator = torch.cuda.default_generators[device.index]
+        else:
+            self._generator = stream.generator(device)
         self._table: list[tuple[Tensor, Tensor]] | None = None
         self._weights: list[tuple[str, Tensor]] = []
         for unit in self.units:
             unit.reset()
         for site in self.sites.values():
             site.done = site.sent = False
+
+    def knows(self, sequences: Int[Tensor, "..."], count: int) -> bool:
+        """Whether this is the tensor of the block before, unchanged: its layout is still good."""
+        before, version = self._known
+        same = before is sequences and version == sequences._version
+        return same and self.layout.count == count
 
     def expect(self, block: int, where: "Unit | Site") -> None:
         """A backward belongs to the block its forward ran in."""
@@ -259,7 +273,7 @@ class Session:
 
     def check(self) -> None:
         """Refuse weights that are not numbers: activations or gradients held NaN or infinity."""
-        if not self._weights:
+        if not self._weights or capturing():
             return
         if bool(torch.isfinite(torch.cat([weights for _, weights in self._weights])).all()):
             return
@@ -271,4 +285,10 @@ class Session:
 
     @property
     def generator(self) -> torch.Generator:
+        """The stream of this block."""
         return self._generator
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded: nothing can be asked of the device then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

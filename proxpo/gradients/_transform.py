@@ -13,7 +13,7 @@ from proxpo.errors import ProxpoError
 from proxpo.gradients._audit import Audit
 from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
-from proxpo.gradients._session import Observer, Rule, Session, Site, Stream
+from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, capturing
 from proxpo.shapes import Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
@@ -63,6 +63,10 @@ class Transform:
         advantages: one number per sequence.
         groups: one prompt number per sequence, for `group_by="prompt"`.
         observe: called with (parameter name, tensors) for every layer, to log its lengths.
+
+        The block can be recorded in a CUDA graph after one ordinary run with the same tensors. In
+        replays each overlap set is drawn anew, values are not checked, and the trailing averages
+        stay as they were.
         """
         fitting = self._open(model, sequences, advantages, groups, observe)
         session = fitting.session
@@ -126,7 +130,15 @@ class Transform:
                     "gradients.applied: a transform is already applied to this model; close its "
                     "`with` block first"
                 )
-        _check(sequences, advantages, groups, needs_groups=_by_prompt(self.rule))
+        if not capturing():
+            _check(sequences, advantages, groups, needs_groups=_by_prompt(self.rule))
+        elif self._fitted is None or not self._fitted[1].session.knows(
+            sequences, advantages.numel()
+        ):
+            raise ProxpoError(
+                "gradients.applied: a CUDA graph can only record a block whose model and "
+                "`sequences` tensor an earlier block has seen: run it once before"
+            )
         kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         fitting = self._fit(model)

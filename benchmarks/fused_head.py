@@ -4,7 +4,8 @@
     python benchmarks/fused_head.py --device cuda        # Qwen3-0.6B shape, 8 x 1024, bfloat16
     python benchmarks/fused_head.py --json results.json
 
-Two tables: the head alone, and a whole training step (forward and backward of the model). Time and
+Three tables: the head alone, a whole training step (forward and backward of the model), and that
+with activation checkpointing. Time and
 peak memory are ratios to the naive row of the same run; repeats are interleaved and the median
 counts. In the rows with a transform it is applied to the head alone.
 """
@@ -144,6 +145,15 @@ class WholeStep(Case):
         self.model.zero_grad()
 
 
+class CheckpointedStep(WholeStep):
+    """The same with activation checkpointing, as long sequences are trained."""
+
+    def __init__(self, size: Size, device: str) -> None:
+        super().__init__(size, device)
+        self.model.train()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def seconds(step: Step, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -210,7 +220,12 @@ def main() -> None:
     torch.manual_seed(0)
     shape = f"{size.rows} x {size.length} x {size.vocab}, hidden {size.hidden}, {size.dtype}"
     results: dict[str, Any] = {"shape": shape, "device": options.device, "torch": torch.__version__}
-    for title, kind in (("head alone", HeadAlone), ("whole step", WholeStep)):
+    kinds = {
+        "head alone": HeadAlone,
+        "whole step": WholeStep,
+        "whole step, checkpointed": CheckpointedStep,
+    }
+    for title, kind in kinds.items():
         case = kind(size, options.device)
         results[title] = measure(case.steps(), options.device, options.repeats)
         show(f"{title}: {shape}", results[title])

@@ -202,8 +202,8 @@ class Isopo:
         total: Tensor | None = None
         for i, members in enumerate(layout.members()):
             one = _norms.matmul(rows.g[members].T, rows.a[members])
-            here = torch.tensor([i], device=one.device)
-            mine = None if top is None else top[i : i + 1]
+            here = slice(i, i + 1)
+            mine = None if top is None else top[here]
             weight = self.weights(site, mine, bottom, one.square().sum()[None], here)
             one = one * weight.to(one.dtype)
             total = one if total is None else total.add_(one)

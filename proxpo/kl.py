@@ -18,7 +18,10 @@ import torch
 from proxpo.errors import ProxpoError, nearest
 from proxpo.shapes import Float, Tensor
 
-Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "k2+", "k3+", "kl", "mse", "low_var_kl"]
+Plain = Literal["k1", "abs", "k2", "k3", "kl", "mse", "low_var_kl"]
+Through = Literal["k1+", "abs+", "k2+", "k3+", "kl+", "mse+", "low_var_kl+"]
+Estimator = Plain | Through
+NAMES = (*get_args(Plain), *get_args(Through))
 Clamp = Literal["none", "verl", "openrlhf", "dr-grpo", "p3o"]
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
@@ -36,11 +39,9 @@ def kl_estimate(
     every estimator to ±10; "dr-grpo" bounds k3's exponent to ±40; "p3o" to ±10. The gradient of a
     bounded term is 0 outside.
     """
+    if estimator not in NAMES:
+        raise ProxpoError(f"unknown KL estimator '{estimator}'{nearest(estimator, NAMES)}")
     estimator = ALIASES.get(estimator, estimator)
-    if estimator not in get_args(Estimator):
-        raise ProxpoError(
-            f"unknown KL estimator '{estimator}'{nearest(estimator, get_args(Estimator))}"
-        )
     if clamp not in get_args(Clamp):
         raise ProxpoError(f"unknown KL clamp '{clamp}'{nearest(clamp, get_args(Clamp))}")
     if estimator.endswith("+"):

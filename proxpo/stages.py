@@ -25,14 +25,14 @@ def stage(
     *,
     name: str = "",
     needs: Needs = (),
-    takes: tuple[str, ...] = (),
+    takes: Needs = (),
     gives: str = "",
     whole_batch: bool = True,
     prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
 ) -> Callable[[Callable[..., Any]], Factory]:
-    """Register a factory. `needs` may depend on the options; the other callables get them too.
+    """Register a factory. `needs` and `takes` may depend on the options, as the callables do.
 
     whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
     so that cutting the batch differently changes its result.
@@ -50,7 +50,7 @@ def stage(
                 apply=factory(**options),
                 options=options,
                 needs=needs(options) if callable(needs) else needs,
-                takes=takes,
+                takes=takes(options) if callable(takes) else takes,
                 gives=gives,
                 whole_batch=whole_batch,
                 prepare=functools.partial(prepare, options) if prepare else None,

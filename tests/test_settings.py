@@ -196,3 +196,9 @@ def test_defaults_of_every_method_are_accepted_back() -> None:
             kind, _, _ = place.partition(".")
             again = proxpo.make_stage(kind, stage.name, **stage.options)
             assert again == stage, place
+
+
+def test_a_ratio_corrected_kl_without_a_ratio_is_refused():
+    settings = {"regularisers": "kl_to_ref", "regularisers.ratio_corrected": True}
+    with pytest.raises(proxpo.ProxpoError, match="works on ratio, but ratio=none gives no ratio"):
+        make_recipe("reinforce", settings)

@@ -16,6 +16,7 @@ def tis(
     cap: float = 2.0,
     floor: float = 0.0,
     normalise: bool = False,
+    judge: Literal["token", "sequence", "geometric"] | None = None,
     bypass: bool = False,
     reject_estimator: Literal["k1", "k2", "k3"] = "k1",
     reject_statistic: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "seq_mean",
@@ -27,7 +28,8 @@ def tis(
 
         w = min(exp(log π_old - log π_roll), C),   x = w · max(-A r, -A clip(r, 1±ε)),   r = π/π_old
 
-    mode="mask" with floor and cap is IcePop. level: token, sequence or geometric. bypass=True takes
+    mode="mask" with floor and cap is IcePop. level: token, sequence or geometric; judge: the level
+    held against the bounds, if another. bypass=True takes
     the ratio to π_roll instead, without w, which would count twice. reject_threshold adds a
     rejection mask (see filter=reject). Any recipe can have the weight: `--set weights+=tis`.
 
@@ -45,5 +47,7 @@ def tis(
         base = base.replace(filter=(rule,))
     if bypass:
         return base.replace(ratio=token(anchor="rollout"))
-    correction = tis_weights(mode=mode, level=level, cap=cap, floor=floor, normalise=normalise)
+    correction = tis_weights(
+        mode=mode, level=level, cap=cap, floor=floor, normalise=normalise, judge=judge
+    )
     return base.replace(weights=(correction,))

@@ -9,7 +9,11 @@ from proxpo.types import Batch, Context, Metrics
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
-@stage("regularisers", needs=("ref_logp",))
+@stage(
+    "regularisers",
+    needs=("ref_logp",),
+    takes=lambda options: ("ratio",) if options["ratio_corrected"] else (),
+)
 def kl_to_ref(
     *,
     coef: float = 0.001,

@@ -33,6 +33,8 @@ def tis(
     cap: float = 2.0,
     floor: float = 0.0,
     normalise: bool = False,
+    judge: Level | None = None,
+    truncate_tokens: bool = False,
 ):
     """w = min(exp(log π_old - log π_roll), cap), without gradient: undoes the sampler's mismatch.
 
@@ -40,14 +42,20 @@ def tis(
     token otherwise (IcePop; the denominators stay). level: per token, per response, or the
     response's geometric mean. normalise=True divides by the batch mean of w (verl). A NaN sampler
     log-probability counts as agreement, w = 1. The summed log-ratio is held within ±20.
+
+    judge: the level whose ratio is held against the bounds, where it is not that of the weight:
+    mode="mask", judge="geometric" keeps the token weights of responses whose mean is in bounds
+    (OpenRLHF). truncate_tokens=True bounds the tokens' ratios before they are pooled (verl's GMPO).
     """
 
     def weights(batch: Batch, ctx: Context) -> Result:
         q = torch.nan_to_num(batch.old_logp - batch.rollout_logp, nan=0.0).detach()
+        if truncate_tokens:
+            q = q.exp().clamp(max(floor, 1e-10), cap).log()
         raw = level_log_ratio(q, batch.mask, level).clamp(-20.0, 20.0).exp()
-        bounded = raw.clamp(floor, cap)
-        outside = bounded != raw
-        w = bounded if mode == "truncate" else torch.where(outside, 0.0, raw)
+        judged = raw if judge is None else level_log_ratio(q, batch.mask, judge).exp()
+        outside = (judged < floor) | (judged > cap)
+        w = raw.clamp(floor, cap) if mode == "truncate" else torch.where(outside, 0.0, raw)
         if normalise:
             rows = batch.mask.any(dim=1, keepdim=True)
             over, mask = (w, batch.mask) if level == "token" else (w[:, :1], rows)

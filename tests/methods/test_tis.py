@@ -188,3 +188,34 @@ def test_any_recipe_can_have_the_weight() -> None:
     made = method("dapo", **{"weights+": "tis", "weights.tis.cap": 3})
     close(policy_gradient(made, batch), w * policy_gradient(method("dapo"), batch))
     assert on_policy(batch).rollout_logp is not None
+
+
+@pytest.mark.checks(
+    "tis", "a response judged by its geometric mean keeps its token weights uncapped"
+)
+def test_judged_by_the_geometric_mean():
+    logp = torch.zeros(2, 2, dtype=torch.float64)
+    rollout = torch.tensor([[-2.0, 1.8], [-2.0, -1.0]], dtype=torch.float64)  # means 0.1 and 1.5
+    batch = proxpo.Batch(
+        logp=logp,
+        old_logp=logp,
+        rollout_logp=rollout,
+        mask=torch.ones(2, 2, dtype=torch.bool),
+        advantages=torch.ones(2, dtype=torch.float64),
+    )
+    stage = proxpo.make_stage("weights", "tis", mode="mask", judge="geometric", floor=0.5, cap=2.0)
+    weights, _ = stage.apply(batch, proxpo.Context())
+    expected = torch.stack([(-rollout[0]).exp(), torch.zeros(2, dtype=torch.float64)])
+    torch.testing.assert_close(weights, expected)
+
+
+def test_tokens_bounded_before_they_are_pooled():
+    q = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
+    zeros = torch.zeros_like(q)
+    batch = proxpo.Batch(
+        logp=zeros, old_logp=q, rollout_logp=zeros, mask=torch.ones(1, 2, dtype=torch.bool)
+    )
+    stage = proxpo.make_stage("weights", "tis", level="geometric", cap=2.0, truncate_tokens=True)
+    weights, _ = stage.apply(batch, proxpo.Context())
+    expected = (2.0 * q[0, 1].exp()).sqrt()
+    torch.testing.assert_close(weights, expected.expand(1, 2))

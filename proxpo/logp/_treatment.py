@@ -33,7 +33,11 @@ class Treatment:
     ) -> Pulled:
         self._claim()
         spots = [Spot(self.sites[name], side) for name, side in sides.items()]
-        return treated(head, tokens, spots, self.scored, to_hidden=to_hidden)
+        d_hidden, outs = treated(head, tokens, spots, self.scored, to_hidden=to_hidden)
+        for spot, out in zip(spots, outs):
+            if not spot.site.sent:
+                spot.site.send(out)
+        return d_hidden, outs
 
     def _claim(self) -> None:
         """A sequence's gradient is one: it cannot be weighed in two calls that know half each."""

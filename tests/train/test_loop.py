@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path):
     [
         ((), {"model": "tinny"}, "unknown model 'tinny'; did you mean 'tiny'"),
         ((), {"task": "arithmetik"}, "unknown task 'arithmetik'; did you mean 'arithmetic'"),
-        (("rollout.max_prompt=3",), {}, "has 8 tokens, the limit is 3"),
+        (("rollout.max_prompt=3",), {}, "test prompts are longer than 3 tokens"),
         (("rollout.max_tokens=500",), {}, "exceeds the model's context of 256"),
         (("task.reward=nowhere.py:score",), {}, "nowhere.py"),
     ],

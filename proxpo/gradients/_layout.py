@@ -104,6 +104,11 @@ class Layout:
         assert self._facts
         return self
 
+    @property
+    def known_aligned(self) -> bool:
+        """`aligned`, where that is known or costs nothing to find out: no wait for the device."""
+        return ("_facts" in self.__dict__ or not self.seq.is_cuda) and self.aligned
+
     @cached_property
     def order(self) -> Tensor:
         """Positions sorted by sequence, padding first, each sequence in its own order."""
@@ -130,7 +135,7 @@ class Layout:
 
     def sum_columns(self, x: Float[Tensor, "any pos"]) -> Float[Tensor, "any row"]:
         """Σ over the positions of each sequence, along the last axis."""
-        if self.aligned:
+        if self.known_aligned:
             kept = x * self.valid.to(x.dtype) if self.padded else x
             return kept.reshape(len(x), self.count, -1).sum(2)
         if self.size * self.count <= _ONE_HOT_LIMIT:
@@ -140,7 +145,7 @@ class Layout:
 
     def sum_rows(self, x: Float[Tensor, "pos any"]) -> Float[Tensor, "row any"]:
         """Σ over the positions of each sequence, along the first axis, in float32 or better."""
-        if self.aligned:
+        if self.known_aligned:
             return self.grid(x, clear=True).sum(1, dtype=accumulator(x.dtype))
         if self.size * self.count <= _ONE_HOT_LIMIT:
             return matmul(self.one_hot(x.dtype).T, x)

@@ -38,10 +38,15 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """How log-probabilities are to be computed: temperature and rows at a time."""
+    """How log-probabilities are to be computed: temperature and rows at a time.
+
+    fresh: the data are the current policy's own and get one update, so that the old
+    log-probabilities are the current ones and need no pass of their own.
+    """
 
     temperature: float
     micro_batch: int
+    fresh: bool = False
 
 
 def needs(recipe: Recipe) -> set[str]:
@@ -73,6 +78,8 @@ def forward(
         # A token's value belongs to the state before it; the critic does not move the policy.
         states = hidden[0].detach().float()[:, -rows.mask.shape[1] - 1 : -1]
         out["values"] = learner.critic(states)[..., 0]
+    if own and how.fresh:
+        out["old_logp"] = out["logp"].detach()
     return out
 
 
@@ -97,8 +104,8 @@ def gradients(
     `batch` holds what is fixed for the rollout; the micro-batches share its denominators, so they
     add up to the gradient of the mini-batch in one piece.
     """
-    device = batch.mask.device
-    parts = list(cuts(len(batch.mask), how.micro_batch, device))
+    batch = _narrow(batch, rows.mask.shape[1])
+    parts = list(cuts(len(batch.mask), how.micro_batch, batch.mask.device))
     denominators = count(batch)
     all_sum = _sums(learner, recipe, rows, batch, parts, denominators, how)
     share = [float(batch.mask[part].sum()) for part in parts]
@@ -168,14 +175,15 @@ def _sums(
         return x
 
     if len(parts) > 1:
-        policy_loss(recipe, batch, denominators=denominators, all_sum=probe)
+        policy_loss(recipe, batch, denominators=denominators, state=learner.state, all_sum=probe)
     if not asked:
         return local
     found = score(learner, rows, how=how)
     pieces = [batch.replace(**found).rows(part) for part in parts]
 
     def run(piece: Batch, *, all_sum: AllSum) -> Loss:
-        return policy_loss(recipe, piece, denominators=denominators, all_sum=all_sum)
+        known: dict[str, Any] = {"denominators": denominators, "state": learner.state}
+        return policy_loss(recipe, piece, all_sum=all_sum, **known)
 
     return over_microbatches(run, pieces)
 

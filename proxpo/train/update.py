@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +28,8 @@ def update(job: Job, fresh: Experience) -> dict[str, float]:
     on_policy, replayed = config.updates, 0
     if learner.recipe.schedule is not None:
         on_policy, replayed = learner.recipe.schedule.apply(on_policy, counts)
-    batch = batch_of(job, rows)
+    fresh_only = on_policy == 1 and not replayed and _scores_late(learner.recipe)
+    batch = batch_of(job, rows, late=fresh_only)
     for recipe in learner.recipe.passes or (learner.recipe.fresh or learner.recipe,):
         _train_on(job, recipe, rows, batch, on_policy, ("update", job.step), seen)
     for number in range(replayed if job.past else 0):
@@ -49,7 +51,9 @@ def _train_on(
 ) -> None:
     """`updates` optimizer steps, each on the next mini-batch of the shuffled prompts."""
     config, learner = job.config, job.learner
-    how = _pass(config, len(rows.mask))
+    how = replace(_pass(config, len(rows.mask)), fresh=batch.old_logp is None)
+    if batch.old_logp is None:
+        batch = batch.replace(old_logp=batch.logp)
     ready = prepare(recipe, batch, state=learner.state)
     parts = min(config.train.mini_batches, updates)
     for number in range(updates):
@@ -68,8 +72,11 @@ def _train_on(
     learner.state = recipe.update_state(learner.state, ready.batch, ready.metrics) or learner.state
 
 
-def batch_of(job: Job, rows: Experience) -> Batch:
-    """The recipe's view of a rollout: log-probabilities of every policy it compares."""
+def batch_of(job: Job, rows: Experience, *, late: bool = False) -> Batch:
+    """The recipe's view of a rollout: log-probabilities of every policy it compares.
+
+    late: where the data are the current policy's own, `old_logp` is left to the update itself.
+    """
     learner, how = job.learner, _pass(job.config, len(rows.mask))
     wanted = needs(learner.recipe)
     known = {
@@ -82,12 +89,16 @@ def batch_of(job: Job, rows: Experience) -> Batch:
         "greedy_rewards": rows.greedy_rewards,
     }
     stale = bool((rows.version != learner.version).any()) or _off_temperature(job.config)
-    current = score(learner, rows, how=how) if _needs_scores(wanted, stale) else {}
+    late = late and not stale
+    needed = wanted - {"old_logp"} if late else wanted
+    current = score(learner, rows, how=how) if _needs_scores(needed, stale) else {}
     logp = current.get("logp", rows.rollout_logp)
     known["prox_logp"] = logp
     # The behaviour policy: the sampler's own numbers where it was another policy than the trainer's
     # of this moment; the trainer's otherwise, which are free of the sampler's rounding.
     known["old_logp"] = rows.rollout_logp if stale or "prox_logp" in wanted else logp
+    if late and not current:
+        known["old_logp"] = None
     if "entropy" in current:
         known["entropy"] = current["entropy"]
     if "values" in current:
@@ -100,6 +111,12 @@ def batch_of(job: Job, rows: Experience) -> Batch:
 def _needs_scores(wanted: set[str], stale: bool) -> bool:
     fresh_old = "old_logp" in wanted and not stale
     return fresh_old or bool(wanted & {"prox_logp", "values", "old_values", "entropy", "returns"})
+
+
+def _scores_late(recipe: Recipe) -> bool:
+    """Whether nothing reads `old_logp` before the update: no reward, filter or advantage does."""
+    early = [*recipe.reward, *recipe.filter, *([recipe.advantage] if recipe.advantage else [])]
+    return not recipe.passes and not any("old_logp" in stage.needs for stage in early)
 
 
 def _step(job: Job) -> float:

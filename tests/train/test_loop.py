@@ -28,6 +28,13 @@ SMALL = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _pictures_once(request, monkeypatch):
+    """Drawing takes longer than these runs; one test draws and looks at the files."""
+    if request.node.name != "test_the_run_leaves_what_it_promises":
+        monkeypatch.setattr("proxpo.train.loop.write_pictures", lambda *_, **__: None)
+
+
 def config_of(out: Path, *sets: str, **overrides):
     return load_config(None, [*SMALL, *sets], overrides={"out": str(out), **overrides})
 

@@ -1,0 +1,1 @@
+"""Comparisons of methods: one plan, many runs, one report."""

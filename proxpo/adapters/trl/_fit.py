@@ -1,0 +1,126 @@
+"""Whether a recipe can run inside TRL as configured; the reason, in one line, where it cannot."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+from proxpo.errors import ProxpoError
+from proxpo.train.learner import needs
+from proxpo.types import Recipe
+
+GIVEN = {
+    *("logp", "mask", "old_logp", "ref_logp", "prox_logp", "entropy", "lag", "tokens"),
+    *("rewards", "group", "truncated", "group_tokens", "advantages"),
+}
+_NO_CRITIC = "GRPOTrainer trains no critic"
+_NO_LOGITS = "TRL's fused head keeps no logits"
+WHY = {
+    "values": _NO_CRITIC,
+    "old_values": _NO_CRITIC,
+    "returns": _NO_CRITIC,
+    "vocab_logp": _NO_LOGITS,
+    "old_vocab_logp": _NO_LOGITS,
+    "greedy_rewards": "TRL draws no greedy completion beside the sampled ones",
+    "rollout_logp": "generation with transformers reports no log-probabilities; set use_vllm=True "
+    "or pass a rollout_func, which returns them",
+    "correct": "a TRL reward function gives a number, not a verdict",
+    "token_rewards": "a TRL reward function gives one number per completion",
+    "step_end": "a TRL reward function gives one number per completion",
+    "turn": "TRL does not number the turns of a completion",
+}
+
+# Options of GRPOConfig that the recipe decides instead, and where a recipe has them.
+DECIDED = {
+    "beta": "a KL term of the recipe, e.g. {'regularisers+': 'kl_to_ref'}",
+    "delta": "{'trust.cap': ...}",
+    "entropy_coef": "{'regularisers+': 'entropy_bonus'}",
+    "epsilon": "the recipe's clip options",
+    "epsilon_high": "the recipe's clip options",
+    "importance_sampling_level": "{'ratio': 'token' or 'sequence'}",
+    "loss_type": "the recipe itself",
+    "multi_objective_aggregation": "reward_weights, which are summed before the recipe sees them",
+    "off_policy_mask_threshold": "{'weights+': 'off_policy_mask'}",
+    "sapo_temperature_neg": "the options of recipe sapo",
+    "sapo_temperature_pos": "the options of recipe sapo",
+    "scale_rewards": "{'advantage.scale': ...}",
+    "top_entropy_quantile": "{'weights+': 'top_entropy'}",
+    "use_adaptive_entropy": "{'regularisers+': 'entropy_bonus'}",
+    "use_bias_correction_kl": "the recipe's kl_ratio_corrected",
+    "vllm_importance_sampling_clip_max": "{'weights+': 'tis'}",
+    "vllm_importance_sampling_clip_min": "{'weights+': 'tis'}",
+    "vllm_importance_sampling_mode": "{'weights+': 'tis'}",
+}
+
+
+def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
+    """Raise ProxpoError unless TRL, with these arguments, can give the recipe what it asks for."""
+    missing = needs(recipe) - GIVEN - ({"rollout_logp"} if reports_logp else set())
+    for name in sorted(missing):
+        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
+    _check_options(recipe, args)
+    _check_updates(recipe, args)
+    if recipe.prompts:
+        names = ", ".join(stage.name for stage in recipe.prompts)
+        warnings.warn(
+            f"recipe {recipe.name}: prompts={names} redraws prompts, which TRL does not; every "
+            "prompt of a batch is trained on (recipe_options={'prompts': None} says so)",
+            stacklevel=4,
+        )
+    if args.use_vllm and not needs(recipe) & {"rollout_logp", "prox_logp"}:
+        warnings.warn(
+            f"recipe {recipe.name} does not correct for the difference between vLLM and the "
+            "trainer; recipe_options={'weights+': 'tis'} does",
+            stacklevel=4,
+        )
+
+
+def _check_options(recipe: Recipe, args: Any) -> None:
+    """Options that would be silently without effect are refused instead."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, instead in DECIDED.items():
+        if getattr(args, name) != defaults[name]:
+            raise ProxpoError(
+                f"GRPOConfig.{name}={getattr(args, name)} has no effect on recipe {recipe.name}: "
+                f"use {instead} in recipe_options"
+            )
+
+
+def _check_updates(recipe: Recipe, args: Any) -> None:
+    """Optimizer steps must see whole shares of a rollout, as many as the recipe wants."""
+    held, steps = args.steps_per_generation, args.gradient_accumulation_steps
+    if held % steps:
+        raise ProxpoError(
+            f"gradient_accumulation_steps={steps} does not divide steps_per_generation={held}: an "
+            "optimizer step would mix rollouts, whose token counts are not known in advance"
+        )
+    if recipe.schedule is not None and recipe.schedule.name != "single_update":
+        raise ProxpoError(
+            f"recipe {recipe.name}: schedule={recipe.schedule.name} trains on earlier rollouts, "
+            "which TRL does not keep"
+        )
+    if recipe.schedule is not None and (held != steps or args.num_iterations != 1):
+        raise ProxpoError(
+            f"recipe {recipe.name} makes one update per rollout, but num_iterations="
+            f"{args.num_iterations} and steps_per_generation={held} with "
+            f"gradient_accumulation_steps={steps} make {args.num_iterations * held // steps}"
+        )
+    if args.num_iterations % max(len(recipe.passes), 1):
+        raise ProxpoError(
+            f"recipe {recipe.name} goes over a rollout in {len(recipe.passes)} passes: "
+            f"num_iterations must be a multiple of that, got {args.num_iterations}"
+        )
+    if keeps_groups(recipe) and args.per_device_train_batch_size % args.num_generations:
+        raise ProxpoError(
+            f"recipe {recipe.name} compares the completions of a prompt with each other: "
+            f"per_device_train_batch_size={args.per_device_train_batch_size} must be a multiple of "
+            f"num_generations={args.num_generations}"
+        )
+
+
+def keeps_groups(recipe: Recipe) -> bool:
+    """Whether the loss of a micro-batch needs whole groups: pairs, or a kernel per prompt."""
+    gradient = recipe.gradient.options if recipe.gradient is not None else {}
+    return "log_ratio" in recipe.aggregate.takes or gradient.get("group_by") == "prompt"
+
+
+__all__ = ["DECIDED", "GIVEN", "WHY", "check_fit", "keeps_groups"]

@@ -1,0 +1,378 @@
+"""`ProxpoTrainer`: TRL's GRPOTrainer, with the loss, the advantages and the gradient of a recipe.
+
+TRL generates, scores, accumulates, shards, logs and saves. What is added: group logic before TRL
+shuffles, the loss with the denominators of the whole optimizer step, a transform around forward
+and backward, and the recipe's memory in the checkpoint.
+"""
+
+import copy
+import json
+import os
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import split_tensor_dict
+
+from proxpo.adapters.trl._fit import check_engine, check_fit, keeps_groups
+from proxpo.adapters.trl._rollout import Rollout, Window, early, prepared, window
+from proxpo.compose import policy_loss
+from proxpo.errors import ProxpoError
+from proxpo.logp import model_logp
+from proxpo.settings import Settings, make_recipe
+from proxpo.stages import check
+from proxpo.sums import over_microbatches, over_ranks
+from proxpo.train.learner import needs
+from proxpo.train.streams import generator
+from proxpo.train.trees import flatten, unflatten
+from proxpo.transforms import objective, per_response
+from proxpo.types import AllSum, Batch, Loss, Metrics, Recipe, local
+
+ROW = "proxpo_row"  # travels with each completion: its number in the whole generation batch
+MEMORY = "proxpo_recipe"
+IMAGES = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),
+    *("num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+
+
+class ProxpoTrainer(GRPOTrainer):
+    """GRPOTrainer with a recipe in place of `loss_type`; all other arguments are TRL's.
+
+        ProxpoTrainer(model, reward_funcs, args, train_dataset, recipe="isopo")
+        ProxpoTrainer(..., recipe="grpo", recipe_options={"clip_high": 0.28, "weights+": "tis"})
+
+    recipe: the name of a method, or a Recipe. recipe_options: its options and stages, by name.
+    Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
+    and resuming work as in TRL. Options of GRPOConfig that a recipe decides are refused.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        *,
+        recipe: str | Recipe = "isopo",
+        recipe_options: Settings | None = None,
+        **trl: Any,
+    ) -> None:
+        self.recipe = _recipe(recipe, recipe_options)
+        args = copy.copy(args) if args is not None else GRPOConfig(f"proxpo-{self.recipe.name}")
+        speaks = args.use_vllm or trl.get("rollout_func") is not None
+        check_fit(self.recipe, args, reports_logp=speaks)
+        self._needs = needs(self.recipe)
+        self._variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
+        read = {name for one in self._variants for name in early(one)}
+        self._scores_early = "old_logp" in read or "prox_logp" in self._needs
+        if "ref_logp" in self._needs:
+            args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
+        gradient = self.recipe.gradient
+        self._transform = None if gradient is None else gradient.apply()
+        self._state = self.recipe.init_state()
+        self._rollouts: dict[str, list[Rollout]] = {}
+        self._current: _Step | None = None
+        self._block = ExitStack()
+        super().__init__(model, reward_funcs, args, train_dataset, **trl)
+        if self._transform is not None:
+            check_engine(self.recipe, self)
+
+    # --- rollout: group logic where the groups are whole
+
+    def _calculate_rewards(self, *given: Any, **named: Any) -> Any:
+        self._scores = super()._calculate_rewards(*given, **named)
+        return self._scores
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        rows = len(output["prompt_ids"])
+        first = self.accelerator.process_index * rows
+        output[ROW] = torch.arange(first, first + rows, device=self.accelerator.device)
+        fields = self._fields(output)
+        self._rollouts[mode] = [
+            prepared(
+                recipe,
+                fields,
+                rewards=_weighted(self._scores, self.reward_weights),
+                group_size=self.num_generations if mode == "train" else self.num_generations_eval,
+                first=first,
+                version=self.state.global_step,
+                gather=self._gather,
+                state=self._state,
+            )
+            for recipe in self._variants
+        ]
+        for rollout in self._rollouts[mode]:
+            for name, value in rollout.metrics.items():
+                self._metrics[mode][f"proxpo/{name}"].append(float(value))
+        return output
+
+    def _fields(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """TRL's names for the completions of this process, as Batch fields."""
+        mask = _mask(output)
+        fields = {"mask": mask, "tokens": output["completion_ids"]}
+        fields["lag"] = torch.zeros_like(mask, dtype=torch.long)
+        lengths = output["completion_mask"].sum(dim=1)
+        last = output["completion_ids"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+        ends = torch.tensor([*self.eos_token_ids, self._tokenizer.pad_token_id], device=mask.device)
+        fields["truncated"] = ~torch.isin(last, ends)
+        rollout = output.get("sampling_per_token_logps")
+        unscored = rollout is not None and bool((rollout.isnan() & mask).any())
+        old = output.get("old_per_token_logps")
+        if old is None and (unscored or self._scores_early):
+            old = self._score(output)
+        if old is not None:
+            fields["old_logp"] = old
+        if rollout is not None:  # what vLLM could not score gets the trainer's own number
+            fields["rollout_logp"] = rollout.where(~rollout.isnan(), old) if unscored else rollout
+        if "prox_logp" in self._needs:
+            fields["prox_logp"] = old
+            fields["old_logp"] = fields.get("rollout_logp", old)
+        if "ref_per_token_logps" in output:
+            fields["ref_logp"] = output["ref_per_token_logps"]
+        return fields
+
+    @torch.no_grad()
+    def _score(self, output: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of a generation batch, where TRL leaves them out as on-policy."""
+        rows = self.args.per_device_train_batch_size
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            return self._forward(self.model, output, batch_size=rows)["logp"]
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        held = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self._buffered_inputs is not held and keeps_groups(self.recipe):
+            self._buffered_inputs = _in_order(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+    # --- update
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Any:
+        with ExitStack() as self._block:  # a transform opened by the loss sees the backward too
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients and self._transform is not None:
+            self._transform.step()
+        if self._step % self._per_rollout == 0:
+            for recipe, rollout in zip(self._variants, self._rollouts["train"]):
+                moved = recipe.update_state(self._state, rollout.whole, rollout.metrics)
+                self._state = moved or self._state
+        return loss
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        mode = "train" if self.model.training else "eval"
+        step = self._step_of(mode, inputs)
+        batch = step.window.part(inputs[ROW])
+        lag = self.state.global_step - step.window.rollout.version
+        batch = batch.replace(lag=torch.full_like(batch.lag, lag))
+        if self._transform is None or not torch.is_grad_enabled():
+            found = self._forward(model, inputs, aux=self.aux_loss_enabled)
+            aux = found.pop("aux_loss", None)
+            value, metrics = self._loss(step, step.recipe, _now(batch, found))
+            metrics["entropy"] = masked_mean(found["entropy"].detach(), batch.mask)
+            value = value * self.accelerator.num_processes  # engines average over processes
+            if aux is not None:
+                parts = self.current_gradient_accumulation_steps if mode == "train" else 1
+                value = value + self.router_aux_loss_coef * aux / parts
+        else:
+            value, metrics = self._transformed(model, inputs, step, batch)
+        self._note(mode, step, metrics, batch)
+        return value
+
+    def _transformed(
+        self, model: nn.Module, inputs: dict[str, Any], step: "_Step", batch: Batch
+    ) -> Loss:
+        """The loss's value, with the objective of the gradient transform behind it."""
+        recipe, processes = step.recipe, self.accelerator.num_processes
+        bare = recipe.replace(regularisers=(), value=None)
+        extra = torch.zeros((), device=batch.mask.device)
+        if recipe.regularisers:  # terms without an advantage: a backward of their own
+            now = _now(batch, self._forward(model, inputs))
+            extra = self._loss(step, recipe, now).value - self._loss(step, bare, now).value
+            self.accelerator.backward(processes * extra)
+        given = self._given(step, bare)
+        attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+        number = torch.arange(len(attended), device=attended.device)[:, None]
+        self._block.enter_context(
+            self._transform.applied(
+                self.accelerator.unwrap_model(model),
+                sequences=torch.where(attended, number, -1),
+                advantages=processes * per_response(recipe, batch),  # engines average
+                groups=batch.group,
+            )
+        )
+        found = self._forward(model, inputs)
+        split = objective(recipe, _now(batch, found), **given)
+        descended = -(split.weights * found["logp"]).sum()
+        value = processes * (split.loss.value + extra).detach()
+        return Loss(value + descended - descended.detach(), split.loss.metrics)
+
+    def _loss(self, step: "_Step", recipe: Recipe, batch: Batch) -> Loss:
+        return policy_loss(recipe, batch, **self._given(step, recipe))
+
+    def _given(self, step: "_Step", recipe: Recipe) -> dict[str, Any]:
+        """What a recipe's loss takes besides the batch."""
+        place = (self.state.global_step, self._step % self.args.gradient_accumulation_steps, self.accelerator.process_index)
+        known = {"denominators": step.window.denominators, "state": self._state}
+        whole = bool(recipe.regularisers)  # or the recipe without them, which asks for fewer sums
+        if whole not in step.sums:
+            step.sums[whole] = self._sums(step, recipe, known)
+        noise = generator(self.args.seed, "loss", *place)
+        return {**known, "all_sum": step.sums[whole], "generator": noise}
+
+    def _sums(self, step: "_Step", recipe: Recipe, known: dict[str, Any]) -> AllSum:
+        """Statistics over all processes, and over the micro-batches if the recipe asks for any."""
+        ranks = over_ranks() if self.accelerator.num_processes > 1 else local
+        if len(step.inputs) == 1:
+            return ranks
+        asked: list[bool] = []
+
+        def probe(x: torch.Tensor, scope: str = "batch") -> torch.Tensor:
+            asked.append(True)
+            return x
+
+        def run(piece: Batch, *, all_sum: AllSum) -> Loss:
+            return policy_loss(recipe, piece, all_sum=all_sum, **known)
+
+        first = step.window.part(step.inputs[0][ROW])
+        with torch.no_grad():
+            run(_now(first, {"logp": first.logp, "entropy": first.logp}), all_sum=probe)
+            if not asked:
+                return ranks
+            pieces = [
+                _now(step.window.part(one[ROW]), self._forward(step.model, one))
+                for one in step.inputs
+            ]
+        return over_microbatches(run, pieces, ranks=ranks)
+
+    def _step_of(self, mode: str, inputs: dict[str, Any]) -> "_Step":
+        """The optimizer step this micro-batch belongs to; every process enters it together."""
+        if mode == "eval":
+            return self._open(self.model, 0, mode, [inputs])
+        held, parts = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        turn, place = divmod(self._step % self._per_rollout, held)
+        if self._current is None or place % parts == 0:
+            variant = turn * len(self._variants) // self.num_iterations
+            cut = self._buffered_inputs[place - place % parts :][:parts]
+            self._current = self._open(self.model_wrapped, variant, mode, cut)
+        return self._current
+
+    def _open(
+        self, model: nn.Module, variant: int, mode: str, inputs: list[dict[str, Any]]
+    ) -> "_Step":
+        rows = self._gather(torch.cat([one[ROW] for one in inputs]))
+        rollout = self._rollouts[mode][variant]
+        return _Step(
+            recipe=self._variants[variant],
+            window=window(rollout, rows),
+            inputs=inputs,
+            model=model,
+        )
+
+    @property
+    def _per_rollout(self) -> int:
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        padded = self.accelerator.pad_across_processes(x, dim=1) if x.dim() > 1 else x
+        return self.accelerator.gather(padded)
+
+    # --- log-probabilities
+
+    def _forward(
+        self, model: nn.Module, inputs: dict[str, Any], *, aux: bool = False, rows: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What the current weights say of a micro-batch, by Batch name."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logp, entropy, aux_loss = self._get_per_token_logps_and_entropies(
+            model,
+            ids,
+            attended,
+            inputs["completion_ids"].shape[1],
+            batch_size=rows,
+            compute_entropy=self._transform is None or "entropy" in self._needs,
+            compute_aux_loss=aux,
+            **{name: inputs[name] for name in IMAGES if name in inputs},
+        )
+        found = {"logp": logp, "entropy": entropy, "aux_loss": aux_loss}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's; under a transform ours, because TRL's head is a function the transform cannot see.
+
+        Old and reference log-probabilities then come from the same code as the current ones.
+        """
+        if self._transform is None:
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **images,
+            )
+        parts = []
+        for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):
+            attended = attention_mask[rows]
+            with self.accelerator.autocast():
+                found: Any = model_logp(
+                    model,
+                    input_ids[rows],
+                    attended[:, -logits_to_keep:].bool(),
+                    attention_mask=attended,
+                    temperature=self.temperature,
+                    entropy=compute_entropy,
+                )
+            parts.append(found if compute_entropy else (found,))
+        scored = [torch.cat(columns) for columns in zip(*parts)]
+        return scored[0], scored[1] if compute_entropy else None, None
+
+    # --- metrics and memory
+
+    def _note(self, mode: str, step: "_Step", metrics: Metrics, batch: Batch) -> None:
+        """Means over the tokens of the optimizer step, logged when it is complete."""
+        share = batch.mask.sum() / step.window.denominators.tokens.clamp(min=1)
+        for name, value in metrics.items():
+            step.seen[name] += (share * value).float()
+        step.done += 1
+        if step.done < len(step.inputs) or not step.seen:
+            return
+        totals = self.accelerator.reduce(torch.stack(list(step.seen.values())), reduction="sum")
+        for name, value in zip(step.seen, totals.tolist()):
+            self._metrics[mode][name if name == "entropy" else f"proxpo/{name}"].append(value)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:  # first, so that a checkpoint TRL has finished is never without
+            step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            folder = Path(self._get_output_dir(trial=trial)) / step
+            folder.mkdir(parents=True, exist_ok=True)
+            write_memory(folder, self.recipe, self._state, self._transform)
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._state = read_memory(Path(checkpoint), self.recipe, self._transform)

@@ -1,0 +1,78 @@
+"""Is this the verl we know? Its version, and the signatures the adapter relies on."""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from proxpo.errors import ProxpoError
+
+VERSIONS = ("0.9.",)
+VENDOR = "proxpo"
+LOSS_ARGUMENTS = (
+    "old_log_prob",
+    "log_prob",
+    "advantages",
+    "response_mask",
+    "loss_agg_mode",
+    "config",
+    "rollout_is_weights",
+)
+ENGINE_ARGUMENTS = ("self", "micro_batch", "loss_function", "forward_only")
+_TOLD: set[str] = set()
+
+
+def check_version(version: str) -> None:
+    """Refuse a verl whose interfaces nobody has looked at."""
+    if not version.startswith(VERSIONS):
+        known = ", ".join(f"{known}x" for known in VERSIONS)
+        raise ProxpoError(
+            f"proxpo.adapters.verl knows verl {known}, found {version}: install verl==0.9.1, or "
+            "a proxpo made for this verl"
+        )
+
+
+def check_signature(function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    """The host's function takes the arguments we rely on, in this order."""
+    found = tuple(inspect.signature(function).parameters)
+    if found[: len(arguments)] != arguments:
+        raise ProxpoError(
+            f"verl's {function.__module__}.{function.__qualname__} takes ({', '.join(found)}), "
+            f"expected ({', '.join(arguments)}): this verl has moved; install verl==0.9.1"
+        )
+
+
+def check_host() -> None:
+    """All that loss modes and advantage estimators rely on."""
+    import verl
+    from verl.trainer.ppo import core_algos
+
+    check_version(verl.__version__)
+    check_signature(core_algos.register_policy_loss, ("name",))
+    check_signature(core_algos.register_adv_est, ("name_or_enum",))
+    check_signature(core_algos.compute_policy_loss_vanilla, LOSS_ARGUMENTS)
+
+
+def our_engine() -> bool:
+    """Whether verl has been told to take its engines from proxpo."""
+    return os.environ.get("VERL_ENGINE_VENDOR", "").strip() == VENDOR
+
+
+def tell(line: str) -> None:
+    """One line on stderr, once a process and from the first rank alone."""
+    if line not in _TOLD and os.environ.get("RANK", "0") == "0":
+        print(f"proxpo: {line}", file=sys.stderr, flush=True)
+    _TOLD.add(line)
+
+
+__all__ = [
+    "ENGINE_ARGUMENTS",
+    "LOSS_ARGUMENTS",
+    "VENDOR",
+    "check_host",
+    "check_signature",
+    "check_version",
+    "our_engine",
+    "tell",
+]

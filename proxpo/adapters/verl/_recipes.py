@@ -1,0 +1,124 @@
+"""Recipes under verl's names, and why some of them cannot run there."""
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from proxpo.adapters.verl._host import our_engine
+from proxpo.errors import ProxpoError, fold
+from proxpo.recipes import methods
+from proxpo.settings import make_recipe
+from proxpo.types import FIELDS, Recipe, Stage
+
+PREFIX = "proxpo_"
+LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
+GROUP_KINDS = ("reward", "filter", "advantage")
+# What verl hands to a policy loss, what proxpo's engine adds to it, and what an estimator gets.
+LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
+ENGINE_FIELDS = {"ref_logp", "rollout_logp", "prox_logp", "entropy"}
+GROUP_FIELDS = {"mask", "rewards", "token_rewards", "group"}
+INSTEAD = {
+    "ref_logp": "set kl_coef=0 and let verl add the KL: actor.use_kl_loss=True, or "
+    "algorithm.use_kl_in_reward=True",
+    "rollout_logp": "verl's algorithm.rollout_correction weighs and rejects for every loss mode",
+    "entropy": "verl's actor.entropy_coeff adds an entropy bonus to every loss mode",
+    "values": "take verl's own algorithm.adv_estimator=gae",
+    "greedy_rewards": "take verl's own algorithm.adv_estimator=remax",
+}
+
+
+def verl_name(slug: str) -> str:
+    """`proxpo_` and the method's slug with underscores; verl's own names stay verl's."""
+    return PREFIX + fold(slug)
+
+
+def slug_of(name: str) -> str | None:
+    """The method behind a verl name; None for a name that is not ours."""
+    if not name.startswith(PREFIX):
+        return None
+    return {verl_name(slug): slug for slug in methods()}.get(name)
+
+
+def loss_recipe(slug: str, options: Mapping[str, Any]) -> Recipe:
+    """The recipe whose loss verl is to compute, or the reason why it cannot."""
+    return _checked(slug, json.dumps(plain(options), sort_keys=True), "loss", our_engine())
+
+
+def group_recipe(slug: str, options: Mapping[str, Any]) -> Recipe:
+    """The recipe whose rewards, filters and advantages verl is to compute."""
+    return _checked(slug, json.dumps(plain(options), sort_keys=True), "group", our_engine())
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(slug: str, options: str, side: str, engine: bool) -> Recipe:
+    recipe = make_recipe(slug, json.loads(options))
+    reason = loss_refusal(recipe, engine) if side == "loss" else group_refusal(recipe)
+    if reason:
+        raise ProxpoError(reason)
+    return recipe
+
+
+def loss_refusal(recipe: Recipe, engine: bool) -> str:
+    """Why verl cannot compute this recipe's loss; empty if it can."""
+    where = f"verl: {recipe.name}"
+    if recipe.passes:
+        return f"{where} makes {len(recipe.passes)} passes over a batch, and verl makes one"
+    if recipe.schedule is not None and recipe.schedule.name != "single_update":
+        return f"{where} follows schedule={recipe.schedule.name}, and verl keeps its own"
+    if recipe.gradient is not None and not engine:
+        return (
+            f"{where} has gradient={recipe.gradient.name}, which needs proxpo's engine: set "
+            "VERL_ENGINE_VENDOR=proxpo in every process and actor_rollout_ref.actor.strategy=fsdp2"
+        )
+    given = LOSS_FIELDS | ENGINE_FIELDS if engine else LOSS_FIELDS
+    return _missing(recipe, LOSS_KINDS, given, "its policy losses")
+
+
+def group_refusal(recipe: Recipe) -> str:
+    """Why verl cannot compute this recipe's advantages; empty if it can."""
+    if recipe.advantage is None:
+        return f"verl: {recipe.name} has no advantage stage"
+    if recipe.advantage.name == "gae":  # its values may come from two fields, so it lists none
+        return _line(recipe, recipe.advantage, "values", "its advantage estimators")
+    return _missing(recipe, GROUP_KINDS, GROUP_FIELDS, "its advantage estimators")
+
+
+def _missing(recipe: Recipe, kinds: tuple[str, ...], given: set[str], whom: str) -> str:
+    for _, stage in recipe.stages():
+        for name in stage.needs:
+            if stage.kind in kinds and name not in given:
+                return _line(recipe, stage, name, whom)
+    return ""
+
+
+def _line(recipe: Recipe, stage: Stage, name: str, whom: str) -> str:
+    instead = [INSTEAD[name]] if name in INSTEAD else []
+    if stage.kind in LOSS_KINDS and name in ENGINE_FIELDS:
+        instead.append("proxpo's engine gives it (VERL_ENGINE_VENDOR=proxpo)")
+    hint = f"; {'; or '.join(instead)}" if instead else ""
+    return (
+        f"verl: {recipe.name}: {stage.kind}={stage.name} needs '{name}' ({FIELDS[name]}), which "
+        f"verl does not give to {whom}{hint}"
+    )
+
+
+def plain(options: Any) -> Any:
+    """Options as dicts, lists and scalars, whatever OmegaConf has wrapped them in."""
+    if isinstance(options, Mapping):
+        return {str(key): plain(value) for key, value in options.items()}
+    if isinstance(options, (str, int, float, bool, type(None))):
+        return options
+    return [plain(value) for value in options]
+
+
+__all__ = [
+    "PREFIX",
+    "group_recipe",
+    "group_refusal",
+    "loss_recipe",
+    "loss_refusal",
+    "plain",
+    "slug_of",
+    "verl_name",
+]

@@ -1,0 +1,42 @@
+"""verl's config of a policy loss with room for a recipe's options; a recipe that cannot run is refused here."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.config import PolicyLossConfig
+
+from proxpo.adapters.verl._recipes import PREFIX, loss_recipe, slug_of, verl_name
+from proxpo.errors import ProxpoError, nearest
+from proxpo.recipes import methods
+
+
+@dataclass
+class LossConfig(PolicyLossConfig):
+    """verl's policy loss config and `options`: the method's own, and swaps of its stages.
+
+    policy_loss:
+      _target_: proxpo.adapters.verl.LossConfig
+      loss_mode: proxpo_grpo
+      options: {clip_high: 0.28, ratio: {name: kalman, q: 1e-6}}
+
+    Made in the driver and in every worker, before any model is loaded.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        slug = slug_of(self.loss_mode)
+        if slug is not None:
+            loss_recipe(slug, self.options)
+        elif self.loss_mode.startswith(PREFIX):
+            names = [verl_name(one) for one in methods()]
+            raise ProxpoError(
+                f"verl: unknown loss_mode '{self.loss_mode}'{nearest(self.loss_mode, names)}"
+            )
+        elif self.options:
+            raise ProxpoError(
+                f"verl: policy_loss.options belong to a loss_mode proxpo_*, got '{self.loss_mode}'"
+            )
+
+
+__all__ = ["LossConfig"]

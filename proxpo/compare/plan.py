@@ -13,7 +13,6 @@ setting with the best mean final score goes to the report seeds (role "report"),
 has seen. Without one there is nothing to choose and every run has the role "".
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,6 +22,7 @@ import yaml
 
 from proxpo.errors import ProxpoError
 from proxpo.files import write_whole
+from proxpo.train.config import _Dumper as _ConfigDumper
 from proxpo.train.config import read_yaml
 
 VERSION = 1
@@ -54,6 +54,7 @@ class PlannedRun:
     seed: int
     role: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0
     folder: str = ""
 
 
@@ -67,11 +68,14 @@ class Seeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The setting that won for an arm, and the mean final score of each on the tuning seeds."""
+    """The setting that won for an arm, and the mean final score of each on the tuning seeds.
+
+    A setting has no score if one of its runs failed.
+    """
 
     arm: str
     settings: Mapping[str, Any]
-    scores: tuple[tuple[Mapping[str, Any], float], ...]
+    scores: tuple[tuple[Mapping[str, Any], float | None], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +115,11 @@ def read_plan(folder: str | Path) -> Plan:
 
 
 def write_plan(plan: Plan, folder: str | Path) -> None:
-    """plan.yaml, whole or not at all."""
+    """plan.yaml, and base.yaml for `proxpo train`; each whole or not at all."""
     tree = {"version": plan.version, **asdict(plan)}
-    text = yaml.dump(_plain(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-    write_whole(Path(folder) / PLAN, text.encode())
+    for name, content in ((PLAN, tree), (BASE, plan.base)):
+        text = yaml.dump(_plain(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        write_whole(Path(folder) / name, text.encode())
 
 
 def differences(before: Plan, after: Plan) -> list[str]:
@@ -155,7 +160,7 @@ def _plan(tree: Mapping[str, Any]) -> Plan:
         Choice(
             arm=one["arm"],
             settings=dict(one["settings"]),
-            scores=tuple((dict(s), float(x)) for s, x in one["scores"]),
+            scores=tuple((dict(s), x) for s, x in one["scores"]),
         )
         for one in tree.get("chosen", ())
     )
@@ -179,18 +184,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that would be read as a number, and repeats a value instead of naming it."""
+class _Dumper(_ConfigDumper):
+    """Repeats a value that occurs twice instead of pointing to the first."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 __all__ = [

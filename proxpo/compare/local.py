@@ -1,0 +1,103 @@
+"""Runs on this machine, each a process forked from one that has already imported torch.
+
+Importing torch and transformers takes several seconds; forked from a server that has done so, a
+run starts in a fraction of one, and a crash of one (a segfault, the kernel's out-of-memory killer)
+is no other's business.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from proxpo.compare.work import PRELOAD, work
+
+
+class LocalPool:
+    """At most `jobs` runs at a time, with `threads` threads each, dealt out over the GPUs."""
+
+    def __init__(self, *, jobs: int | None = None, threads: int | None = None) -> None:
+        cores, self.gpus = len(os.sched_getaffinity(0)), _gpus()
+        self.jobs = jobs or (self.gpus or cores)
+        self.threads = threads or max(1, cores // self.jobs)
+        self._free = list(range(self.jobs))
+        self._running: dict[str, tuple[Any, int]] = {}
+        # Read when the server starts: OpenMP takes its number of threads from the environment.
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)
+        self._context: Any = multiprocessing.get_context(
+            "forkserver" if sys.platform == "linux" else "spawn"
+        )
+        if sys.platform == "linux":
+            self._context.set_forkserver_preload(list(PRELOAD))
+
+    @property
+    def room(self) -> int:
+        """How many more runs may start now."""
+        return len(self._free)
+
+    def start(self, name: str, argv: Sequence[str], folder: Path) -> None:
+        """Begin a run."""
+        slot = self._free.pop(0)
+        env = {"OMP_NUM_THREADS": str(self.threads)}
+        if self.gpus > 1:
+            env["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
+        process = self._context.Process(
+            target=work, args=(list(argv), str(folder), self.threads, env), name=name
+        )
+        process.start()
+        self._running[name] = (process, slot)
+
+    def finished(self, timeout: float) -> list[tuple[str, str]]:
+        """Runs that have ended, each with how it ended if that was not by itself."""
+        sentinels = {process.sentinel: name for name, (process, _) in self._running.items()}
+        if not sentinels:
+            return []
+        ended = multiprocessing.connection.wait(list(sentinels), timeout)
+        return [self._collect(sentinels[one]) for one in ended]  # type: ignore[index]
+
+    def stop(self, *, grace: float) -> None:
+        """Ask every run to save and stop; kill those that have not done so in `grace` seconds."""
+        try:
+            for process, _ in self._running.values():
+                _signal(process.pid, signal.SIGTERM, group=False)
+            until = time.monotonic() + grace
+            for process, _ in self._running.values():
+                process.join(max(0.0, until - time.monotonic()))
+        finally:  # also when one is told a second time to stop
+            for process, _ in self._running.values():
+                _signal(process.pid, signal.SIGKILL, group=True)
+                process.join()
+            self._running.clear()
+
+    def _collect(self, name: str) -> tuple[str, str]:
+        process, slot = self._running.pop(name)
+        process.join()
+        self._free.append(slot)
+        code = process.exitcode
+        if code is None or code >= 0:
+            return name, ""
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return name, f"killed by {signal.Signals(-code).name}{hint}"
+
+
+def _signal(pid: int, number: signal.Signals, *, group: bool) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group and os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+__all__ = ["LocalPool"]

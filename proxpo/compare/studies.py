@@ -1,0 +1,91 @@
+"""Canned comparisons: plan files with the question they answer, by name or by path.
+
+title: ...
+question: ...
+set: {task: arithmetic, steps: 100}            of all runs, keys as in --set
+arms: [{method: grpo}, {method: isopo, name: isopo p=-1, set: {p: -1}}]
+vary: {temperature: [0.8, 1.0, 1.2]}
+sweep: {lr: [1e-5, 3e-5]}
+seeds: 5
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from proxpo.compare.design import Wish
+from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.train.config import read_yaml
+
+STUDIES = Path(__file__).parents[1] / "studies"
+KEYS = ("title", "question", "config", "set", "arms", "vary", "sweep", "seeds", "tune", "score")
+ARM_KEYS = ("method", "name", "set")
+
+
+def studies() -> dict[str, Path]:
+    """The shipped studies by name."""
+    return {path.stem: path for path in sorted(STUDIES.glob("*.yaml"))}
+
+
+def read_study(name: str) -> Wish:
+    """The study called `name`, or in the file of that name."""
+    path = Path(name)
+    if not path.is_file():
+        if re.search(r"\.ya?ml$|[/\\]", name):
+            raise ProxpoError(f"study {name}: no such file")
+        known = studies()
+        path = known[resolve(name, known, what="study")]
+    tree = read_yaml(path)
+    try:
+        return _wish(tree)
+    except ProxpoError as error:
+        raise ProxpoError(f"study {name}: {error}") from None
+
+
+def _wish(tree: Mapping[str, Any]) -> Wish:
+    _only(tree, KEYS, "")
+    arms = tree.get("arms")
+    if not isinstance(arms, list) or not all(isinstance(one, dict) for one in arms):
+        raise ProxpoError("'arms' is a list of blocks with 'method'")
+    for one in arms:
+        _only(one, ARM_KEYS, "arms.")
+        if not isinstance(one.get("method"), str):
+            raise ProxpoError(f"an arm needs 'method: NAME', got {one}")
+    for key in ("seeds", "tune"):
+        if not isinstance(tree.get(key, 1), int):
+            raise ProxpoError(f"'{key}' is a number, got {tree[key]!r}")
+    return Wish(
+        title=str(tree.get("title", "")),
+        question=" ".join(str(tree.get("question", "")).split()),
+        config=tree.get("config"),
+        base=tuple(_block(tree, "set").items()),
+        arms=tuple((one.get("name"), one["method"], _block(one, "set")) for one in arms),
+        vary=_axes(tree, "vary"),
+        sweep=_axes(tree, "sweep"),
+        **{key: tree[key] for key in ("seeds", "tune", "score") if key in tree},
+    )
+
+
+def _only(tree: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
+    for key in tree:
+        if key not in known:
+            raise ProxpoError(f"unknown key '{prefix}{key}'{nearest(str(key), known)}")
+
+
+def _block(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = tree.get(key) or {}
+    if not isinstance(found, dict):
+        raise ProxpoError(f"'{key}' is a block of settings, got {found!r}")
+    return found
+
+
+def _axes(tree: Mapping[str, Any], key: str) -> dict[str, tuple[Any, ...]]:
+    found = _block(tree, key)
+    for name, values in found.items():
+        if not isinstance(values, list) or not values:
+            raise ProxpoError(f"'{key}.{name}' is a list of values, got {values!r}")
+    return {name: tuple(values) for name, values in found.items()}
+
+
+__all__ = ["read_study", "studies"]

@@ -121,4 +121,106 @@ def train_command(
     run_training(config, settings or [], overrides, resume=resume)
 
 
+@app.command("compare")
+def compare_command(
+    methods: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="METHOD", help="Methods, with settings as in grpo:clip_low=0.4,clip_high=0.4."
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="K", help="Seeds that are reported, 0 to K-1 [3].")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B",
+            help="Settings to choose from, on seeds of their own; the best of each method is then "
+            "run on the reported seeds. May be repeated: every combination.",
+        ),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B",
+            help="Settings to report side by side, e.g. overlap=16,64; "
+            "clip_low+clip_high=0.2,0.4 moves both. May be repeated: every combination.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting of all runs; isopo:overlap=16 is for isopo alone. May be repeated.",
+        ),
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A study by name or file (see --studies).")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="CONFIG", help="What runs share: a YAML file or a preset."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="tiny, smollm2, a folder, or a Hugging Face id.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs at a time [cores, or GPUs].")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Threads of a run [cores / jobs].")
+    ] = None,
+    tune_seeds: Annotated[
+        int | None, typer.Option(metavar="K", help="Seeds a sweep is judged on [2].")
+    ] = None,
+    on: Annotated[
+        str, typer.Option(metavar="local|ray", help="Where the runs are made.")
+    ] = "local",
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder of the comparison; one that is there goes on."),
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Also try again the runs that failed.")
+    ] = False,
+    list_them: Annotated[
+        bool, typer.Option("--studies", help="List the shipped studies and their questions.")
+    ] = False,
+) -> None:
+    """Compare methods on equal terms: same model, prompts, budget and seeds; writes a report.
+
+    Can be stopped or killed at any time: the same command goes on where it was.
+    """
+    from proxpo.cli.comparing import Asked, compare, list_studies
+
+    if list_them:
+        list_studies()
+        return
+    code = compare(
+        Asked(
+            methods=methods or (),
+            study=study,
+            config=config,
+            model=model,
+            task=task,
+            settings=settings or (),
+            seeds=seeds,
+            tune_seeds=tune_seeds,
+            sweep=sweep or (),
+            vary=vary or (),
+            jobs=jobs,
+            threads=threads,
+            on=on,
+            out=out,
+            retry_failed=retry_failed,
+        )
+    )
+    raise typer.Exit(code)
+
+
 __all__ = ["app"]

@@ -19,16 +19,30 @@ import torch
 from proxpo.errors import ProxpoError, nearest
 from proxpo.files import write_whole
 from proxpo.shapes import Tensor
-from proxpo.types import Batch
+from proxpo.types import ROWS, Batch
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE = Path(__file__).parent / "data" / "sample_batch.json"
 
-BOOLS = ("mask", "step_end", "correct", "truncated")
-INTEGERS = ("tokens", "turn", "group")
-PER_RESPONSE = ("rewards", "group", "greedy_rewards", "correct", "truncated", "group_tokens")
+BOOLS = ("mask", "step_end", "correct", "truncated", "void")
+INTEGERS = ("tokens", "turn", "group", "prompt_id")
+PER_RESPONSE = (
+    "rewards",
+    "group",
+    "prompt_id",
+    "greedy_rewards",
+    "correct",
+    "truncated",
+    "void",
+    "duration",
+    "group_tokens",
+)
 PER_VOCABULARY = ("vocab_logp", "old_vocab_logp")
+THREE_AXES = {
+    **dict.fromkeys(PER_VOCABULARY, "vocabulary"),
+    **dict.fromkeys(("hidden", "mean", "old_mean"), "units"),
+}
 MAY_BE_TEXT = ("group", "tokens")
 
 
@@ -222,14 +236,18 @@ def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
     given = tuple(value.shape)
     if name in PER_RESPONSE:
         allowed: tuple[tuple[int, ...], ...] = (shape[:1],)
-    elif name in PER_VOCABULARY:
+    elif name in THREE_AXES:
         allowed = ((*shape, *given[2:3]),) if len(given) == 3 else ()
+    elif name in ROWS:
+        allowed = ((*shape[:1], *given[1:2]),) if len(given) == 2 else ()
     else:
         allowed = (shape, shape[:1]) if name == "advantages" else (shape,)
     if given not in allowed:
         expected = " or ".join(map(_shape, allowed))
-        if name in PER_VOCABULARY:
-            expected = f"{_shape(shape)} x vocabulary"
+        if name in THREE_AXES:
+            expected = f"{_shape(shape)} x {THREE_AXES[name]}"
+        elif name in ROWS:
+            expected = f"{_shape(shape[:1])} x units"
         raise ProxpoError(f"{name} is {_shape(given)}, expected {expected} to go with logp")
 
 
@@ -246,7 +264,7 @@ def _typed(name: str, value: Tensor, mask: Tensor) -> Tensor:
 
 def _valid(value: Tensor, mask: Tensor, name: str) -> Tensor:
     """Where the field counts: at valid tokens, in responses that have one."""
-    if name in PER_RESPONSE and name != "advantages":
+    if name in PER_RESPONSE or name in ROWS:
         return torch.ones_like(value, dtype=torch.bool)
     if value.dim() == 1:
         return mask.any(dim=1)

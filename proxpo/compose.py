@@ -1,6 +1,6 @@
 """The order of the stages, in one place: prepare() once per rollout, policy_loss() per micro-batch.
 
-prepare:      reward -> filter -> advantage, and the counts everything is divided by
+prepare:      reward -> filter -> advantage -> prune, and the counts everything is divided by
 policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (+ value)
 """
 
@@ -17,6 +17,7 @@ from proxpo.stages import check
 from proxpo.types import (
     AllSum,
     Batch,
+    Clock,
     Context,
     Denominators,
     Loss,
@@ -28,7 +29,7 @@ from proxpo.types import (
 )
 
 States = Mapping[str, State]
-CURRENT = {"logp", "entropy", "values", "vocab_logp"}
+CURRENT = {"logp", "entropy", "values", "vocab_logp", "hidden", "mean"}
 
 
 class Prepared(NamedTuple):
@@ -49,8 +50,11 @@ def loss_fn(recipe: Recipe) -> Callable[..., Loss]:
         state: States | None = None,
         all_sum: AllSum = local,
         generator: torch.Generator | None = None,
+        clock: Clock | None = None,
     ) -> Loss:
-        ready = prepare(recipe, batch, state=state, all_sum=all_sum)
+        ready = prepare(
+            recipe, batch, state=state, all_sum=all_sum, generator=generator, clock=clock
+        )
         value, metrics = policy_loss(
             recipe,
             ready.batch,
@@ -58,6 +62,7 @@ def loss_fn(recipe: Recipe) -> Callable[..., Loss]:
             state=state,
             all_sum=all_sum,
             generator=generator,
+            clock=clock,
         )
         return Loss(value, ready.metrics | metrics)
 
@@ -65,14 +70,20 @@ def loss_fn(recipe: Recipe) -> Callable[..., Loss]:
 
 
 def prepare(
-    recipe: Recipe, batch: Batch, *, state: States | None = None, all_sum: AllSum = local
+    recipe: Recipe,
+    batch: Batch,
+    *,
+    state: States | None = None,
+    all_sum: AllSum = local,
+    generator: torch.Generator | None = None,
+    clock: Clock | None = None,
 ) -> Prepared:
     """What is fixed for all updates on a rollout: mask, advantages, denominators.
 
     Groups must be whole in `batch`; ranks may hold different groups (`all_sum` adds over them).
     Advantages given with the batch are used as they are.
     """
-    ctx = Context(all_sum=all_sum)
+    ctx = Context(all_sum=all_sum, generator=generator, clock=clock or Clock())
     state = recipe.init_state() if state is None else state
     metrics: Metrics = {}
     batch = batch.clean()
@@ -96,6 +107,8 @@ def prepare(
             if recipe.advantage is not None:
                 found = run("advantage", recipe.advantage, batch)
             batch = batch.replace(advantages=found)
+        for stage in recipe.prune:  # rows that leave now have had their say in the advantages
+            batch = batch.replace(mask=batch.mask & run(f"prune.{stage.name}", stage, batch))
     batch = batch.replace(advantages=as_tokens(batch.advantages, batch)).clean()
     for _, stage in recipe.stages():
         if stage.prepare is not None:
@@ -113,12 +126,18 @@ def policy_loss(
     state: States | None = None,
     all_sum: AllSum = local,
     generator: torch.Generator | None = None,
+    clock: Clock | None = None,
 ) -> Loss:
     """Loss of a prepared batch, or of any cut of it: the cuts add up to the whole.
 
     The fields of the current forward pass may be new: logp, entropy, values, vocab_logp.
     """
-    ctx = Context(all_sum=all_sum, denominators=denominators, generator=generator)
+    ctx = Context(
+        all_sum=all_sum,
+        denominators=denominators,
+        generator=generator,
+        clock=clock or Clock(),
+    )
     state = recipe.init_state() if state is None else state
     metrics: Metrics = {}
     read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))

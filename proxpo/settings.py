@@ -101,7 +101,7 @@ def _swap(recipe: Recipe, key: str, value: Any, swaps: Swaps) -> Recipe:
         if add:
             raise ProxpoError(f"{recipe.name}: there is one {kind} stage; write {kind}=NAME")
         if value is None:
-            optional = ("advantage", "value", "gradient", "schedule")
+            optional = ("advantage", "value", "gradient", "rescale", "schedule")
             if kind not in optional and "none" not in STAGES[kind]:
                 raise ProxpoError(f"{recipe.name}: the {kind} stage cannot be left out")
             if kind in optional:

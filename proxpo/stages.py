@@ -108,9 +108,11 @@ def load_all() -> None:
     for module in (
         "advantages",
         "aggregate",
+        "budgets",
         "filters",
         "ratios",
         "regularisers",
+        "rescaling",
         "rewards",
         "schedules",
         "transforms",

@@ -1,9 +1,11 @@
 """The vocabulary: Batch in, Loss out, and what a stage and a recipe are.
 
-    prompts -> reward -> filter -> advantage -> weights -> ratio -> trust -> regularisers
-            -> select -> aggregate -> backward [gradient] -> optimizer [passes]
+    budget -> prompts -> reward -> filter -> advantage -> prune -> weights -> ratio -> trust
+           -> regularisers -> select -> aggregate -> backward [gradient, rescale]
+           -> optimizer [schedule]
 
-Axes: `seq` responses, `tok` response tokens, `vocab` the vocabulary. `compose.py` knows the order.
+Axes: `seq` responses, `tok` response tokens, `vocab` the vocabulary, `dim` hidden units, `latent`
+components of a Gaussian action, `prompt` prompts of the next rollout. `compose.py` knows the order.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,14 +55,32 @@ FIELDS: dict[str, str] = {
     "old_vocab_logp": "log-probabilities of the whole vocabulary under the sampling policy",
     "tokens": "token ids of the response",
     "turn": "number of the turn each token belongs to",
+    "span_rewards": "+1, -1 or 0 on tokens inside spans that a critique marked, from a critique "
+    "model through proxpo.rewards.spans",
+    "hidden": "hidden state that produced each token's distribution, from the trainer's forward "
+    "pass",
+    "features": "mean over a response of d log π/d hidden, from proxpo.logp.score_features on the "
+    "sampling policy",
+    "mean": "mean of the Gaussian policy at each denoising step, from the current model",
+    "old_mean": "mean of the Gaussian policy at each denoising step, stored by the sampler",
+    "noise": "standard deviation of the Gaussian policy at each denoising step, from the sampler",
+    "step_size": "length Δt of each denoising step, from the sampler",
+    "time": "time in (0, 1) of each denoising step, from the sampler",
     "rewards": "one reward per response; missing ones are NaN (null in a file)",
     "group": "number of the prompt each response answers",
+    "prompt_id": "number of the prompt in its dataset, the same at every visit, from the sampler",
+    "duration": "seconds that running the response took in its environment, from the environment",
+    "void": "1 if a turn of the response neither calls a tool nor answers, from the environment",
     "greedy_rewards": "reward of the greedy response to the same prompt, from one extra rollout",
     "correct": "1 if the response is right, before any reward shaping",
     "truncated": "1 if the response was cut at the length limit",
     "group_tokens": "valid tokens of all responses to the same prompt, over the whole step",
     "advantages": "advantage per response or per token; computed by the recipe when absent",
 }
+
+
+# Fields of two axes whose second one is not the tokens.
+ROWS = frozenset({"features"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +104,19 @@ class Batch:
     old_vocab_logp: Float[Tensor, "seq tok vocab"] | None = None
     tokens: Int[Tensor, "seq tok"] | None = None
     turn: Int[Tensor, "seq tok"] | None = None
+    span_rewards: Float[Tensor, "seq tok"] | None = None
+    hidden: Float[Tensor, "seq tok dim"] | None = None
+    features: Float[Tensor, "seq dim"] | None = None
+    mean: Float[Tensor, "seq tok latent"] | None = None
+    old_mean: Float[Tensor, "seq tok latent"] | None = None
+    noise: Float[Tensor, "seq tok"] | None = None
+    step_size: Float[Tensor, "seq tok"] | None = None
+    time: Float[Tensor, "seq tok"] | None = None
     rewards: Float[Tensor, " seq"] | None = None
     group: Int[Tensor, " seq"] | None = None
+    prompt_id: Int[Tensor, " seq"] | None = None
+    duration: Float[Tensor, " seq"] | None = None
+    void: Bool[Tensor, " seq"] | None = None
     greedy_rewards: Float[Tensor, " seq"] | None = None
     correct: Bool[Tensor, " seq"] | None = None
     truncated: Bool[Tensor, " seq"] | None = None
@@ -126,7 +157,7 @@ class Batch:
             return x.masked_fill(~self.mask.reshape(self.mask.shape + (1,) * (x.dim() - 2)), 0.0)
 
         chosen = [(name, value) for name, value in self.items() if not names or name in names]
-        return replace(self, **{name: cleaned(value) for name, value in chosen})
+        return replace(self, **{name: cleaned(value) for name, value in chosen if name not in ROWS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +172,15 @@ class Denominators:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Where the run is: rollouts trained on so far, how many there will be, the rate in use."""
+
+    step: int = 0
+    steps: int | None = None
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Context:
     """What a stage may use besides the batch; all of it has a single-process default."""
 
@@ -148,12 +188,28 @@ class Context:
     denominators: Denominators | None = None
     generator: torch.Generator | None = None
     state: State = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
 
     @property
     def counts(self) -> Denominators:
         if self.denominators is None:
             raise ProxpoError("aggregation needs the denominators of the step: call compose.count")
         return self.denominators
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the next rollout will draw: how many responses to each prompt, and how long they may be.
+
+    A `budget` stage takes one and returns another: `apply(budget, ctx) -> (budget, metrics)`.
+    """
+
+    prompt_id: Int[Tensor, " prompt"]
+    samples: Int[Tensor, " prompt"]
+    max_tokens: Int[Tensor, " prompt"]
+
+    def replace(self, **changes: Any) -> "Budget":
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +253,12 @@ class Recipe:
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    budget: tuple[Stage, ...] = ()
     prompts: tuple[Stage, ...] = ()
     reward: tuple[Stage, ...] = ()
     filter: tuple[Stage, ...] = ()
     advantage: Stage | None = None
+    prune: tuple[Stage, ...] = ()
     weights: tuple[Stage, ...] = ()
     ratio: Stage
     trust: Stage
@@ -209,6 +267,7 @@ class Recipe:
     aggregate: Stage
     value: Stage | None = None
     gradient: Stage | None = None
+    rescale: Stage | None = None
     schedule: Stage | None = None
     passes: tuple["Recipe", ...] = field(default=(), repr=False)
     fresh: "Recipe | None" = field(default=None, repr=False)
@@ -243,10 +302,12 @@ class Recipe:
 
 
 KINDS = (
+    "budget",
     "prompts",
     "reward",
     "filter",
     "advantage",
+    "prune",
     "weights",
     "ratio",
     "trust",
@@ -255,9 +316,10 @@ KINDS = (
     "aggregate",
     "value",
     "gradient",
+    "rescale",
     "schedule",
 )
-MANY = ("prompts", "reward", "filter", "weights", "regularisers", "select")
+MANY = ("budget", "prompts", "reward", "filter", "prune", "weights", "regularisers", "select")
 
 
 class Loss(NamedTuple):
@@ -271,8 +333,11 @@ __all__ = [
     "FIELDS",
     "KINDS",
     "MANY",
+    "ROWS",
     "AllSum",
     "Batch",
+    "Budget",
+    "Clock",
     "Context",
     "Denominators",
     "Loss",

@@ -93,8 +93,10 @@ def test_every_batch_field_can_be_read(write):
     for name in FIELDS:
         if name in batch_file.PER_RESPONSE:
             data[name] = [1] * rows
-        elif name in batch_file.PER_VOCABULARY:
+        elif name in batch_file.THREE_AXES:
             data[name] = [[[-1.0, -1.0]] * tokens] * rows
+        elif name in batch_file.ROWS:
+            data[name] = [[1.0, 1.0]] * rows
         else:
             data[name] = [[1] * tokens] * rows
     batch = load_batch(write(data))  # Batch's own annotations check shapes and dtypes

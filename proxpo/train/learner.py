@@ -15,7 +15,7 @@ from proxpo.sums import over_microbatches
 from proxpo.train.experience import Experience
 from proxpo.train.models import Policy
 from proxpo.transforms import objective, per_response
-from proxpo.types import AllSum, Batch, Denominators, Loss, Metrics, Recipe, State, local
+from proxpo.types import ROWS, AllSum, Batch, Denominators, Loss, Metrics, Recipe, State, local
 
 
 @dataclass(kw_only=True)
@@ -190,8 +190,8 @@ def _sums(
 
 def _narrow(batch: Batch, tokens: int) -> Batch:
     """The batch with the columns its trimmed rows still have."""
-    two = {name: value[:, :tokens] for name, value in batch.items() if value.dim() > 1}
-    return batch.replace(**two)
+    wide = [(name, value) for name, value in batch.items() if value.dim() > 1]
+    return batch.replace(**{name: value[:, :tokens] for name, value in wide if name not in ROWS})
 
 
 @contextmanager

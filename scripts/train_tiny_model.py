@@ -3,8 +3,8 @@
     python scripts/train_tiny_model.py            # writes proxpo/data/tiny
 
 Supervised on training problems of the arithmetic task, and stopped while the model is still
-mediocre at the default level, so that reinforcement has something to add. Seeded: on one machine
-and one version of torch the weights come out the same, bit for bit.
+mediocre at the default level, so that reinforcement has something to add. Seeded: on the CPU, with
+one version of torch, the weights come out the same, bit for bit.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from proxpo.train.models import SUMS, TINY, Policy
 from proxpo.train.rollouts import make_rollout
+from proxpo.train.tasks import Problem
 from proxpo.train.tasks.arithmetic import arithmetic
+from proxpo.train.tasks.calculator import calculate, calculator, solution
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = ["\n", *map(chr, range(32, 127))]
@@ -55,8 +57,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> 
             hidden_size=args.dim,
             intermediate_size=args.mlp,
             num_hidden_layers=args.layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
             head_dim=args.width,
             max_position_embeddings=CONTEXT,
             # Texts are short: every pair of the rotation turns within a few characters.
@@ -70,18 +72,44 @@ def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> 
     )
 
 
+Piece = tuple[str, bool]  # text, and whether the model says it
+
+
 def batches(tokenizer: PreTrainedTokenizerFast, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Ids and labels (-100 on prompts and padding); three batches in four are of default level."""
+    """Ids and labels (-100 where others speak): of eight batches five are of default level, two
+    mixed, and one shows how to call the calculator."""
     default, mixed = arithmetic().train, arithmetic(level="mixed").train
-    for first in itertools.count(step=size):
-        problems = (mixed if first // size % 4 == 3 else default)[first : first + size]
-        prompts = [tokenizer.encode(p.prompt) for p in problems]
-        answers = [[*tokenizer.encode(p.answer), tokenizer.eos_token_id] for p in problems]
-        width = max(len(p) + len(a) for p, a in zip(prompts, answers))
-        blank = [width - len(p) - len(a) for p, a in zip(prompts, answers)]
-        ids = [p + a + [tokenizer.pad_token_id] * n for p, a, n in zip(prompts, answers, blank)]
-        labels = [[-100] * len(p) + a + [-100] * n for p, a, n in zip(prompts, answers, blank)]
-        yield torch.tensor(ids), torch.tensor(labels)
+    calls = calculator().train
+    for number in itertools.count():
+        here = slice(number * size, (number + 1) * size)
+        if number % 8 == 7:
+            yield tensors(tokenizer, [episode(p) for p in calls[here]])
+        else:
+            problems = (mixed if number % 8 in (2, 5) else default)[here]
+            yield tensors(tokenizer, [[(p.prompt, False), (p.answer, True)] for p in problems])
+
+
+def episode(problem: Problem) -> list[Piece]:
+    """A calculator problem solved with calls, turn by turn."""
+    turns = solution([int(term) for term in problem.prompt.rstrip("?").split("+")])
+    replies = [(calculate(turn).text, False) for turn in turns]
+    return [(problem.prompt, False), *itertools.chain(*zip([(t, True) for t in turns], replies))]
+
+
+def tensors(
+    tokenizer: PreTrainedTokenizerFast, texts: list[list[Piece]]
+) -> tuple[torch.Tensor, ...]:
+    """What the model says ends with the end token and is labelled; the rest is read only."""
+    end, rows, labels = tokenizer.eos_token_id, [], []
+    for pieces in texts:
+        parts = [(tokenizer.encode(text) + [end] * mine, mine) for text, mine in pieces]
+        rows.append([token for ids, _ in parts for token in ids])
+        labels.append([token if mine else -100 for ids, mine in parts for token in ids])
+    width = max(map(len, rows))
+    return (
+        torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows]),
+        torch.tensor([row + [-100] * (width - len(row)) for row in labels]),
+    )
 
 
 def accuracy(policy: Policy, level: str, temperature: float) -> float:
@@ -137,11 +165,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--dim", type=int, default=96)
-    parser.add_argument("--mlp", type=int, default=256)
-    parser.add_argument("--width", type=int, default=24, help="of one attention head")
+    parser.add_argument("--mlp", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--kv-heads", type=int, default=1)
+    parser.add_argument("--width", type=int, default=32, help="of a head; engines want 32 or more")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="the shipped one was trained on cuda")
+    parser.add_argument("--device", default="cpu", help="the shipped one was trained on cpu")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the order of sums, and so every bit, depends on the number
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, args).to(args.device)
     ends = [tokenizer.eos_token_id]

@@ -1,4 +1,4 @@
-"""Tasks by name: `arithmetic`, `arithmetic-chat`, `gsm8k`, `reasoning-gym:<name>`, or your file.
+"""Tasks by name: `arithmetic`, `calculator`, `gsm8k`, `reasoning-gym:<name>`, or your own file.
 
 make_task("arithmetic:hard")
 make_task("gsm8k:FOLDER", verifier="numeric")
@@ -12,8 +12,10 @@ from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.options import bind
-from proxpo.train.tasks._types import Messages, Problem, RewardSpec, Task, fit_prompts
+from proxpo.train.tasks._types import Messages, Problem, Reply, RewardSpec, Task, fit_prompts
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, arithmetic, arithmetic_chat
+from proxpo.train.tasks.calculator import LEVELS as CALCULATOR_LEVELS
+from proxpo.train.tasks.calculator import calculator
 from proxpo.train.tasks.gsm8k import gsm8k
 from proxpo.train.tasks.own import own, reward_spec
 from proxpo.train.tasks.reasoning_gym import reasoning_gym
@@ -22,10 +24,15 @@ from proxpo.train.tasks.reasoning_gym import reasoning_gym
 TASKS: dict[str, tuple[Callable[..., Task], str]] = {
     "arithmetic": (arithmetic, "level"),
     "arithmetic-chat": (arithmetic_chat, "level"),
+    "calculator": (calculator, "level"),
     "gsm8k": (gsm8k, "path"),
     "reasoning-gym": (reasoning_gym, "name"),
 }
-LEVELS = {"arithmetic": TEXT_LEVELS, "arithmetic-chat": CHAT_LEVELS}
+LEVELS: dict[str, dict] = {
+    "arithmetic": TEXT_LEVELS,
+    "arithmetic-chat": CHAT_LEVELS,
+    "calculator": CALCULATOR_LEVELS,
+}
 
 
 def make_task(name: str, *, reward: str | None = None, **options: Any) -> Task:
@@ -45,4 +52,13 @@ def make_task(name: str, *, reward: str | None = None, **options: Any) -> Task:
     return task if reward is None else replace(task, reward=reward_spec(reward, {}, name))
 
 
-__all__ = ["TASKS", "Messages", "Problem", "RewardSpec", "Task", "fit_prompts", "make_task"]
+__all__ = [
+    "TASKS",
+    "Messages",
+    "Problem",
+    "Reply",
+    "RewardSpec",
+    "Task",
+    "fit_prompts",
+    "make_task",
+]

@@ -1,8 +1,8 @@
 """What a task is: problems to train on, held-out ones, and the function that scores an answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxpo.errors import ProxpoError
 
@@ -34,15 +34,27 @@ class RewardSpec:
     source: str = ""
 
 
+class Reply(NamedTuple):
+    """What a tool says to a turn; no text ends the episode. Void: neither a call nor an answer."""
+
+    text: str
+    void: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Problems by number: `train` and `test` know their length and may be generated on demand."""
+    """Problems by number: `train` and `test` know their length and may be generated on demand.
+
+    With a `tool`, an episode goes on for up to `max_turns` turns; the reward sees the last one.
+    """
 
     name: str
     train: Sequence[Problem]
     test: Sequence[Problem]
     reward: RewardSpec
     template: Mapping[str, Any] = field(default_factory=dict)
+    tool: Callable[[str], Reply] | None = None
+    max_turns: int = 1
 
     def encode(self, problem: Problem, tokenizer: Any, *, limit: int | None = None) -> list[int]:
         """The prompt's token ids, chat template applied; refused beyond `limit` tokens."""
@@ -110,4 +122,4 @@ def fit_prompts(task: Task, tokenizer: Any, *, limit: int, drop: bool = False) -
     return replace(task, train=fitting(task.train, "train"), test=fitting(task.test, "test"))
 
 
-__all__ = ["Messages", "Problem", "RewardSpec", "Task", "fit_prompts"]
+__all__ = ["Messages", "Problem", "Reply", "RewardSpec", "Task", "fit_prompts"]

@@ -55,13 +55,10 @@ def held_out(x: Sum, share: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Generated(Sequence[Problem]):
-    """Training problems by number, each drawn from its own stream; len() of them in all."""
+class Lazy(Sequence[Problem]):
+    """Problems by number, made when asked for; len() of them in all."""
 
-    draw: Callable[[int], Sum]
-    write: Callable[[Sum], str | Messages]
-    share: float
-    seed: int
+    make: Callable[[int], Problem]
     size: int
 
     def __len__(self) -> int:
@@ -76,7 +73,19 @@ class Generated(Sequence[Problem]):
             return [self[i] for i in range(*index.indices(self.size))]
         if not -self.size <= index < self.size:
             raise IndexError(index)
-        number = index % self.size
+        return self.make(index % self.size)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Problems of one kind, each drawn from its own stream, in two splits."""
+
+    draw: Callable[[int], Sum]
+    write: Callable[[Sum], str | Messages]
+    share: float
+    seed: int
+
+    def train(self, number: int) -> Problem:
         stream = (self.draw(derive(self.seed, "train", number, i)) for i in range(10_000))
         x = next(x for x in stream if not held_out(x, self.share))
         return Problem(self.write(x), str(x.result), number)
@@ -167,11 +176,11 @@ def _task(
         raise ProxpoError(f"task {name}: held_out is a share between 0 and 1, got {share}")
     if test_size < 1:
         raise ProxpoError(f"task {name}: test_size is at least 1, got {test_size}")
-    train = Generated(draw, write, share, seed, TRAIN_SIZE)
-    test = train.test(test_size)
+    made = Generated(draw, write, share, seed)
+    test = made.test(test_size)
     if not test:
         raise ProxpoError(f"task {name}: held_out={share} leaves no problem to test on")
-    return Task(name=name, train=train, test=test, reward=EXACT)
+    return Task(name=name, train=Lazy(made.train, TRAIN_SIZE), test=test, reward=EXACT)
 
 
 def _ordered(stream: int, sign: str, first: tuple[int, int], second: tuple[int, int]) -> Sum:
@@ -194,4 +203,12 @@ def _range(digits: int) -> tuple[int, int]:
     return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
 
 
-__all__ = ["CHAT_LEVELS", "TEXT_LEVELS", "Generated", "Sum", "arithmetic", "arithmetic_chat"]
+__all__ = [
+    "CHAT_LEVELS",
+    "TEXT_LEVELS",
+    "Generated",
+    "Lazy",
+    "Sum",
+    "arithmetic",
+    "arithmetic_chat",
+]

@@ -117,11 +117,12 @@ class _Graphs:
     def __init__(self, weights: Any) -> None:
         self._weights = weights
         self._slot = torch.zeros((), dtype=torch.int64, device=weights.embed.device)
-        self._pool = torch.cuda.graph_pool_handle()
         self.clear()
 
     def clear(self) -> None:
+        """A pool dies with its last graph, so the next graphs get a new one."""
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
         self._token = self._logits = torch.empty(0, device=self._slot.device)
 
     def decode(self, cache: Cache, token: Tensor, slot: int) -> Float[Tensor, "row vocab"]:

@@ -5,6 +5,8 @@ import warnings
 from typing import Any
 
 from proxpo.errors import ProxpoError
+from proxpo.settings import Settings, make_recipe
+from proxpo.stages import check
 from proxpo.train.learner import needs
 from proxpo.types import Recipe
 
@@ -50,6 +52,15 @@ DECIDED = {
     "vllm_importance_sampling_clip_min": "{'weights+': 'tis'}",
     "vllm_importance_sampling_mode": "{'weights+': 'tis'}",
 }
+
+
+def made(recipe: str | Recipe, options: Settings | None) -> Recipe:
+    """The recipe a trainer was asked for, checked as a whole."""
+    if isinstance(recipe, str):
+        return make_recipe(recipe, options or {})
+    if options:
+        raise ProxpoError("recipe_options go with the name of a recipe; this one is already made")
+    return check(recipe)
 
 
 def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
@@ -117,10 +128,34 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
         )
 
 
+def check_engine(recipe: Recipe, trainer: Any) -> None:
+    """A gradient transform needs each layer's weight and input on the process that computes it."""
+    state = trainer.accelerator.state
+    deepspeed = getattr(state, "deepspeed_plugin", None)
+    reasons = {
+        "DeepSpeed ZeRO-3 hides the weights of a layer": deepspeed is not None
+        and deepspeed.zero_stage == 3,
+        "FSDP1 flattens the weights of a layer; use fsdp_version 2": trainer.is_fsdp_enabled
+        and not state.is_fsdp2,
+        "Megatron splits a layer over processes": str(state.distributed_type).endswith(
+            "MEGATRON_LM"
+        ),
+        "images have no per-sequence form": trainer._is_vlm,
+        "a router loss has no advantage; set router_aux_loss_coef=0": trainer.aux_loss_enabled,
+        "its log-probabilities are float32 already; leave out cast_lm_head_to_fp32": (
+            trainer.args.cast_lm_head_to_fp32
+        ),
+    }
+    for reason, present in reasons.items():
+        if present:
+            name = recipe.gradient.name if recipe.gradient is not None else ""
+            raise ProxpoError(f"recipe {recipe.name}: gradient={name} cannot run here: {reason}")
+
+
 def keeps_groups(recipe: Recipe) -> bool:
     """Whether the loss of a micro-batch needs whole groups: pairs, or a kernel per prompt."""
     gradient = recipe.gradient.options if recipe.gradient is not None else {}
     return "log_ratio" in recipe.aggregate.takes or gradient.get("group_by") == "prompt"
 
 
-__all__ = ["DECIDED", "GIVEN", "WHY", "check_fit", "keeps_groups"]
+__all__ = ["DECIDED", "GIVEN", "WHY", "check_engine", "check_fit", "keeps_groups", "made"]

@@ -6,37 +6,30 @@ and backward, and the recipe's memory in the checkpoint.
 """
 
 import copy
-import json
-import os
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import split_tensor_dict
 
-from proxpo.adapters.trl._fit import check_engine, check_fit, keeps_groups
-from proxpo.adapters.trl._rollout import Rollout, Window, early, prepared, window
+from proxpo.adapters.trl._fit import check_engine, check_fit, keeps_groups, made
+from proxpo.adapters.trl._memory import read_memory, write_memory
+from proxpo.adapters.trl._rollout import Rollout, early, prepared, window
+from proxpo.adapters.trl._step import ROW, Step, in_order, mask_of, now, weighted
 from proxpo.compose import policy_loss
-from proxpo.errors import ProxpoError
 from proxpo.logp import model_logp
-from proxpo.settings import Settings, make_recipe
-from proxpo.stages import check
+from proxpo.masked import masked_mean
+from proxpo.settings import Settings
 from proxpo.sums import over_microbatches, over_ranks
 from proxpo.train.learner import needs
 from proxpo.train.streams import generator
-from proxpo.train.trees import flatten, unflatten
 from proxpo.transforms import objective, per_response
 from proxpo.types import AllSum, Batch, Loss, Metrics, Recipe, local
 
-ROW = "proxpo_row"  # travels with each completion: its number in the whole generation batch
-MEMORY = "proxpo_recipe"
 IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),
     *("num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
@@ -65,7 +58,7 @@ class ProxpoTrainer(GRPOTrainer):
         recipe_options: Settings | None = None,
         **trl: Any,
     ) -> None:
-        self.recipe = _recipe(recipe, recipe_options)
+        self.recipe = made(recipe, recipe_options)
         args = copy.copy(args) if args is not None else GRPOConfig(f"proxpo-{self.recipe.name}")
         speaks = args.use_vllm or trl.get("rollout_func") is not None
         check_fit(self.recipe, args, reports_logp=speaks)
@@ -79,7 +72,7 @@ class ProxpoTrainer(GRPOTrainer):
         self._transform = None if gradient is None else gradient.apply()
         self._state = self.recipe.init_state()
         self._rollouts: dict[str, list[Rollout]] = {}
-        self._current: _Step | None = None
+        self._current: Step | None = None
         self._block = ExitStack()
         super().__init__(model, reward_funcs, args, train_dataset, **trl)
         if self._transform is not None:
@@ -102,7 +95,7 @@ class ProxpoTrainer(GRPOTrainer):
             prepared(
                 recipe,
                 fields,
-                rewards=_weighted(self._scores, self.reward_weights),
+                rewards=weighted(self._scores, self.reward_weights),
                 group_size=self.num_generations if mode == "train" else self.num_generations_eval,
                 first=first,
                 version=self.state.global_step,
@@ -118,7 +111,7 @@ class ProxpoTrainer(GRPOTrainer):
 
     def _fields(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
         """TRL's names for the completions of this process, as Batch fields."""
-        mask = _mask(output)
+        mask = mask_of(output)
         fields = {"mask": mask, "tokens": output["completion_ids"]}
         fields["lag"] = torch.zeros_like(mask, dtype=torch.long)
         lengths = output["completion_mask"].sum(dim=1)
@@ -146,13 +139,13 @@ class ProxpoTrainer(GRPOTrainer):
         """Log-probabilities of a generation batch, where TRL leaves them out as on-policy."""
         rows = self.args.per_device_train_batch_size
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self._forward(self.model, output, batch_size=rows)["logp"]
+            return self._forward(self.model, output, rows=rows)["logp"]
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         held = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training and self._buffered_inputs is not held and keeps_groups(self.recipe):
-            self._buffered_inputs = _in_order(self._buffered_inputs)
+            self._buffered_inputs = in_order(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -178,7 +171,7 @@ class ProxpoTrainer(GRPOTrainer):
         if self._transform is None or not torch.is_grad_enabled():
             found = self._forward(model, inputs, aux=self.aux_loss_enabled)
             aux = found.pop("aux_loss", None)
-            value, metrics = self._loss(step, step.recipe, _now(batch, found))
+            value, metrics = self._loss(step, step.recipe, now(batch, found))
             metrics["entropy"] = masked_mean(found["entropy"].detach(), batch.mask)
             value = value * self.accelerator.num_processes  # engines average over processes
             if aux is not None:
@@ -190,15 +183,15 @@ class ProxpoTrainer(GRPOTrainer):
         return value
 
     def _transformed(
-        self, model: nn.Module, inputs: dict[str, Any], step: "_Step", batch: Batch
+        self, model: nn.Module, inputs: dict[str, Any], step: Step, batch: Batch
     ) -> Loss:
         """The loss's value, with the objective of the gradient transform behind it."""
         recipe, processes = step.recipe, self.accelerator.num_processes
         bare = recipe.replace(regularisers=(), value=None)
         extra = torch.zeros((), device=batch.mask.device)
         if recipe.regularisers:  # terms without an advantage: a backward of their own
-            now = _now(batch, self._forward(model, inputs))
-            extra = self._loss(step, recipe, now).value - self._loss(step, bare, now).value
+            fresh = now(batch, self._forward(model, inputs))
+            extra = self._loss(step, recipe, fresh).value - self._loss(step, bare, fresh).value
             self.accelerator.backward(processes * extra)
         given = self._given(step, bare)
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
@@ -212,17 +205,21 @@ class ProxpoTrainer(GRPOTrainer):
             )
         )
         found = self._forward(model, inputs)
-        split = objective(recipe, _now(batch, found), **given)
+        split = objective(recipe, now(batch, found), **given)
         descended = -(split.weights * found["logp"]).sum()
         value = processes * (split.loss.value + extra).detach()
         return Loss(value + descended - descended.detach(), split.loss.metrics)
 
-    def _loss(self, step: "_Step", recipe: Recipe, batch: Batch) -> Loss:
+    def _loss(self, step: Step, recipe: Recipe, batch: Batch) -> Loss:
         return policy_loss(recipe, batch, **self._given(step, recipe))
 
-    def _given(self, step: "_Step", recipe: Recipe) -> dict[str, Any]:
+    def _given(self, step: Step, recipe: Recipe) -> dict[str, Any]:
         """What a recipe's loss takes besides the batch."""
-        place = (self.state.global_step, self._step % self.args.gradient_accumulation_steps, self.accelerator.process_index)
+        place = (
+            self.state.global_step,
+            self._step % self.args.gradient_accumulation_steps,
+            self.accelerator.process_index,
+        )
         known = {"denominators": step.window.denominators, "state": self._state}
         whole = bool(recipe.regularisers)  # or the recipe without them, which asks for fewer sums
         if whole not in step.sums:
@@ -230,7 +227,7 @@ class ProxpoTrainer(GRPOTrainer):
         noise = generator(self.args.seed, "loss", *place)
         return {**known, "all_sum": step.sums[whole], "generator": noise}
 
-    def _sums(self, step: "_Step", recipe: Recipe, known: dict[str, Any]) -> AllSum:
+    def _sums(self, step: Step, recipe: Recipe, known: dict[str, Any]) -> AllSum:
         """Statistics over all processes, and over the micro-batches if the recipe asks for any."""
         ranks = over_ranks() if self.accelerator.num_processes > 1 else local
         if len(step.inputs) == 1:
@@ -246,16 +243,16 @@ class ProxpoTrainer(GRPOTrainer):
 
         first = step.window.part(step.inputs[0][ROW])
         with torch.no_grad():
-            run(_now(first, {"logp": first.logp, "entropy": first.logp}), all_sum=probe)
+            run(now(first, {"logp": first.logp, "entropy": first.logp}), all_sum=probe)
             if not asked:
                 return ranks
             pieces = [
-                _now(step.window.part(one[ROW]), self._forward(step.model, one))
+                now(step.window.part(one[ROW]), self._forward(step.model, one))
                 for one in step.inputs
             ]
         return over_microbatches(run, pieces, ranks=ranks)
 
-    def _step_of(self, mode: str, inputs: dict[str, Any]) -> "_Step":
+    def _step_of(self, mode: str, inputs: dict[str, Any]) -> Step:
         """The optimizer step this micro-batch belongs to; every process enters it together."""
         if mode == "eval":
             return self._open(self.model, 0, mode, [inputs])
@@ -269,10 +266,10 @@ class ProxpoTrainer(GRPOTrainer):
 
     def _open(
         self, model: nn.Module, variant: int, mode: str, inputs: list[dict[str, Any]]
-    ) -> "_Step":
+    ) -> Step:
         rows = self._gather(torch.cat([one[ROW] for one in inputs]))
         rollout = self._rollouts[mode][variant]
-        return _Step(
+        return Step(
             recipe=self._variants[variant],
             window=window(rollout, rows),
             inputs=inputs,
@@ -290,7 +287,12 @@ class ProxpoTrainer(GRPOTrainer):
     # --- log-probabilities
 
     def _forward(
-        self, model: nn.Module, inputs: dict[str, Any], *, aux: bool = False, rows: int | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        *,
+        aux: bool = False,
+        rows: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """What the current weights say of a micro-batch, by Batch name."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -352,7 +354,7 @@ class ProxpoTrainer(GRPOTrainer):
 
     # --- metrics and memory
 
-    def _note(self, mode: str, step: "_Step", metrics: Metrics, batch: Batch) -> None:
+    def _note(self, mode: str, step: Step, metrics: Metrics, batch: Batch) -> None:
         """Means over the tokens of the optimizer step, logged when it is complete."""
         share = batch.mask.sum() / step.window.denominators.tokens.clamp(min=1)
         for name, value in metrics.items():
@@ -376,3 +378,6 @@ class ProxpoTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._state = read_memory(Path(checkpoint), self.recipe, self._transform)
+
+
+__all__ = ["ProxpoTrainer"]

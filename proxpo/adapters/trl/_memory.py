@@ -1,0 +1,49 @@
+"""What a recipe remembers, beside TRL's own files in a checkpoint: safetensors + JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+
+from proxpo.compose import States
+from proxpo.errors import ProxpoError
+from proxpo.files import write_whole
+from proxpo.gradients import Transform
+from proxpo.train.trees import flatten, unflatten
+from proxpo.types import Recipe
+
+NAME = "proxpo_recipe"
+
+
+def write_memory(folder: Path, recipe: Recipe, state: States, transform: Transform | None) -> None:
+    """Stages' state and the transform's trailing averages."""
+    memory: dict[str, Any] = {"recipe": recipe.name, "state": state}
+    if transform is not None:
+        memory["transform"] = transform.state_dict()
+    tensors, structure = flatten(memory, what="recipe")
+    write_whole(folder / f"{NAME}.safetensors", save(tensors))
+    write_whole(folder / f"{NAME}.json", json.dumps(structure, allow_nan=False).encode())
+
+
+def read_memory(folder: Path, recipe: Recipe, transform: Transform | None) -> States:
+    """The state to go on from; the transform is given its averages back."""
+    try:
+        structure = json.loads((folder / f"{NAME}.json").read_text())
+        memory = unflatten(load((folder / f"{NAME}.safetensors").read_bytes()), structure)
+    except OSError as error:
+        raise ProxpoError(
+            f"{folder} cannot be resumed from: the recipe's state is missing ({NAME}.*); it was "
+            "not saved by ProxpoTrainer"
+        ) from error
+    if memory["recipe"] != recipe.name:
+        raise ProxpoError(
+            f"{folder} was saved by recipe {memory['recipe']}, this is {recipe.name}; to change "
+            "the method, start a new run from the saved model"
+        )
+    if transform is not None:
+        transform.load_state_dict(memory["transform"])
+    return memory["state"]
+
+
+__all__ = ["NAME", "read_memory", "write_memory"]

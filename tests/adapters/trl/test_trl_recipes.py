@@ -1,0 +1,129 @@
+"""Every recipe TRL can feed trains the model in the box; every other one says why it cannot."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from trl_runs import Watched, losses, seen, trainer
+
+import proxpo
+from proxpo.adapters.trl._fit import GIVEN
+from proxpo.adapters.trl._step import mask_of
+from proxpo.errors import ProxpoError
+from proxpo.recipes import methods
+from proxpo.train.learner import needs
+
+REFUSED = {slug for slug in methods() if needs(proxpo.make_recipe(slug)) - GIVEN - {"rollout_logp"}}
+SETTINGS: dict[str, dict[str, Any]] = {"lopti": {"num_iterations": 2}}
+
+
+def canned(prompts: list[str], run: Any) -> dict[str, Any]:
+    """Completions and log-probabilities of a sampler that differs a little from the trainer."""
+    tokenizer = run.processing_class
+    drawn = torch.Generator().manual_seed(run.state.global_step)
+    first = run.accelerator.process_index * len(prompts)
+    texts = [str(10 + 7 * (first + i) % 83)[: 1 + (first + i) % 2] for i in range(len(prompts))]
+    ids = [[*tokenizer(t, add_special_tokens=False).input_ids, 2] for t in texts]
+    return {
+        "prompt_ids": [tokenizer(p).input_ids for p in prompts],
+        "completion_ids": ids,
+        "logprobs": [(-torch.rand(len(row), generator=drawn) - 1).tolist() for row in ids],
+    }
+
+
+@pytest.mark.parametrize("slug", sorted(set(methods()) - REFUSED))
+def test_twenty_steps(slug, tmp_path):
+    speaks = {"rollout_func": canned} if "rollout_logp" in needs(proxpo.make_recipe(slug)) else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = trainer(tmp_path, slug, kind=Watched, **speaks, **SETTINGS.get(slug, {}))
+        run.train()
+    assert len(losses(run)) == 20
+    assert all(map(math.isfinite, losses(run) + seen(run, "grad_norm")))
+    moved = zip(run.start.parameters(), run.model.parameters())
+    assert any(not torch.equal(before, after) for before, after in moved)
+    first = first_loss(run, slug)
+    assert first == pytest.approx(losses(run)[0], rel=1e-5, abs=1e-6)
+
+
+def first_loss(run: Watched, slug: str) -> float:
+    """What proxpo alone makes of the first micro-batch, without TRL."""
+    made = proxpo.make_recipe(slug)
+    made = made.passes[0] if made.passes else made
+    rows = run.parts[0]
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
+    attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+    mask = mask_of(rows)
+    run.start.forward = type(run.start).forward.__get__(run.start)  # without TRL's fused head
+    with torch.no_grad():
+        logp, entropy = proxpo.model_logp(
+            run.start, ids, mask, attention_mask=attended, entropy=True
+        )
+    batch = proxpo.Batch(
+        logp=logp,
+        old_logp=rows["sampling_per_token_logps"]
+        if "prox_logp" in needs(made) and "sampling_per_token_logps" in rows
+        else logp,
+        prox_logp=logp,
+        ref_logp=logp,
+        entropy=entropy,
+        rollout_logp=rows.get("sampling_per_token_logps"),
+        mask=mask,
+        rewards=rows["rewards"],
+        group=rows["group"],
+    )
+    noise = torch.Generator().manual_seed(0)
+    return float(proxpo.loss_fn(made)(batch, generator=noise).value)
+
+
+@pytest.mark.parametrize("slug", sorted(REFUSED))
+def test_recipes_trl_cannot_feed_are_refused(slug, tmp_path):
+    missing = sorted(needs(proxpo.make_recipe(slug)) - GIVEN)[0]
+    with pytest.raises(ProxpoError, match=f"recipe {slug} needs '{missing}' in TRL: ") as caught:
+        trainer(tmp_path, slug)
+    assert "\n" not in str(caught.value)
+
+
+BAD = [
+    ("tis", {}, {}, "generation with transformers reports no log-probabilities; set use_vllm=True"),
+    ("grpo", {}, {"beta": 0.1}, r"GRPOConfig.beta=0.1 has no effect on recipe grpo: use a KL term"),
+    ("grpo", {}, {"epsilon": 0.1}, "GRPOConfig.epsilon=0.1 has no effect"),
+    ("grpo", {}, {"scale_rewards": "none"}, "'advantage.scale'"),
+    ("grpo", {"clip": 1}, {}, "unknown option 'clip' of grpo; did you mean 'clip_"),
+    ("gropo", {}, {}, "unknown method 'gropo'; did you mean 'grpo'"),
+    ("opo", {}, {"num_iterations": 2}, "opo makes one update per rollout, but num_iterations=2"),
+    ("lopti", {}, {}, "lopti goes over a rollout in 2 passes: num_iterations must be a multiple"),
+    (
+        "grpo",
+        {},
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        "gradient_accumulation_steps=4 does not divide steps_per_generation=2",
+    ),
+    (
+        "dpo",
+        {},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        "per_device_train_batch_size=1 must be a multiple of num_generations=2",
+    ),
+    ("isopo", {}, {"cast_lm_head_to_fp32": True}, "gradient=isopo cannot run here: its log-prob"),
+    ("grpo", {"schedule": "poisson_replay"}, {}, "trains on earlier rollouts, which TRL does not"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options", "changes", "message"), BAD)
+def test_bad_input(recipe, options, changes, message, tmp_path):
+    with pytest.raises(ProxpoError, match=message) as caught:
+        trainer(tmp_path, recipe, options=options, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_belong_to_a_name(tmp_path):
+    with pytest.raises(ProxpoError, match="recipe_options go with the name of a recipe"):
+        trainer(tmp_path, proxpo.make_recipe("grpo"), options={"clip_low": 0.1})
+
+
+def test_what_trl_leaves_out_is_told(tmp_path):
+    with pytest.warns(UserWarning, match="prompts=informative redraws prompts, which TRL does not"):
+        trainer(tmp_path, "dapo")

@@ -1,0 +1,105 @@
+"""Short real runs of TRL on the model in the box: eight prompts, a handful of tokens."""
+
+import copy
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from proxpo.adapters.trl import ProxpoTrainer
+from proxpo.adapters.trl._step import ROW
+from proxpo.train.models import load_policy
+
+PAIRS = [(12, 34), (5, 7), (23, 45), (6, 11), (31, 9), (44, 2), (8, 8), (19, 22)]
+SMALL: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "max_steps": 20,
+    "logging_steps": 1,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "seed": 3,
+}
+
+
+def questions() -> Dataset:
+    return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in PAIRS])
+
+
+def closeness(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Never the same for two different completions, so that every group has something to say."""
+    return [
+        float(text == right) + sum(map(ord, text)) / 300 for text, right in zip(completions, answer)
+    ]
+
+
+def config(out: Any, **changes: Any) -> GRPOConfig:
+    return GRPOConfig(output_dir=str(out), **{**SMALL, **changes})
+
+
+def trainer(
+    out: Any, recipe: Any = None, *, options: Any = None, kind: Any = ProxpoTrainer, **changes: Any
+) -> Any:
+    """A ProxpoTrainer, or TRL's own where no recipe is given. Options TRL knows go to GRPOConfig."""
+    policy = load_policy("tiny")
+    ours = {} if recipe is None else {"recipe": recipe, "recipe_options": options}
+    host = GRPOTrainer if recipe is None else kind
+    names = ("peft_config", "rollout_func", "callbacks", "eval_dataset", "optimizers")
+    ours |= {name: changes.pop(name) for name in names if name in changes}
+    model = changes.pop("model", policy.model)
+    made = host(
+        model, closeness, config(out, **changes), questions(), processing_class=policy.tokenizer,
+        **ours,
+    )  # fmt: skip
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def losses(run: Any) -> list[float]:
+    return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+
+def seen(run: Any, name: str) -> list[float]:
+    return [row[name] for row in run.state.log_history if name in row]
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of each optimizer step, before the step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        named = given["model"].named_parameters()
+        self.steps.append(
+            {n.removeprefix("module."): whole(p.grad) for n, p in named if p.grad is not None}
+        )
+
+
+def whole(grad: torch.Tensor) -> torch.Tensor:
+    return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).detach().clone()
+
+
+class Watched(ProxpoTrainer):
+    """Keeps the weights it started from, and every micro-batch with its rewards and groups."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.start = copy.deepcopy(self.accelerator.unwrap_model(self.model))
+        self.parts: list[dict[str, torch.Tensor]] = []
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        whole, rows = self._rollouts["train"][0].whole, inputs[ROW]
+        tensors = {n: x.clone() for n, x in inputs.items() if isinstance(x, torch.Tensor)}
+        known = {"rewards": whole.rewards[rows], "group": whole.group[rows]}
+        self.parts.append(tensors | known)
+        return super()._compute_loss(model, inputs)

@@ -12,7 +12,7 @@ from proxpo.compare.live import Lines, LiveTable
 from proxpo.compare.plan import PLAN, Plan
 from proxpo.compare.runner import Pool, look, opened, run_plan
 from proxpo.compare.studies import read_study, studies
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, resolve
 from proxpo.settings import parse_setting
 
 PRESET = "comparison"  # what runs share where no config is named
@@ -43,6 +43,7 @@ def compare(asked: Asked) -> int:
     """Make the plan, the runs it asks for and the report; 0 unless no run was finished."""
     console = Console(highlight=False)
     folder = Path(asked.out or _folder(asked))
+    asked = replace(asked, on=resolve(asked.on, ("local", "ray"), what="place"))
     given = bool(asked.methods or asked.study)
     if not given and not (folder / PLAN).is_file():
         raise ProxpoError(

@@ -1,0 +1,257 @@
+"""What is asked for becomes a plan; mistakes cost one line and leave nothing behind."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from proxpo.cli import main
+from proxpo.compare.design import Wish, command, config_of, make_plan, parse_arm, with_choices
+from proxpo.compare.plan import Choice, differences, read_plan, write_plan
+from proxpo.compare.studies import read_study, studies
+from proxpo.errors import ProxpoError
+from proxpo.train.config import load_config
+
+
+def plan_of(*methods: str, **options):
+    return make_plan(Wish(arms=[parse_arm(one) for one in methods], **options))
+
+
+def test_every_arm_meets_every_seed_and_all_share_the_rest():
+    plan = plan_of("grpo", "p3o", seeds=3, base=[("steps", 7), ("task", "arithmetic:easy")])
+    assert [(r.arm, r.seed) for r in plan.runs] == [
+        (arm, seed) for seed in (0, 1, 2) for arm in ("grpo", "p3o")
+    ]
+    configs = [config_of(plan, run) for run in plan.runs]
+    assert {(c.train.steps, c.task.name) for c in configs} == {(7, "arithmetic:easy")}
+    assert {run.role for run in plan.runs} == {""}
+    assert len({run.folder for run in plan.runs}) == 6
+    assert all(run.steps == 7 for run in plan.runs)
+
+
+def test_arms_carry_settings_and_a_comma_inside_a_value_stays_there():
+    assert parse_arm("grpo:clip_low=0.4,clip_high=0.5")[2] == {"clip_low": 0.4, "clip_high": 0.5}
+    assert parse_arm("grpo:weights=tis,off_policy_mask,lr=1e-4")[2] == {
+        "weights": "tis,off_policy_mask",
+        "lr": 1e-4,
+    }
+    plan = plan_of("grpo", "grpo:clip_low=0.4,clip_high=0.5")
+    assert [arm.name for arm in plan.arms] == ["grpo", "grpo clip_low=0.4 clip_high=0.5"]
+    recipes = [config_of(plan, run).recipe for run in plan.runs[:2]]
+    assert recipes == [{}, {"clip_low": 0.4, "clip_high": 0.5}]
+
+
+def test_the_command_of_a_run_gives_its_config(tmp_path):
+    plan = plan_of("isopo:overlap=16,ratio=none", vary={"temperature": (0.8, 1.2)}, seeds=2)
+    write_plan(plan, tmp_path)
+    for run in plan.runs:
+        train, base, *words = command(plan, run, tmp_path)
+        assert train == "train"
+        given = dict(zip(words[::2], words[1::2]))
+        sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        named = {"method": given["--method"], "seed": int(given["--seed"])}
+        assert load_config(base, sets, overrides=named) == config_of(plan, run)
+        assert given["--out"] == str(tmp_path / run.folder)
+
+
+def test_varied_values_make_arms_of_one_family():
+    plan = plan_of("isopo", "grpo", vary={"overlap": (16, 64), "temperature": (0.8, 1.0)})
+    isopo = [arm for arm in plan.arms if arm.family == "isopo"]
+    assert [dict(arm.varied) for arm in isopo] == [
+        {"overlap": o, "temperature": t} for o in (16, 64) for t in (0.8, 1.0)
+    ]
+    assert [a.name for a in plan.arms if a.family == "grpo"] == [
+        "grpo temperature=0.8",
+        "grpo temperature=1",
+    ]
+    assert plan.notes == ("grpo has no setting overlap: it stands once",)
+
+
+def test_two_settings_can_be_varied_together():
+    plan = plan_of("grpo", "p3o", vary={"clip_low+clip_high": (0.2, 0.4)})
+    assert [dict(arm.settings) for arm in plan.arms] == [
+        {"clip_low": 0.2, "clip_high": 0.2},
+        {"clip_low": 0.4, "clip_high": 0.4},
+        {},
+    ]
+
+
+def test_a_sweep_is_tuned_and_reported_on_different_seeds():
+    plan = plan_of("grpo", "p3o", seeds=2, tune=2, sweep={"lr": (1e-5, 1e-4)})
+    assert {run.role for run in plan.runs} == {"tune"}
+    assert len(plan.runs) == 2 * 2 * 2
+    chosen = [
+        Choice(arm="grpo", settings={"lr": 1e-5}, scores=()),
+        Choice(arm="p3o", settings={"lr": 1e-4}, scores=()),
+    ]
+    later = [run for run in with_choices(plan, chosen).runs if run.role == "report"]
+    assert [(r.arm, r.seed, config_of(plan, r).train.lr) for r in later] == [
+        ("grpo", 0, 1e-5),
+        ("p3o", 0, 1e-4),
+        ("grpo", 1, 1e-5),
+        ("p3o", 1, 1e-4),
+    ]
+    assert not {r.seed for r in later} & {r.seed for r in plan.runs}
+
+
+def test_unequal_tuning_effort_is_said():
+    plan = plan_of("isopo", "grpo", sweep={"overlap": (16, 64)})
+    assert plan.notes == ("unequal tuning effort, settings tried: isopo 2, grpo 1",)
+
+
+def test_a_setting_of_a_method_goes_to_the_arms_that_have_it():
+    plan = plan_of("isopo", "grpo", base=[("overlap", 16), ("grpo:clip_high", 0.3), ("lr", 1e-3)])
+    assert [dict(arm.settings) for arm in plan.arms] == [{"overlap": 16}, {"clip_high": 0.3}]
+    assert {config_of(plan, run).train.lr for run in plan.runs} == {1e-3}
+
+
+def test_the_recipe_of_a_config_file_is_for_its_own_method():
+    plan = plan_of("isopo", "grpo", config="quickstart")
+    assert plan.arms[0].settings["overlap"] == 16
+    assert plan.arms[1].settings == {}
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = plan_of("isopo:p=-1", "grpo", sweep={"lr": (1e-5, 3e-5)}, vary={"temperature": (1.2,)})
+    chosen = [
+        Choice(arm=arm.name, settings={"lr": 3e-5}, scores=(({"lr": 1e-5}, None),))
+        for arm in plan.arms
+    ]
+    plan = with_choices(plan, chosen)
+    write_plan(plan, tmp_path)
+    assert read_plan(tmp_path) == plan
+    assert load_config(tmp_path / "base.yaml").evaluate == config_of(plan, plan.runs[0]).evaluate
+
+
+def test_what_differs_between_plans_is_named():
+    before = plan_of("grpo", "p3o", seeds=2)
+    after = plan_of("grpo", "dapo", seeds=3, base=[("lr", 1e-3)])
+    assert differences(before, before) == []
+    lines = differences(before, after)
+    assert "base.train.lr: 3e-05 -> 0.001" in lines
+    assert "arms: grpo, p3o -> grpo, dapo" in lines
+    assert "seeds.report: 0, 1 -> 0, 1, 2" in lines
+
+
+BAD = [
+    (["grpoo"], "unknown method 'grpoo'; did you mean 'grpo'?"),
+    (["grpo:clp_high=0.4"], "unknown setting 'clp_high'; did you mean 'clip_high'?"),
+    (["grpo:ratio=kalmann"], "unknown ratio stage 'kalmann'; did you mean 'kalman'?"),
+    (["grpo:"], "expected METHOD:KEY=VALUE"),
+    (["grpo", "--sweep", "lrr=1,2"], "unknown setting 'lrr'"),
+    (["grpo", "--sweep", "lr"], "--sweep takes KEY=VALUE,VALUE..., got 'lr'"),
+    (["grpo", "--sweep", "lr=1e-5,1e-5"], "a value is given twice"),
+    (["grpo", "--vary", "overlap=16"], "unknown setting 'overlap'"),
+    (["grpo", "--vary", "lr=1,2", "--sweep", "lr=3"], "both swept and varied"),
+    (["grpo:lr=1e-4", "--sweep", "lr=1e-5"], "sets lr itself, so it cannot be swept"),
+    (["grpo", "--vary", "temperature=-1"], "rollout.temperature is above 0"),
+    (["grpo", "grpo"], "'grpo' is compared with itself"),
+    (["grpo", "--seeds", "0"], "at least one seed"),
+    (["grpo", "--set", "stepz=3"], "unknown setting 'stepz'; did you mean 'steps'?"),
+    (["grpo", "--set", "isopo:p=1"], "isopo is not compared here"),
+    (["grpo", "--task", "arithmetik"], "unknown task 'arithmetik'"),
+    (["grpo", "--config", "quickstrat"], "unknown preset 'quickstrat'"),
+    (["grpo", "--study", "p3o-clip"], "a study or methods, not both"),
+    (["--study", "p3o-clp"], "unknown study 'p3o-clp'; did you mean 'p3o-clip'?"),
+    (["grpo", "--on", "slurm"], "unknown place 'slurm'"),
+    ([], "no methods to compare"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD)
+def test_bad_input_costs_one_line_and_writes_nothing(words, message, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["compare", *words, "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out
+    assert not out.exists()
+
+
+DAMAGE = [
+    (lambda tree: "version: [", "plan.yaml"),
+    (lambda tree: yaml.dump({**tree, "version": 9}), "version 9"),
+    (lambda tree: yaml.dump({k: v for k, v in tree.items() if k != "arms"}), "'arms'"),
+    (lambda tree: yaml.dump({**tree, "arms": [{"nam": 1}]}), "damaged"),
+    (lambda tree: yaml.dump({**tree, "runs": [{**tree["runs"][0], "arm": "x"}]}), "no arm"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_damaged_plan_is_refused(damage, message, tmp_path, capsys):
+    write_plan(plan_of("grpo"), tmp_path)
+    file = tmp_path / "plan.yaml"
+    broken = damage(yaml.safe_load(file.read_text()))
+    file.write_text(broken)
+    assert main(["compare", "grpo", "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert file.read_text() == broken
+
+
+def test_another_plan_in_the_folder_is_refused(tmp_path, capsys):
+    write_plan(plan_of("grpo", config="comparison"), tmp_path)
+    assert main(["compare", "p3o", "--out", str(tmp_path)]) == 2
+    assert "holds another comparison (arms: grpo -> p3o)" in capsys.readouterr().err
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("")
+    assert main(["compare", "grpo", "--out", str(tmp_path)]) == 2
+    assert "holds no comparison" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", list(studies()))
+def test_every_study_makes_a_plan_and_asks_a_question(name):
+    plan = make_plan(read_study(name))
+    assert plan.question.endswith("?")
+    assert len(plan.arms) >= 3
+    assert len(plan.seeds.report) >= 5
+    assert plan.base["model"]["name"] == "tiny"
+
+
+STUDIES = {
+    "isopo-figure5",
+    "isopo-figure7",
+    "isopo-regularisation",
+    "isopo-correlated",
+    "p3o-clip",
+    "p3o-temperature",
+    "kpo-entropy",
+    "optimizers",
+}
+
+
+def test_the_studies_of_the_papers_are_there():
+    assert set(studies()) >= STUDIES
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arms: grpo", "'arms' is a list"),
+        ("arms: [{metod: grpo}]", "unknown key 'arms.metod'; did you mean 'method'?"),
+        ("arms: [{method: grpo}]\nswep: {}", "unknown key 'swep'; did you mean 'sweep'?"),
+        ("arms: [{method: grpo}]\nsweep: {lr: 1}", "'sweep.lr' is a list"),
+        ("arms: [{method: grpo}]\nseeds: many", "'seeds' is a number"),
+        ("arms: [{method: grpo, set: {ratio: {name: kalman}}}]", "'ratio' takes one value"),
+    ],
+)
+def test_a_study_of_ones_own_is_checked(text, message, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ProxpoError, match=message.replace("?", r"\?")):
+        make_plan(read_study(str(file)))
+
+
+def test_a_study_can_be_changed_from_the_command_line(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("arms: [{method: grpo}, {method: p3o}]\nset: {steps: 5}\nseeds: 4")
+    from proxpo.cli.comparing import Asked, _wish
+
+    plan = make_plan(_wish(Asked(study=str(file), seeds=2, settings=("steps=6",), task="gsm8k")))
+    assert len(plan.seeds.report) == 2
+    assert plan.base["train"]["steps"] == 6
+    assert plan.base["task"]["name"] == "gsm8k"
+    assert Path(file).exists()

@@ -1,11 +1,8 @@
 """One page, no network: a heat map of every token's weight in every method's gradient."""
 
-import json
 import math
-import re
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +22,9 @@ from proxpo.report.facts import (
     shares,
     short,
 )
+from proxpo.report.template import fill
 from proxpo.shapes import Tensor
 
-PARTS = Path(__file__).parent.parent / "data"
 MOST_ROWS, MOST_TOKENS = 256, 4096
 GLOSSARY = (
     ("weight", "−∂loss/∂log π of the token: what one step of gradient descent adds to it"),
@@ -42,22 +39,14 @@ def inspect_page(found: Sequence[Inspection], file: BatchFile, *, source: str) -
     names = ", ".join(one.method for one in found)
     parts = {
         "title": escape(f"proxpo inspect: {names}"),
-        "style": _part("css"),
-        "script": _part("js"),
         "batch": escape(batch_line(file, source)),
         "cards": "".join(_card(one, i) for i, one in enumerate(found)),
         "note": _notes(found, file),
         "maps": "".join(_map(one, i) for i, one in enumerate(found)),
         "table": _table(found, file),
         "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in GLOSSARY),
-        # "</script>" in a token must not end the script
-        "data": json.dumps(_data(found, file), allow_nan=False).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("html"))
-
-
-def _part(kind: str) -> str:
-    return (PARTS / f"inspect.{kind}").read_text(encoding="utf-8")
+    return fill("inspect", parts, _data(found, file))
 
 
 def _card(one: Inspection, index: int) -> str:

@@ -1,0 +1,26 @@
+"""`proxpo report`: draw a comparison again, or compare runs wherever they were made."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+
+def write_reports(paths: list[str], out: str | None) -> None:
+    """One comparison is drawn in its own folder, loose runs in `out`."""
+    from proxpo.report.analysis import analyse
+    from proxpo.report.comparison import gather, write_report
+    from proxpo.report.wording import caveats, claims, ranking_lines
+
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    comparison = gather(paths, Path(out or "report"))
+    analysis = analyse(comparison)
+    page = write_report(analysis, Path(out) if out else comparison.folder)
+    console.print(f"{analysis.variant.label}, step {analysis.end:g}, Student's 95 % interval:")
+    for line in (*ranking_lines(analysis), *claims(analysis)):
+        console.print(line)
+    for line in (*caveats(analysis), *analysis.notes):
+        console.print(line, style="dim")
+    console.print(f"report: {page}")
+
+
+__all__ = ["write_reports"]

@@ -1,0 +1,394 @@
+"""report.html of a comparison: findings, ranking, figures, every run. One file, no network."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import yaml
+
+from proxpo.report.analysis import Analysis, ArmResult, Measured
+from proxpo.report.drawing import PALETTE
+from proxpo.report.facts import count
+from proxpo.report.figures import Figure, digits
+from proxpo.report.quantities import clock, samples
+from proxpo.report.runs import Run
+from proxpo.report.template import fill, plain
+from proxpo.report.wording import (
+    budget,
+    caveats,
+    claims_by_winner,
+    duration,
+    lost,
+    number,
+    settings_text,
+    span,
+    unit,
+)
+
+GLOSSARY = (
+    ("final score", "the last evaluation within the budget that all runs share"),
+    ("interval", "Student's 95 % interval of the mean over seeds: x̄ ± t·s/√n"),
+    (
+        "band",
+        "percentile bootstrap, 95 %, of the mean over seeds; too narrow below about ten seeds",
+    ),
+    (
+        "IQM",
+        "interquartile mean, the mean of the middle half of the runs; the mean below four runs",
+    ),
+    (
+        "over training",
+        "area under the score's curve divided by its length: the mean score on the way",
+    ),
+    (
+        "to reach",
+        "median over runs of the cost at which the score is first met, linear between evaluations; "
+        "a run that never meets it counts as infinite",
+    ),
+    ("KL at it", "mean KL drift of the runs that reached the score, at the moment they did"),
+    (
+        "A beats B",
+        "said only when the interval of the paired differences (same seed, so same prompts) "
+        "excludes zero, no run of A is missing, and the differences are not all equal. Each pair "
+        "has its own 95 %: of twenty pairs of equals one would differ by chance. A † marks what "
+        "does not survive Holm's correction for the number of pairs",
+    ),
+    ("chosen", "with a sweep, settings are chosen on tuning seeds and reported on others"),
+)
+
+
+def comparison_page(analysis: Analysis, drawn: Sequence[Figure]) -> str:
+    """The page as HTML."""
+    comparison = analysis.comparison
+    question = f'<p class="question">{escape(comparison.question)}</p>'
+    parts = {
+        "title": escape(comparison.title),
+        "question": question if comparison.question else "",
+        "budget": escape(budget(analysis)),
+        "palette": _palette(),
+        "findings": _findings(analysis),
+        "ranking_words": escape(_ranking_words(analysis)),
+        "ranking": _ranking(analysis),
+        "pairs": _pairs(analysis),
+        "figures": _figures(drawn),
+        "runs_words": "Open a run for the command that repeats it and its full configuration.",
+        "runs": "".join(_run(analysis, i, run) for i, run in enumerate(comparison.runs)),
+        "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}.</dd>" for a, b in GLOSSARY),
+    }
+    return fill("compare", parts, _data(analysis, drawn))
+
+
+def _palette() -> str:
+    pairs = "".join(f"--c{i}: light-dark({a}, {b});" for i, (a, b) in enumerate(PALETTE))
+    return f":root {{ {pairs} }}\n"
+
+
+def _findings(analysis: Analysis) -> str:
+    unsure = [*caveats(analysis), *analysis.notes]
+    bad = [run for run in analysis.comparison.runs if run.status == "failed"]
+    panels = [_shown(analysis)]
+    if unsure:
+        panels.append(_panel("open", "What they do not show", unsure))
+    if bad:
+        lines = [f"{run.name}{_seed(run)}: {run.reason}" for run in bad]
+        panels.append(_panel("failed", f"{count(len(bad), 'run')} failed", lines))
+    return f'<section class="findings" aria-label="Findings">{"".join(panels)}</section>'
+
+
+def _shown(analysis: Analysis) -> str:
+    """The statements, one a winner, and what stands in their brackets."""
+    final, area = (claims_by_winner(analysis, measure) for measure in ("final", "area"))
+    if not final and not area:
+        return _panel("open", "What the runs show", ["No paired interval excludes zero."])
+    unit_words = "points, " if analysis.variant.share else ""
+    words = f"In brackets: 95 % interval of the paired differences ({unit_words}same seeds)."
+    if any("†" in line for line in (*final, *area)):
+        words += " † Not after Holm’s correction for the number of pairs."
+    lines = [f"In final score, {line}." for line in final]
+    lines += [f"Over training, {line}." for line in area]
+    return _panel("shown", "What the runs show", lines, words)
+
+
+def _panel(kind: str, title: str, lines: Sequence[str], words: str = "") -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    below = f'<p class="small-text">{escape(words)}</p>' if words else ""
+    return f'<div class="panel {kind}"><h2>{escape(title)}</h2><ul>{items}</ul>{below}</div>'
+
+
+def _seed(run: Run) -> str:
+    return "" if run.seed is None else f", seed {run.seed}"
+
+
+def _ranking_words(analysis: Analysis) -> str:
+    words = f"By mean {analysis.variant.label}"
+    if not math.isnan(analysis.end):
+        words += f" at step {analysis.end:,.0f}"
+    if any(run.role == "tune" for run in analysis.comparison.runs):
+        words += "; settings chosen on tuning seeds, reported on others"
+    return f"{words}. Bars are Student's 95 % intervals over seeds. The order alone proves nothing."
+
+
+def _ranking(analysis: Analysis) -> str:
+    share = analysis.variant.share
+    low, high = _scale(analysis)
+    heads = [("final score", 1), ("interval", None), ("IQM", 3), ("over training", 4)]
+    heads += [("KL drift", 5), ("per step", 6)]
+    column = 7
+    for _ in analysis.targets:
+        heads += [("samples", column), ("time", column + 1), ("KL at it", column + 2)]
+        column += 3
+    heads.append(("runs", None))
+    groups = "".join(
+        f'<th class="group" colspan="3" scope="colgroup">to reach {number(t, share=share)}'
+        f"{unit(share)}</th>"
+        for t in analysis.targets
+    )
+    top = f'<tr><td></td><td colspan="6"></td>{groups}<td></td></tr>' if groups else ""
+    cells = "".join(_head(text, at) for text, at in heads)
+    body = "".join(_ranked(one, analysis, low, high) for one in analysis.arms)
+    return (
+        f'<table><thead>{top}<tr><th class="name" scope="col">arm</th>{cells}</tr></thead>'
+        f"<tbody>{body}</tbody></table>"
+    )
+
+
+def _head(text: str, column: int | None) -> str:
+    if column is None:
+        return f'<th scope="col">{escape(text)}</th>'
+    button = f'<button type="button">{escape(text)}</button>'
+    return f'<th scope="col" data-column="{column}">{button}</th>'
+
+
+def _scale(analysis: Analysis) -> tuple[float, float]:
+    """From the lowest to the highest bound of all arms: the width of the interval column."""
+    bounds = [
+        bound
+        for one in analysis.arms
+        for interval in [one.student("final")]
+        for bound in (interval.low, interval.high, interval.mean)
+        if not math.isnan(bound)
+    ]
+    low, high = (min(bounds), max(bounds)) if bounds else (0.0, 1.0)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _ranked(one: ArmResult, analysis: Analysis, low: float, high: float) -> str:
+    share = analysis.variant.share
+    chosen = f'<span class="set">{escape(settings_text(one.settings))}</span>'
+    student = one.student("final")
+    cells = [
+        f'<th scope="row"><span class="key" data-key="{escape(one.arm.name)}"></span>'
+        f"{escape(one.arm.name)}{chosen if one.settings else ''}</th>",
+        _cell(student.mean, f"{number(student.mean, share=share)}{unit(share)}", "strong"),
+        f"<td>{_range(one, analysis, low, high)}"
+        f'<span class="small">{span(student, share=share)}</span></td>',
+        _cell(one.iqm("final"), f"{number(one.iqm('final'), share=share)}{unit(share)}"),
+        _cell(one.mean("area"), f"{number(one.mean('area'), share=share)}{unit(share)}"),
+        _cell(one.mean("kl"), number(one.mean("kl"))),
+        _cell(one.mean("step_seconds"), duration(one.mean("step_seconds"))),
+    ]
+    for i in range(len(analysis.targets)):
+        cost = one.reach(i)
+        part = f'{number(cost.kl)} <span class="small">({one.arrived(i)}/{len(one.runs)})</span>'
+        cells.append(_cell(cost.samples, number(cost.samples)))
+        cells.append(_cell(cost.seconds, duration(cost.seconds)))
+        cells.append(_cell(cost.kl, part))
+    warn = "warn" if one.failed else ""
+    cells.append(f'<td class="{warn}">{escape(lost(one))}</td>')
+    return f'<tr data-arm="{escape(one.arm.name)}">{"".join(cells)}</tr>'
+
+
+def _cell(value: float, text: str, kind: str = "") -> str:
+    worth = "" if not math.isfinite(value) else f"{value:.9g}"
+    return f'<td class="{kind}" data-v="{worth}">{text}</td>'
+
+
+def _range(one: ArmResult, analysis: Analysis, low: float, high: float) -> str:
+    """The interval as a bar, all arms on one scale."""
+    student = one.student("final")
+    if math.isnan(student.mean):
+        return ""
+    place = lambda x: f"{100 * (x - low) / (high - low):.1f}%"  # noqa: E731
+    number_of = _colour(analysis, one.arm.name)
+    bar = ""
+    if not math.isnan(student.low):
+        wide = f"{100 * (student.high - student.low) / (high - low):.1f}%"
+        bar = f'<i style="left:{place(student.low)};width:{wide}"></i>'
+    return (
+        f'<span class="range" style="color:var(--c{number_of})" aria-hidden="true">{bar}'
+        f'<b style="left:{place(student.mean)}"></b></span>'
+    )
+
+
+def _colour(analysis: Analysis, arm: str) -> int:
+    return arm_names(analysis).index(arm) % len(PALETTE)
+
+
+def arm_names(analysis: Analysis) -> list[str]:
+    """In the order of the plan: a colour stays with its arm when the ranking changes."""
+    planned = [arm.name for arm in analysis.comparison.arms]
+    return planned or [one.arm.name for one in analysis.arms]
+
+
+def _pairs(analysis: Analysis) -> str:
+    names = [one.arm.name for one in analysis.arms if one.runs]
+    if len(names) < 2:
+        return ""
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    rows = "".join(
+        f'<tr data-arm="{escape(a)}"><th scope="row"><span class="key" data-key="{escape(a)}">'
+        f"</span>{escape(a)}</th>{''.join(_against(analysis, a, b) for b in names)}</tr>"
+        for a in names
+    )
+    words = (
+        "Final score of the row minus that of the column, over the seeds both finished, with "
+        "Student's 95 % interval. Coloured where the interval excludes zero."
+    )
+    return (
+        f'<section id="pairs"><h2>Paired differences</h2><p class="lead">{words}</p>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Paired differences">'
+        f'<table class="matrix"><thead><tr><th class="name" scope="col">minus</th>{heads}</tr>'
+        f"</thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _against(analysis: Analysis, a: str, b: str) -> str:
+    if a == b:
+        return '<td class="self">·</td>'
+    pair, sign = analysis.pair(a, b), 1
+    if pair is None:
+        pair, sign = analysis.pair(b, a), -1
+    if pair is None or not pair.difference.seeds:
+        return '<td class="small">no common seed</td>'
+    share, d = analysis.variant.share, pair.difference.student
+    bounds = sorted((sign * d.low, sign * d.high))
+    kind = "" if not pair.winner else "win" if pair.winner == a else "lose"
+    shown = [number(x, share=share, signed=True) for x in (sign * d.mean, *bounds)]
+    interval = "one seed" if math.isnan(d.low) else f"{shown[1]} to {shown[2]}"
+    return (
+        f'<td class="{kind}" title="{count(pair.difference.seeds, "paired seed")}">{shown[0]}'
+        f"<small>{interval}</small></td>"
+    )
+
+
+def _figures(drawn: Sequence[Figure]) -> str:
+    sections = dict.fromkeys(one.section for one in drawn)
+    return "".join(
+        f"<section><h2>{escape(section)}</h2>"
+        f'<div class="plots">{"".join(_figure(one) for one in drawn if one.section == section)}'
+        "</div></section>"
+        for section in sections
+    )
+
+
+def _figure(one: Figure) -> str:
+    lead = " lead-figure" if one.key == "score" else ""
+    unit_text = f' <span class="unit">{escape(one.y)}</span>' if one.y else ""
+    return (
+        f'<figure class="card{lead}" id="fig-{escape(one.key)}"><h3>{escape(one.title)}'
+        f'{unit_text}</h3><div class="plot"></div>'
+        f'<figcaption class="caption">{escape(one.caption)}</figcaption></figure>'
+    )
+
+
+def _run(analysis: Analysis, number_of: int, run: Run) -> str:
+    measured = _measured(analysis, run)
+    share = analysis.variant.share
+    final = "" if measured is None else f"{number(measured.final, share=share)}{unit(share)}"
+    role = {"tune": "tuning", "report": "reported"}.get(run.role, "")
+    state = f'<span class="state {run.status}">{run.status}</span>'
+    seed = "" if run.seed is None else f"seed {run.seed}"
+    reason = f'<p class="reason">{escape(run.reason)}</p>' if run.reason else ""
+    return (
+        f'<details class="run" data-arm="{escape(run.name)}" data-seed="{run.seed}"><summary>'
+        f"<span>{escape(run.name)}</span><span>{seed}</span><span>{final}</span>"
+        f'<span class="small-text">{role}</span>'
+        f'<span class="small-text">{escape(settings_text(run.settings))}</span>{state}</summary>'
+        f'<div class="inside">{reason}{_command(run)}'
+        f'<p class="small-text">{escape(run.folder)}{_rows(run)}</p>{_config(run)}</div></details>'
+    )
+
+
+def _measured(analysis: Analysis, run: Run) -> Measured | None:
+    each = (one for result in analysis.arms for one in result.runs)
+    return next((one for one in each if one.run is run), None)
+
+
+def _rows(run: Run) -> str:
+    return f", {count(len(run.rows), 'row')} of metrics" if run.rows else ", no metrics"
+
+
+def _command(run: Run) -> str:
+    if not run.command:
+        return f'<p class="small-text">Made elsewhere ({escape(run.source)}).</p>'
+    return (
+        f'<div class="command"><pre>{escape(run.command)}</pre>'
+        '<button type="button" data-copy>Copy</button></div>'
+    )
+
+
+def _config(run: Run) -> str:
+    if not run.config:
+        return ""
+    text = yaml.safe_dump(plain(run.config), sort_keys=False, allow_unicode=True)
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _data(analysis: Analysis, drawn: Sequence[Figure]) -> dict[str, Any]:
+    """What the script draws."""
+    runs = analysis.comparison.runs
+    clocks = [_clock(run) for run in runs]
+    names = arm_names(analysis)
+    means = [_mean_clock([r for r in runs if r.name == name]) for name in names]
+    axes = ["step", *(a for a in ("samples", "seconds") if any(one and one[a] for one in means))]
+    return plain(
+        {
+            "arms": names,
+            "runs": [
+                {
+                    "arm": run.name,
+                    "seed": run.seed,
+                    "status": run.status,
+                    "role": run.role,
+                    "clock": one,
+                }
+                for run, one in zip(runs, clocks)
+            ],
+            "clocks": means,
+            "axes": axes,
+            "figures": drawn,
+        }
+    )
+
+
+def _clock(run: Run) -> dict[str, Any] | None:
+    """Samples and seconds spent up to a step."""
+    spent, drawn = clock(run), samples(run)
+    known = spent if len(spent.steps) else drawn
+    if not len(known.steps):
+        return None
+    steps = known.steps[np.unique(np.linspace(0, len(known.steps) - 1, 60).astype(int))]
+    return {
+        "step": digits(steps),
+        "seconds": digits(np.interp(steps, *spent)) if len(spent.steps) else None,
+        "samples": digits(np.interp(steps, *drawn)) if len(drawn.steps) else None,
+    }
+
+
+def _mean_clock(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """Of an arm's finished, reported runs."""
+    each = [_clock(run) for run in runs if run.status == "done" and run.role != "tune"]
+    found = [one for one in each if one is not None]
+    if not found:
+        return None
+    steps = max((one["step"] for one in found), key=lambda one: one[-1])
+    mean: dict[str, Any] = {"step": steps}
+    for axis in ("seconds", "samples"):
+        curves = [np.interp(steps, one["step"], one[axis]) for one in found if one[axis]]
+        mean[axis] = digits(np.mean(curves, axis=0)) if len(curves) == len(found) else None
+    return mean
+
+
+__all__ = ["arm_names", "comparison_page"]

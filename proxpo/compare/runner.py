@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from proxpo.compare.design import command, swept_settings, with_choices
 from proxpo.compare.plan import PLAN, Choice, Plan, PlannedRun, differences, read_plan, write_plan
@@ -23,6 +23,7 @@ TICK = 0.5  # seconds between looks at the runs
 GRACE = 60.0  # seconds a run has to finish its step and save when the comparison is stopped
 
 
+@runtime_checkable
 class Pool(Protocol):
     """Where runs are made: this machine or a cluster."""
 
@@ -35,6 +36,7 @@ class Pool(Protocol):
     def stop(self, *, grace: float) -> None: ...
 
 
+@runtime_checkable
 class Watch(Protocol):
     """Who is told: of every change of a run, and now and then of all of them."""
 

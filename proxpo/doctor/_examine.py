@@ -1,0 +1,151 @@
+"""Hosts are tried in processes of their own: one that hangs or crashes costs a line, not the rest.
+
+A process is given the names of hosts and answers with a line of JSON for each. When an answer does
+not come in time the process is killed, and another one goes on with the hosts after it.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import IO, Literal
+
+from proxpo.doctor._hosts import HOSTS, Host, fits, wanted
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What came out for one host.
+
+    detail: what was done and seen, or what went wrong; install: the line that helps
+    """
+
+    name: str
+    purpose: str
+    status: Literal["works", "broken", "missing"]
+    version: str = ""
+    detail: str = ""
+    install: str = ""
+    seconds: float = 0.0
+
+
+def examine(
+    hosts: Sequence[Host] = HOSTS, *, limit: float | None = None, told: Told = lambda name: None
+) -> list[Finding]:
+    """A finding for every host, in their order. `limit`: the most seconds for each, if smaller."""
+    findings: list[Finding] = []
+    for _, group in groupby(hosts, key=lambda host: host.process):
+        waiting = [replace(h, limit=min(h.limit, limit or h.limit)) for h in group]
+        findings += [_missing(host) for host in waiting if host.installed is None]
+        waiting = [host for host in waiting if host.installed is not None]
+        while waiting:
+            found = _in_a_process(waiting, told)
+            findings += found
+            waiting = waiting[len(found) :]
+    order = [host.name for host in hosts]
+    return sorted(findings, key=lambda finding: order.index(finding.name))
+
+
+def _missing(host: Host) -> Finding:
+    if host.name == "triton":
+        return Finding(
+            name=host.name,
+            purpose=host.purpose,
+            status="missing",
+            detail="comes with torch's builds for GPUs; everything runs without it",
+        )
+    return Finding(name=host.name, purpose=host.purpose, status="missing", install=host.install)
+
+
+def _in_a_process(hosts: list[Host], told: Told) -> list[Finding]:
+    """Findings of the first hosts of the list: all of them, unless the process is lost."""
+    found: list[Finding] = []
+    with tempfile.TemporaryFile("w+", errors="replace") as noise:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "proxpo.doctor._worker", *(host.name for host in hosts)],
+            stdout=subprocess.PIPE,
+            stderr=noise,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        try:
+            answers = _lines(process.stdout)  # type: ignore[arg-type]
+            for host in hosts:
+                told(host.name)
+                start = time.monotonic()
+                try:
+                    line = answers.get(timeout=host.limit)
+                    lost = "" if line else _ending(process, noise)
+                except queue.Empty:
+                    line, lost = None, f"no answer within {host.limit:g} s"
+                answer = json.loads(line) if line else {"error": lost}
+                found.append(_finding(host, answer, time.monotonic() - start))
+                if lost:
+                    break
+        finally:
+            _kill(process)
+    return found
+
+
+def _finding(host: Host, answer: dict[str, str], seconds: float) -> Finding:
+    package, version = host.installed or ("", "")
+    asked = wanted(package)
+    other = bool(asked) and not fits(version, asked)
+    finding = Finding(
+        name=host.name,
+        purpose=host.purpose,
+        status="broken" if "error" in answer else "works",
+        version=version,
+        detail=answer.get("error") or answer.get("detail", ""),
+        seconds=round(seconds, 1),
+    )
+    if finding.status == "broken":
+        return replace(finding, install=f"pip install '{package}{asked}'" if other else "")
+    if other:
+        note = f"tested with {asked}"
+        return replace(finding, detail="; ".join(filter(None, [finding.detail, note])))
+    return finding
+
+
+def _lines(stream: IO[str]) -> "queue.Queue[str | None]":
+    """Lines as they come; None at the end."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _ending(process: subprocess.Popen, noise: IO[str]) -> str:
+    code = process.wait()
+    noise.seek(0)
+    said = noise.read().strip().splitlines()
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"the process ended with {how}" + (f": {said[-1][:200]}" if said else "")
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """The process and whatever it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+__all__ = ["Finding", "examine"]

@@ -1,6 +1,7 @@
 """The command line, where a user's mistake costs one line and never a traceback.
 
-Exit codes: 0 done, 1 the reader of the output has gone, 2 the input is wrong, 130 interrupted.
+Exit codes: 0 done, 1 something does not work (doctor) or the reader of the output has gone, 2 the
+input is wrong, 130 interrupted.
 """
 
 import os

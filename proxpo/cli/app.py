@@ -244,4 +244,14 @@ def report_command(
     write_reports(runs, out)
 
 
+@app.command("doctor")
+def doctor_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """What works on this machine: every host is tried, and what is missing gets its pip line."""
+    from proxpo.cli.doctoring import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=as_json))
+
+
 __all__ = ["app"]

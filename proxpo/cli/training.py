@@ -1,15 +1,24 @@
 """`proxpo train`: a config, a progress bar on the way, and what was reached at the end."""
 
 import logging
+import math
 import os
+import signal
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+QUIET = 30.0  # seconds without a line in a log
+SCORES = {"reward": "reward", "proxpo/eval/accuracy": "accuracy", "proxpo/eval/kl": "KL"}
 
 
 def run_training(
@@ -17,27 +26,38 @@ def run_training(
 ) -> None:
     """Train and report; every mistake in the settings is found before anything is written."""
     from proxpo.train.config import load_config
+    from proxpo.train.resume import own_config
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    noted = partial(_note, console)
+    if resume:
+        source, overrides = own_config(source, overrides, noted=noted)
     config = load_config(source, settings, overrides=overrides)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.filterwarnings("ignore", module="torch")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    _quieten()
     console.print(
         f"[bold]{config.method}[/bold] on {config.task.name}, model {config.model.name}, "
         f"{config.train.steps} steps -> {config.folder}"
     )
     with console.status("loading"):
         from proxpo.train.loop import train
-    with _bar(console, config.train.steps) as (told, every_step):
-        summary = train(
-            config,
-            resume=resume,
-            told=told,
-            noted=lambda line: console.print(f"[dim]{line}[/dim]"),
-            every_step=every_step,
-        )
+    shown = _bar if console.is_terminal else _log
+    with shown(console, config.train.steps) as (told, every_step):
+        summary = train(config, resume=resume, told=told, noted=noted, every_step=every_step)
+    if "stopped" in summary:
+        raise typer.Exit(128 + signal.Signals[summary["stopped"]])
     _show(console, summary)
+
+
+def _note(console: Console, line: str) -> None:
+    console.print(line, style="dim", markup=False)
+
+
+def _quieten() -> None:
+    """What libraries say while loading is not for the reader of a training log."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", module="torch")
+    for library in ("transformers", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def explain_settings() -> None:
@@ -62,7 +82,7 @@ def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[scores]}"),
     )
-    seen: dict[str, float] = {}
+    scores = _Scores()
     with Progress(*columns, console=console, transient=False) as progress:
         bar = progress.add_task("starting", total=steps, scores="")
 
@@ -70,18 +90,40 @@ def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
             progress.update(bar, description=phase)
 
         def every_step(step: int, metrics: dict[str, Any]) -> None:
-            wanted = {
-                "reward": "reward",
-                "proxpo/eval/accuracy": "accuracy",
-                "proxpo/eval/kl": "KL",
-            }
-            seen.update(
-                {label: metrics[name] for name, label in wanted.items() if metrics.get(name)}
-            )
-            scores = "  ".join(f"{label} {float(value):.3f}" for label, value in seen.items())
-            progress.update(bar, completed=step, scores=scores)
+            progress.update(bar, completed=step, scores=scores.text(metrics))
 
         yield told, every_step
+
+
+@contextmanager
+def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
+    """For files and pipes: a plain line at every evaluation, and when it has been quiet long."""
+    scores = _Scores()
+    start = last = time.monotonic()
+
+    def every_step(step: int, metrics: dict[str, Any]) -> None:
+        nonlocal last
+        text, now = scores.text(metrics), time.monotonic()
+        if step == steps or "proxpo/eval/accuracy" in metrics or now - last > QUIET:
+            console.print(f"step {step}/{steps}  {now - start:.0f} s  {text}", markup=False)
+            console.file.flush()
+            last = now
+
+    yield (lambda phase, done, total: None), every_step
+
+
+class _Scores:
+    """The latest value of what tells whether a run goes well."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def text(self, metrics: dict[str, Any]) -> str:
+        for name, label in SCORES.items():
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
+                self._seen[label] = float(value)
+        return "  ".join(f"{label} {value:.3f}" for label, value in self._seen.items())
 
 
 def _show(console: Console, summary: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,9 +74,7 @@ def save_checkpoint(
         _move_into_place(working, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(working, ignore_errors=True)
-        raise ProxpoError(
-            f"checkpoint {final} could not be written: {_reason(error)}; earlier ones are intact"
-        ) from error
+        raise ProxpoError(f"checkpoint {final} could not be written: {_reason(error)}") from error
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
@@ -205,7 +204,8 @@ def _reason(error: Exception) -> str:
         return (
             f"{error.strerror} ({Path(error.filename).name})" if error.filename else error.strerror
         )
-    return " ".join(str(error).split()) or type(error).__name__
+    said = re.search(r"I/O error: (.+) \(os error \d+\)", str(error))  # safetensors' words for it
+    return said[1] if said else " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass
@@ -218,8 +218,14 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signal(*signals: signal.Signals) -> Iterator[StopRequest]:
-    """SIGTERM sets a flag, looked at between steps; a second one ends the process at once."""
+    """SIGTERM sets a flag, looked at between steps; a second one ends the process at once.
+
+    Outside the main thread, where Python takes no signals, the flag stays down.
+    """
     request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
     before: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: Any) -> None:

@@ -36,28 +36,23 @@ def evaluate(
     pool: RewardPool,
     exam: Examination,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Greedy accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers."""
+    """Greedy accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers.
+
+    With no samples (k = 0), KL and entropy are those along the greedy answers.
+    """
     prompts = [task.encode(problem, policy.tokenizer) for problem in exam.problems]
     best = rollout.sample(
         prompts, seeds=[0] * len(prompts), max_tokens=exam.max_tokens, temperature=0.0
     )
     texts, outcomes = grade(policy, pool, exam.problems, best)
     greedy = _right(outcomes)
-    k = exam.samples
-    drawn = rollout.sample(
-        [prompt for prompt in prompts for _ in range(k)],
-        seeds=[derive(exam.seed, "eval", i // k, i % k) for i in range(k * len(prompts))],
-        max_tokens=exam.max_tokens,
-        temperature=exam.temperature,
-    )
-    repeated = [problem for problem in exam.problems for _ in range(k)]
-    sampled = _right(grade(policy, pool, repeated, drawn)[1])
-    hits = sampled.view(-1, k).sum(dim=1)
+    drawn, chances = best, {}
+    if exam.samples:
+        drawn, chances = _drawn(policy, rollout, pool, exam, prompts)
     kl, entropy = distance(policy, initial, drawn, exam)
     numbers = {
         "eval/accuracy": float(greedy.mean()),
-        f"eval/avg@{k}": float(sampled.mean()),
-        **{f"eval/pass@{n}": pass_at(hits, k, n) for n in _powers(k)},
+        **chances,
         "eval/entropy": entropy,
         "eval/mean_length": float(drawn.mask.sum(dim=1).float().mean()),
     }
@@ -68,6 +63,24 @@ def evaluate(
         for p, t, r in list(zip(exam.problems, texts, greedy))[:8]
     ]
     return numbers, shown
+
+
+def _drawn(
+    policy: Policy, rollout: Rollout, pool: RewardPool, exam: Examination, prompts: list[list[int]]
+) -> tuple[Samples, dict[str, float]]:
+    """k answers to every problem, and how often they are right."""
+    k = exam.samples
+    drawn = rollout.sample(
+        [prompt for prompt in prompts for _ in range(k)],
+        seeds=[derive(exam.seed, "eval", i // k, i % k) for i in range(k * len(prompts))],
+        max_tokens=exam.max_tokens,
+        temperature=exam.temperature,
+    )
+    repeated = [problem for problem in exam.problems for _ in range(k)]
+    sampled = _right(grade(policy, pool, repeated, drawn)[1])
+    hits = sampled.view(-1, k).sum(dim=1)
+    chances = {f"eval/pass@{n}": pass_at(hits, k, n) for n in _powers(k)}
+    return drawn, {f"eval/avg@{k}": float(sampled.mean()), **chances}
 
 
 def pass_at(hits: Float[Tensor, " problem"], samples: int, k: int) -> float:

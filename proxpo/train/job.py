@@ -15,6 +15,7 @@ from proxpo.train.collect import Source
 from proxpo.train.config import Config, as_dict
 from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
+from proxpo.train.faults import is_out_of_memory
 from proxpo.train.learner import Learner, needs
 from proxpo.train.models import Policy, load_policy
 from proxpo.train.rewards import RewardPool
@@ -123,12 +124,22 @@ def save(job: Job, root: Path) -> Path:
 
 
 def restore(job: Job, found: Checkpoint) -> None:
-    """Put a freshly built job where the checkpoint was taken."""
+    """Put a freshly built job where the checkpoint was taken; refused where it does not fit."""
+    try:
+        _restore(job, found)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ProxpoError(
+            f"{found.path} does not fit these settings ({reason}): resume with those the run was "
+            "started with, or start another with --out"
+        ) from error
+
+
+def _restore(job: Job, found: Checkpoint) -> None:
     learner, parts, info = job.learner, found.parts, found.info
-    own = dict(learner.policy.model.named_parameters())
-    with torch.no_grad():
-        for name, value in parts["weights"].items():
-            own[name].copy_(value)
+    _fill(learner.policy.model, parts["weights"])
     learner.optimizer.load_state_dict(parts["optimizer"])
     learner.state = parts["recipe"]
     if learner.transform is not None:
@@ -142,6 +153,18 @@ def restore(job: Job, found: Checkpoint) -> None:
     job.source.cursor, job.tokens = info["cursor"], info["tokens"]
     job.seconds, job.skipped, job.before = info["seconds"], info["skipped"], info["before"]
     job.rollout.sync()
+
+
+def _fill(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Every trained weight from the checkpoint, which must have these and no others."""
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if own.keys() != weights.keys():
+        raise ValueError(f"it holds {len(weights)} trained weights, this model has {len(own)}")
+    for name, value in weights.items():
+        if own[name].shape != value.shape:
+            raise ValueError(f"{name} is {list(value.shape)}, not {list(own[name].shape)}")
+        with torch.no_grad():
+            own[name].copy_(value)
 
 
 def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) -> Learner:

@@ -1,27 +1,34 @@
 """The whole job on one page: sample, reward, update, evaluate, log, checkpoint."""
 
-import json
+import math
+import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
+from proxpo.train import folder
 from proxpo.train.checkpoint import load_latest, stop_on_signal
 from proxpo.train.collect import Collected, Sampling, collect
 from proxpo.train.config import Config, as_dict, changes, write_config
 from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
+from proxpo.train.faults import Progress, explained
+from proxpo.train.finish import finish
 from proxpo.train.job import Job, build, restore, save
 from proxpo.train.learner import needs
-from proxpo.train.picture import write_pictures
 from proxpo.train.rollouts import agreement
-from proxpo.train.sinks import make_sinks, public_names
+from proxpo.train.sinks import JsonLines, Sinks, make_sinks, public_names
 from proxpo.train.update import update
 
 Told = Callable[[str, int, int], None]
 Noted = Callable[[str], None]
+EveryStep = Callable[[int, dict[str, Any]], None]
+
+
+class _Stopped(Exception):
+    """A rollout given up because the run was asked to stop; nothing has changed by it."""
 
 
 def train(
@@ -30,71 +37,128 @@ def train(
     resume: bool = False,
     told: Told = lambda phase, done, total: None,
     noted: Noted = lambda line: None,
-    every_step: Callable[[int, dict[str, Any]], None] = lambda step, metrics: None,
+    every_step: EveryStep = lambda step, metrics: None,
 ) -> dict[str, Any]:
     """Train, leaving config.yaml, metrics.jsonl, samples.jsonl, checkpoints and pictures behind.
 
     `told(phase, done, total)` follows the work inside a step, `every_step` gets its metrics and
-    `noted` lines worth reading. Returns the summary, which is also in summary.json.
+    `noted` lines worth reading. Returns the summary, which is also in summary.json; a run that a
+    signal stopped returns {"stopped", "steps", "out"} instead and writes none.
     """
     out = Path(config.folder)
-    found = _place(out, config, resume=resume, noted=noted)
-    job = build(config)
-    try:
-        if found is not None:
-            restore(job, found)
-        write_config(config, out / "config.yaml")
-        return _run(job, out, told=told, noted=noted, every_step=every_step)
-    finally:
-        job.close()
+    with folder.held(out, noted=noted), explained(out, config) as at:
+        found = _found(out, config, resume=resume, noted=noted)
+        job = build(config)
+        try:
+            if found is not None:
+                restore(job, found)
+            return _run(job, out, at, told=told, noted=noted, every_step=every_step)
+        finally:
+            job.close()
 
 
-def _run(job: Job, out: Path, *, told: Told, noted: Noted, every_step: Callable) -> dict[str, Any]:
-    config = job.config
-    started = job.step
-    with (
-        stop_on_signal() as stop,
-        make_sinks(
-            out,
-            config.log.sinks,
-            resume_at=job.step if started else None,
-            project=config.log.project,
-            config=as_dict(config),
-        ) as sinks,
-        _lines(out / "samples.jsonl", resume_at=job.step and job.step + len(job.waiting)) as show,
-    ):
-        if not started:
+def _run(
+    job: Job, out: Path, at: Progress, *, told: Told, noted: Noted, every_step: EveryStep
+) -> dict[str, Any]:
+    with stop_on_signal(signal.SIGTERM, signal.SIGINT) as stop:
+        fresh = not job.before
+        at.step = job.step
+        if fresh:  # before anything is written: much that is wrong with the input shows here
+            at.phase = "evaluate"
             _check_sampler(job, noted)
             metrics, answers = _examine(job)
             job.before = {"metrics": metrics, "answers": answers}
-            sinks.write(0, metrics)
-            save(job, out / "checkpoints")
-        while job.step < config.train.steps and not stop.requested:
-            metrics = _step(job, told, show)
-            if _due(job.step, config.evaluate.every, config.train.steps):
-                told("evaluating", 0, 1)
-                metrics |= _examine(job)[0]
-            sinks.write(job.step, metrics)
-            every_step(job.step, public_names(metrics))
-            if stop.requested or _due(job.step, config.checkpoint.every, config.train.steps):
-                told("saving", 0, 1)
+        at.phase = "logging"
+        folder.begin(out)
+        write_config(job.config, out / "config.yaml")
+        resume_at = None if fresh else job.step
+        drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
+        with (
+            _sinks(job, out, resume_at, noted) as sinks,
+            JsonLines(out / "samples.jsonl", resume_at=drawn, noted=noted) as samples,
+        ):
+            if fresh:
+                sinks.write(0, job.before["metrics"])
                 save(job, out / "checkpoints")
-    if stop.requested:
-        noted(f"stopped by {stop.by} after step {job.step}; --resume continues from there")
-    return _finish(job, out)
+
+            def ask(phase: str, done: int, total: int) -> None:
+                if stop.requested:
+                    raise _Stopped
+                told(phase, done, total)
+
+            examined = _steps(job, out, at, sinks, samples, ask, told, noted, every_step)
+        if job.step < job.config.train.steps:
+            noted(f"stopped by {stop.by} after step {job.step}; --resume continues from there")
+            return {"stopped": stop.by, "steps": job.step, "out": str(out)}
+    at.phase = "finish"
+    return finish(job, out, examined or _examine(job), noted=noted)
 
 
-def _step(job: Job, told: Told, show: Callable[[dict], None]) -> dict[str, float]:
+def _steps(
+    job: Job,
+    out: Path,
+    at: Progress,
+    sinks: Sinks,
+    samples: JsonLines,
+    ask: Told,
+    told: Told,
+    noted: Noted,
+    every_step: EveryStep,
+) -> tuple[dict[str, float], list[dict]] | None:
+    """Step by step to the end, or until `ask` says stop; the last evaluation, if there was one."""
+    config, saved, examined = job.config, job.step, None
+    while job.step < config.train.steps:
+        at.step = job.step
+        try:
+            metrics = _step(job, at, ask, told, samples)
+        except _Stopped:
+            break
+        if not math.isfinite(metrics["grad_norm"]):
+            noted(f"step {job.step}: an update was left out, its gradient was not finite")
+        if _due(job.step, config.evaluate.every, config.train.steps):
+            at.phase = "evaluate"
+            told("evaluating", 0, 1)
+            examined = _examine(job)
+            metrics |= examined[0]
+        at.phase = "logging"
+        sinks.write(job.step, metrics)
+        every_step(job.step, public_names(metrics))
+        if _due(job.step, config.checkpoint.every, config.train.steps):
+            at.phase = "checkpoint"
+            told("saving", 0, 1)
+            save(job, out / "checkpoints")
+            saved = job.step
+    if saved != job.step:
+        at.phase = "checkpoint"
+        save(job, out / "checkpoints")
+    return examined
+
+
+def _sinks(job: Job, out: Path, resume_at: int | None, noted: Noted) -> Sinks:
+    log, plain = job.config.log, as_dict(job.config)
+    return make_sinks(
+        out, log.sinks, resume_at=resume_at, project=log.project, config=plain, noted=noted
+    )
+
+
+def _step(job: Job, at: Progress, ask: Told, told: Told, samples: JsonLines) -> dict[str, float]:
     """One step: a rollout (of this policy or, with a lag, of an earlier one) and its updates."""
     clock = _Clock()
     before = job.learner.version
+    at.phase = "rollout"
     while len(job.waiting) <= job.config.train.off_policy_lag:
-        number = job.step + len(job.waiting)
-        drawn = _sample(job, number, told)
+        number, cursor = job.step + len(job.waiting), job.source.cursor
+        try:
+            ask("sampling", 0, 1)
+            drawn = _sample(job, number, ask)
+        except _Stopped:
+            job.source.cursor = cursor
+            raise
         job.waiting.append(drawn.experience)
         for line in drawn.shown[: job.config.log.samples]:
-            show(line)
+            samples.append(line)
     clock.lap("rollout")
+    at.phase = "update"
     told("updating", 0, 1)
     metrics = update(job, job.waiting.pop(0))
     clock.lap("update")
@@ -164,12 +228,8 @@ def _check_sampler(job: Job, noted: Noted) -> None:
         )
 
 
-def _place(out: Path, config: Config, *, resume: bool, noted: Noted) -> Any:
-    """The folder of the run, and the checkpoint to continue from if there is one."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ProxpoError(f"{out} cannot be created: {error.strerror}") from None
+def _found(out: Path, config: Config, *, resume: bool, noted: Noted) -> Any:
+    """The checkpoint to continue from, if there is one."""
     found = load_latest(out / "checkpoints")
     if found is None:
         return None
@@ -190,48 +250,6 @@ def _place(out: Path, config: Config, *, resume: bool, noted: Noted) -> Any:
     return found
 
 
-def _finish(job: Job, out: Path) -> dict[str, Any]:
-    """summary.json, curves.png, report.html."""
-    metrics, answers = _examine(job)
-    first = job.before["metrics"]
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    summary = {
-        "method": job.config.method,
-        "model": job.config.model.name,
-        "task": job.config.task.name,
-        "seed": job.config.seed,
-        "steps": job.step,
-        "accuracy_before": first["eval/accuracy"],
-        "accuracy_after": metrics["eval/accuracy"],
-        "sampled_before": _sampled(first),
-        "sampled_after": _sampled(metrics),
-        "kl": metrics.get("eval/kl"),
-        "entropy": metrics["eval/entropy"],
-        "tokens": job.tokens,
-        "seconds": round(job.seconds, 3),
-        "tokens_per_second": round(job.tokens / max(job.seconds, 1e-9), 1),
-        "out": str(out),
-        "config": as_dict(job.config),
-    }
-    pairs = [
-        {
-            "prompt": b["prompt"],
-            "before": b["completion"],
-            "after": a["completion"],
-            "answer": b["answer"],
-        }
-        for b, a in zip(job.before["answers"], answers)
-    ]
-    title = f"{job.config.method} on {job.config.task.name}, {job.config.model.name}"
-    (out / "summary.json").write_text(json.dumps(summary | {"samples": pairs}, indent=1))
-    write_pictures(out, rows, title=title, summary=summary, samples=pairs)
-    return summary | {"samples": pairs}
-
-
-def _sampled(metrics: dict[str, float]) -> float | None:
-    return next((value for name, value in metrics.items() if name.startswith("eval/avg@")), None)
-
-
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
@@ -250,23 +268,6 @@ class _Clock:
     @property
     def total(self) -> float:
         return self.mark - self.start
-
-
-@contextmanager
-def _lines(path: Path, *, resume_at: int) -> Iterator[Callable[[dict], None]]:
-    """Append JSON lines; what a resumed run will write again is cut off first."""
-    kept: list[str] = []
-    if resume_at and path.exists():
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] < resume_at]
-    with path.open("w") as file:
-        file.writelines(kept)
-
-        def show(row: dict) -> None:
-            file.write(json.dumps(row, default=str) + "\n")
-            file.flush()
-
-        yield show
 
 
 __all__ = ["train"]

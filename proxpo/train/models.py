@@ -7,9 +7,11 @@ Weights that are trained are float32; on a GPU the arithmetic is bfloat16 (`poli
 that small steps are not rounded away. Code that a model brings along is never run.
 """
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
@@ -85,6 +87,10 @@ def load_policy(
     with _quiet(logging):
         model = _load(auto.AutoModelForCausalLM, name, source, dtype=stored)
         tokenizer = _load(auto.AutoTokenizer, name, source)
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise ProxpoError(
+            f"model '{name}' comes without a tokenizer: expected tokenizer.json beside config.json"
+        )
     ends = _eos_ids(name, model, tokenizer)
     context = _context(model, tokenizer)
     if lora is not None:
@@ -148,7 +154,26 @@ def _source(name: str) -> str:
         raise ProxpoError(f"model '{name}': no such folder")
     if "/" not in name:
         raise ProxpoError(f"unknown model '{name}'{nearest(name, ['tiny', 'smollm2'])}")
+    _check_hub(name)
     return name
+
+
+def _check_hub(name: str) -> None:
+    """Ask once whether the hub has the model, instead of minutes of attempts to load it."""
+    hub = importlib.import_module("huggingface_hub")
+    if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    what = f"model '{name}' is no folder here, nor in the cache of Hugging Face"
+    try:
+        hub.HfApi().model_info(name, timeout=10)
+    except hub.errors.GatedRepoError:
+        raise ProxpoError(f"{what}, and the hub wants a login for it: hf auth login") from None
+    except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
+        raise ProxpoError(f"{what}, nor on the hub; check its name") from None
+    except Exception as error:
+        raise ProxpoError(
+            f"{what}, and the hub cannot be reached ({type(error).__name__}): give a folder"
+        ) from None
 
 
 def _load(auto_class: Any, name: str, source: str, **options: Any) -> Any:
@@ -233,7 +258,7 @@ def _unpack(gguf: Path, target: Path) -> None:
     """
     auto, logging = _transformers()
     where: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
-    with _quiet(logging):
+    with _quiet(logging), contextlib.redirect_stderr(io.StringIO()):  # a bar of transformers' own
         model = auto.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
         tokenizer = auto.AutoTokenizer.from_pretrained(gguf.parent, **where)
     if hasattr(model.config, "quantization_config"):

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from proxpo.files import write_whole
+
 Rows = Sequence[Mapping[str, Any]]
 INK, GRID = "#1f2430", "#d9dde5"
 COLOURS = ("#2f6fed", "#e4572e", "#2a9d8f", "#8a4fbf", "#c98a00", "#5c6b7a")
@@ -78,8 +80,8 @@ def write_pictures(
 ) -> None:
     """curves.png and report.html in the run's folder."""
     figure = draw(rows, title=title)
-    _replace(run / "curves.png", _image(figure, "png", dpi=150))
-    _replace(run / "report.html", page(figure, title, summary, samples).encode())
+    write_whole(run / "curves.png", _image(figure, "png", dpi=150))
+    write_whole(run / "report.html", page(figure, title, summary, samples).encode())
 
 
 def page(figure: Any, title: str, summary: Mapping[str, Any], samples: Sequence[Mapping]) -> str:
@@ -126,12 +128,6 @@ def _image(figure: Any, kind: str, **options: Any) -> bytes:
             buffer, format=kind, metadata={"Date": None} if kind == "svg" else {}, **options
         )
     return buffer.getvalue()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    draft = path.with_suffix(path.suffix + ".draft")
-    draft.write_bytes(content)
-    draft.replace(path)
 
 
 def _text(value: Any) -> str:

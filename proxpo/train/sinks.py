@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from proxpo.errors import ProxpoError, resolve
+from proxpo.files import write_whole
 
 # What TRL's GRPOTrainer logs under these names; a trailing / stands for a whole family.
 TRL_NAMES = (
@@ -37,6 +38,7 @@ RENAMED = {
     "kl/ref": "kl",
 }
 PLAIN = ("step", "time")
+Noted = Callable[[str], None]
 
 
 @runtime_checkable
@@ -73,19 +75,24 @@ def as_number(value: Any) -> int | float | None:
 
 
 class JsonLines:
-    """One flushed line of JSON per step; those after step `resume_at` are cut off on resuming."""
+    """One flushed line of JSON per row; those after step `resume_at` are cut off on resuming."""
 
-    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, resume_at: int | None = None, noted: Noted = lambda line: None
+    ) -> None:
         self.path = Path(path)
         with self._clear_errors():
+            kept = _kept(self.path, -1 if resume_at is None else resume_at, noted)
+            write_whole(self.path, kept)
             # Unbuffered: a line that could not be written must not be tried again on closing.
-            self._file = self.path.open("a+b", buffering=0)
-            self._file.seek(0)
-            self._file.truncate(0 if resume_at is None else _end_of(self._file.read(), resume_at))
+            self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        row = {"step": step} | {name: as_number(value) for name, value in metrics.items()}
-        line = json.dumps(row).encode() + b"\n"
+        self.append({"step": step} | {name: as_number(value) for name, value in metrics.items()})
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write any row; values JSON does not know become text."""
+        line = json.dumps(row, default=str).encode() + b"\n"
         with self._clear_errors():
             while line:
                 line = line[self._file.write(line) :]
@@ -93,26 +100,55 @@ class JsonLines:
     def close(self) -> None:
         self._file.close()
 
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @contextlib.contextmanager
     def _clear_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise ProxpoError(f"{self.path} cannot be written: {error.strerror}") from None
+            raise ProxpoError(f"{self.path} cannot be written: {error.strerror}") from error
 
 
-def _end_of(text: bytes, resume_at: int) -> int:
-    """Where the lines up to and including step `resume_at` end; a half-written line ends them."""
-    end = 0
-    for line in text.splitlines(keepends=True):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            break
-        if not line.endswith(b"\n") or step > resume_at:
-            break
-        end += len(line)
-    return end
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; what is no row with a step is passed over."""
+    rows = (_row(line) for line in path.read_bytes().splitlines(keepends=True))
+    return [row for row in rows if row is not None]
+
+
+def _kept(path: Path, resume_at: int, noted: Noted) -> bytes:
+    """The whole lines up to and including step `resume_at`; lost ones are told.
+
+    The last line may have been half-written by a kill, and its step comes again: no loss.
+    """
+    if resume_at < 0:
+        return b""
+    if not path.exists():
+        noted(f"{path} is missing: the new one begins after step {resume_at}")
+        return b""
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = [_row(line) for line in lines]
+    damaged = sum(row is None for row in rows[:-1])
+    if damaged:
+        noted(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out")
+    return b"".join(
+        line for line, row in zip(lines, rows) if row is not None and row["step"] <= resume_at
+    )
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if whole else None
 
 
 class TensorBoard:
@@ -179,6 +215,7 @@ def make_sinks(
     resume_at: int | None = None,
     project: str = "proxpo",
     config: Mapping[str, Any] | None = None,
+    noted: Noted = lambda line: None,
 ) -> Sinks:
     """metrics.jsonl in the run's folder, and the sinks asked for by name."""
     makers: dict[str, Callable[[], Sink]] = {
@@ -188,7 +225,10 @@ def make_sinks(
     }
     chosen = [resolve(name, makers, what="sink") for name in names]
     return Sinks(
-        [JsonLines(run / "metrics.jsonl", resume_at=resume_at), *(makers[n]() for n in chosen)]
+        [
+            JsonLines(run / "metrics.jsonl", resume_at=resume_at, noted=noted),
+            *(makers[n]() for n in chosen),
+        ]
     )
 
 
@@ -201,4 +241,13 @@ def _package(module: str, package: str) -> Any:
         ) from None
 
 
-__all__ = ["JsonLines", "Sink", "Sinks", "TensorBoard", "Tracker", "make_sinks", "public_names"]
+__all__ = [
+    "JsonLines",
+    "Sink",
+    "Sinks",
+    "TensorBoard",
+    "Tracker",
+    "make_sinks",
+    "public_names",
+    "read_rows",
+]

@@ -32,7 +32,7 @@ SMALL = [
 def _pictures_once(request, monkeypatch):
     """Drawing takes longer than these runs; one test draws and looks at the files."""
     if request.node.name != "test_the_run_leaves_what_it_promises":
-        monkeypatch.setattr("proxpo.train.loop.write_pictures", lambda *_, **__: None)
+        monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
 
 
 def config_of(out: Path, *sets: str, **overrides):

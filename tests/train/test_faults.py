@@ -1,0 +1,578 @@
+"""Everything that can go wrong with a run: one line that explains it, and nothing lost by it."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proxpo.cli import main
+from proxpo.errors import ProxpoError
+from proxpo.train import folder
+from proxpo.train.checkpoint import load_latest
+from proxpo.train.config import load_config, presets
+from proxpo.train.loop import train
+from proxpo.train.models import TINY
+
+SMALL = [
+    "prompts_per_step=2",
+    "samples_per_prompt=4",
+    "rollout.max_tokens=5",
+    "evaluate.size=4",
+    "evaluate.k=2",
+    "evaluate.every=0",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(request, monkeypatch):
+    """Drawing takes longer than these runs; it is looked at where curves are the point."""
+    if "curves" not in request.node.name:
+        monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
+
+
+def command(out: Path, *more: str, small: bool = True) -> list[str]:
+    sets = [word for one in (SMALL if small else []) for word in ("--set", one)]
+    return ["train", *sets, "--method", "grpo", "--out", str(out), *more]
+
+
+def config_of(out: Path, *sets: str, method: str = "grpo"):
+    return load_config(None, [*SMALL, *sets], overrides={"out": str(out), "method": method})
+
+
+def rows_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(out: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(out)]
+
+
+def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
+
+
+def same_run(a: Path, b: Path, step: int) -> bool:
+    one, other = weights_of(a, step), weights_of(b, step)
+    return curve(a) == curve(b) and all(torch.equal(other[name], one[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """Four steps without interruption."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
+        train(config_of(out, "steps=4"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory, straight) -> Path:
+    """The same run, stopped after two steps."""
+    out = tmp_path_factory.mktemp("halfway") / "run"
+    hook = at_phase("sampling", lambda: os.kill(os.getpid(), signal.SIGTERM), step=2)
+    assert train(config_of(out, "steps=4"), **hook)["stopped"] == "SIGTERM"
+    return out
+
+
+def at_phase(wanted: str, act, *, step: int) -> dict:
+    """Callbacks for `train` that call `act` once, in a phase of the step after `step`."""
+    done, acted = [step == 0], []
+
+    def told(phase: str, *_: int) -> None:
+        if phase == wanted and done[-1] and not acted:
+            acted.append(True)
+            act()
+
+    return {"told": told, "every_step": lambda number, _: done.append(number >= step)}
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A folder of things that are wrong."""
+    place = tmp_path_factory.mktemp("inputs")
+    for name in ("noeos", "notok"):
+        shutil.copytree(TINY, place / name)
+    for file in (place / "notok").glob("*token*"):
+        file.unlink()
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        tree = json.loads((place / "noeos" / name).read_text())
+        kept = {key: value for key, value in tree.items() if "eos" not in key and "pad" not in key}
+        (place / "noeos" / name).write_text(json.dumps(kept))
+    (place / "syntax.py").write_text("def score(prompts, completions:\n    pass\n")
+    (place / "rewards.py").write_text(
+        "def score(prompts, completions, **_): return [1.0]\n"
+        "def odd(a, b): return 1\n"
+        "def broken(prompts, completions, **_): return 1 / 0\n"
+    )
+    (place / "empty.jsonl").write_text("")
+    (place / "long.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}" * 300, "answer": "1"}) + "\n" for i in range(4))
+    )
+    (place / "bad.yaml").write_text("train: {steps: [\n")
+    (place / "unknown.yaml").write_text("trian: {steps: 3}\n")
+    (place / "file").write_text("")
+    return place
+
+
+BAD = {
+    "--model ./nowhere": "model './nowhere': no such folder",
+    "--model tinny": "unknown model 'tinny'; did you mean 'tiny'?",
+    "--model no-such/model": "model 'no-such/model' is no folder here, nor in the cache",
+    "--model notok": "model 'notok' comes without a tokenizer: expected tokenizer.json",
+    "--model ./noeos": "model './noeos': its tokenizer has no end-of-sequence token",
+    "--task arithmetik": "unknown task 'arithmetik'; did you mean 'arithmetic'?",
+    "--task empty.jsonl --set task.reward=exact": "empty.jsonl is empty: expected one JSON object",
+    "--task long.jsonl --set task.reward=exact": "prompts are longer than 32 tokens",
+    "--task long.jsonl --set task.reward=exact --set max_prompt=900": "context of 256",
+    "--set task.reward=syntax.py:score": "syntax.py, line 1: '(' was never closed",
+    "--set task.reward=rewards.py:scor": "has no function 'scor'; did you mean 'score'?",
+    "--set task.reward=rewards.py:odd": "takes (a, b); expected TRL's signature",
+    "--set task.reward=rewards.py:broken": "ZeroDivisionError: division by zero (rewards.py:3)",
+    "--set lrr=1": "unknown setting 'lrr'; did you mean 'lr'?",
+    "bad.yaml": "bad.yaml:2: expected the node content",
+    "unknown.yaml": "unknown setting 'trian'; did you mean 'train'?",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_costs_one_line_and_leaves_nothing(words, inputs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(inputs)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = words.replace("--model notok", f"--model {inputs / 'notok'}").split()
+    out = tmp_path / "deep" / "run"
+    code = main([*command(out), "--set", "max_prompt=32", *arguments])
+    told = capsys.readouterr()
+    wanted = BAD[words].replace("'notok'", f"'{inputs / 'notok'}'")
+    assert (code, told.err.count("\n")) == (2, 1)
+    assert wanted in told.err
+    assert "Traceback" not in told.out
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("out", ["file", "file/run", "/proc/run"])
+def test_a_place_that_cannot_be_a_folder(out, inputs, monkeypatch, capsys):
+    monkeypatch.chdir(inputs)
+    assert main(command(Path(out))) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"proxpo: out: {out} ")
+    assert told.count("\n") == 1
+    assert (inputs / "file").read_text() == ""
+
+
+# The disk ------------------------------------------------------------------------------------
+
+
+class Limit:
+    """The kernel refuses to let any file grow beyond a size."""
+
+    full = "File too large"
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.before = place, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def squeeze(self, free: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (free, self.before[1]))
+
+    def relax(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+    close = relax
+
+
+class Mounted:
+    """A file system of its own, with little room."""
+
+    full = "No space left on device"
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], check=True)
+
+    def squeeze(self, free: int) -> None:
+        room = os.statvfs(self.place)
+        with (self.place / "ballast").open("wb") as file:
+            file.write(b"x" * (room.f_bavail * room.f_frsize - free))
+
+    def relax(self) -> None:
+        (self.place / "ballast").unlink()
+
+    def close(self) -> None:
+        subprocess.run(["umount", "-l", self.place], check=True)
+
+
+@pytest.fixture(params=["mounted", "limit"])
+def disk(request, tmp_path):
+    """A disk that can be made to run full; where nothing may be mounted, a limit stands in."""
+    made: Limit | Mounted = Limit(tmp_path)
+    if request.param == "mounted":
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            made = Mounted(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("where", ["metrics", "checkpoint"])
+def test_a_full_disk(where, disk, halfway, straight, capsys):
+    """Said what could not be written and what is safe; with room again, the run goes on."""
+    out = disk.place / "run"
+    shutil.copytree(halfway, out)
+    before = {file: file.read_bytes() for file in (out / "checkpoints").rglob("*.*")}
+    more = ["--set", "steps=4"] if where == "checkpoint" else ["--set", "steps=200"]
+    every = 1 if where == "checkpoint" else 0
+    disk.squeeze(300_000 if where == "checkpoint" else 24_576)
+    code = main([*command(out), "--resume", *more, "--set", f"checkpoint.every={every}"])
+    disk.relax()
+    told = capsys.readouterr().err
+    assert (code, told.count("\n")) == (2, 1)
+    what = "step-3 could not" if where == "checkpoint" else r".jsonl cannot"
+    assert f"{what} be written: {disk.full}" in told
+    assert "checkpoints up to step 2 are intact, --resume continues from there" in told
+    assert all(file.read_bytes() == text for file, text in before.items())
+    assert load_latest(out / "checkpoints").step == 2
+    assert main([*command(out), "--resume", "--set", "steps=4"]) == 0
+    assert same_run(out, straight, 4)
+    assert not (out / "failure.json").exists()
+
+
+def test_a_disk_that_was_made_read_only(tmp_path, halfway, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(halfway, out)
+    try:
+        subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=True)
+    except (OSError, subprocess.CalledProcessError):  # no right to mount, so permissions count
+        out.chmod(0o555)
+        (out / ".lock").chmod(0o444)
+        expected = "Permission denied"
+    else:
+        subprocess.run(["mount", "-o", "remount,ro,bind", tmp_path], check=True)
+        expected = "Read-only file system"
+    try:
+        assert main([*command(out), "--resume", "--set", "steps=4"]) == 2
+    finally:
+        out.chmod(0o755) if expected == "Permission denied" else subprocess.run(
+            ["umount", "-l", tmp_path], check=True
+        )
+    assert capsys.readouterr().err == f"proxpo: out: {out} cannot be written: {expected}\n"
+    assert load_latest(out / "checkpoints").step == 2
+
+
+# Memory --------------------------------------------------------------------------------------
+
+
+def _in_child(target, *arguments) -> int:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["proxpo.train.loop", "transformers.models.qwen3"])
+    child = context.Process(target=target, args=arguments)
+    child.start()
+    child.join(120)
+    return child.exitcode
+
+
+def _starve(out: str, phase: str, margin: int) -> None:
+    """Train, and in the second step allow the process only `margin` bytes more than it has."""
+    torch.set_num_threads(1)
+
+    def limit() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        size = pages * resource.getpagesize() + margin
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+    sets = ("steps=3", "prompts_per_step=128", "samples_per_prompt=8", "evaluate.every=1")
+    try:
+        train(config_of(Path(out), *sets), **at_phase(phase, limit, step=1))
+    except ProxpoError as error:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        Path(out, "error").write_text(str(error))
+
+
+@pytest.mark.parametrize(
+    ("phase", "word", "first"),
+    [
+        ("sampling", "rollout", "a lower rollout.options.max_rows (now 512), a lower rollout.max"),
+        ("updating", "update", "a lower train.micro_batch (now none, that is 1024 rows), model.gr"),
+    ],
+)
+def test_out_of_memory_names_the_phase_and_the_knobs(phase, word, first, tmp_path):
+    """A real allocation that the kernel refuses."""
+    out = tmp_path / "run"
+    _in_child(_starve, str(out), phase, 1 << 20)
+    error = (out / "error").read_text()
+    assert error.startswith(f"out of memory in the {word} of step 2")
+    assert f"in this order: {first}" in error
+    assert error.endswith("; checkpoints up to step 1 are intact, --resume continues from there")
+    assert "\n" not in error
+    record = json.loads((out / "failure.json").read_text())
+    assert (record["step"], record["phase"]) == (1, word)
+    assert record["reason"] in error
+    assert load_latest(out / "checkpoints").step == 1
+    assert not (out / "summary.json").exists()
+
+
+def test_knobs_that_are_at_their_end_are_not_offered():
+    from proxpo.train.faults import Progress, out_of_memory
+
+    sets = ["micro_batch=1", "gradient_checkpointing=true", "model.dtype=float64"]
+    config = load_config(None, sets)
+    told = out_of_memory(MemoryError(), config, Progress(phase="update", step=6))
+    assert told == (
+        "out of memory in the update of step 7; what helps, in this order: a lower "
+        "rollout.max_tokens (now 8), model.dtype=auto (now float64), model.lora={r: 16} (now none)"
+    )
+
+
+# Numbers -------------------------------------------------------------------------------------
+
+
+def test_one_bad_gradient_is_left_out_counted_and_told(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def score(prompts, completions, answer, **_):\n"
+        "    return [1e39 if answer[0][-1] == '7' else float(len(completions[0]))]\n"
+    )
+    notes: list[str] = []
+    sets = ("steps=8", f"task.reward={file}:score")
+    train(config_of(tmp_path / "run", *sets), noted=notes.append)
+    rows = rows_of(tmp_path / "run")[1:]
+    skipped = [row["step"] for row in rows if row["proxpo/skipped"]]
+    assert 0 < len(skipped) < 8
+    assert [n.split(":")[0] for n in notes if "not finite" in n] == [f"step {s}" for s in skipped]
+    assert all(w.isfinite().all() for w in weights_of(tmp_path / "run", 8).values())
+
+
+def test_a_run_that_has_lost_its_numbers_stops_with_the_reason(tmp_path, capsys):
+    out = tmp_path / "run"
+    code = main([*command(out), "--set", "lr=1e30", "--set", "grad_clip=none"])
+    told = capsys.readouterr().err
+    assert (code, told.count("\n")) == (2, 1)
+    assert "the gradient was not finite in 5 updates in a row" in told
+    assert json.loads((out / "failure.json").read_text())["phase"] == "update"
+
+
+# Files of the run ----------------------------------------------------------------------------
+
+
+def _spoil(path: Path) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + '{"step": 1, "lo\n' + "\0\0\n" + "[1]\n" + "".join(lines[1:]))
+
+
+def _garble(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\0 {[")
+
+
+DAMAGED = {
+    ("metrics.jsonl", _spoil): "metrics.jsonl: 3 damaged lines left out",
+    ("samples.jsonl", _spoil): "samples.jsonl: 3 damaged lines left out",
+    ("metrics.jsonl", os.remove): "metrics.jsonl is missing: the new one begins after step 2",
+    ("config.yaml", _garble): "config.yaml: not UTF-8 text; written anew from step-2",
+    ("config.yaml", os.remove): "config.yaml cannot be read: No such file or directory; written",
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED, ids=lambda case: f"{case[0]}-{case[1].__name__}")
+def test_damaged_files_are_told_and_mended(case, halfway, straight, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(halfway, out)
+    name, damage = case
+    damage(out / name)
+    (out / "summary.json").write_bytes(b"{ half")
+    (out / "failure.json").write_bytes(b"")
+    assert main(["train", "--out", str(out), "--resume", "--set", "steps=4"]) == 0
+    told = capsys.readouterr()
+    assert DAMAGED[case] in told.out
+    assert told.err == ""
+    if damage is os.remove and name == "metrics.jsonl":
+        assert [row["step"] for row in rows_of(out)] == [3, 4]
+    else:
+        assert same_run(out, straight, 4)
+    assert (out / "samples.jsonl").read_text() == (straight / "samples.jsonl").read_text()
+    assert json.loads((out / "summary.json").read_text())["steps"] == 4
+    assert not (out / "failure.json").exists()
+
+
+@pytest.mark.parametrize("setting", ["model.lora={r: 2}", "optimizer=muon", "method=isopo"])
+def test_settings_that_do_not_fit_the_checkpoint_are_refused(setting, halfway, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(halfway, out)
+    before = (out / "config.yaml").read_text()
+    resume = ["train", "--out", str(out), "--resume", "--set", "steps=4", "--set", setting]
+    assert main(resume) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"proxpo: {out}/checkpoints/step-2 does not fit these settings (")
+    assert told.count("\n") == 1
+    assert (out / "config.yaml").read_text() == before
+
+
+def _hold(out: str, ready) -> None:
+    with folder.held(Path(out)):
+        ready.set()
+        signal.pause()
+
+
+def test_two_processes_in_one_folder(halfway, tmp_path, capsys):
+    """The second is refused while the first lives; a killed one's lock is taken over and told."""
+    out = tmp_path / "run"
+    shutil.copytree(halfway, out)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["proxpo.train.loop", "transformers.models.qwen3"])
+    ready = context.Event()
+    first = context.Process(target=_hold, args=(str(out), ready))
+    first.start()
+    assert ready.wait(60)
+    assert main([*command(out), "--resume", "--set", "steps=3"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"proxpo: out: {out} is in use by process {first.pid} on ")
+    assert told.count("\n") == 1
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    assert main([*command(out), "--resume", "--set", "steps=3"]) == 0
+    assert f"(process {first.pid} on " in capsys.readouterr().out
+    assert main([*command(out), "--resume", "--set", "steps=3"]) == 0
+    assert "lock" not in capsys.readouterr().out
+
+
+# Signals and moves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize("phase", ["sampling", "updating", "evaluating", "saving"])
+def test_a_signal_in_any_phase_saves_and_the_run_goes_on(phase, number, straight, tmp_path):
+    sets = ("steps=4", "evaluate.every=2" if phase == "evaluating" else "evaluate.every=0")
+    sets = (*sets, "checkpoint.every=0") if phase != "saving" else sets
+    out = tmp_path / "run"
+    hook = at_phase(phase, lambda: os.kill(os.getpid(), number), step=1)
+    ended = train(config_of(out, *sets), **hook)
+    assert ended == {
+        "stopped": number.name,
+        "steps": 1 if phase == "sampling" else 2,
+        "out": str(out),
+    }
+    assert load_latest(out / "checkpoints").step == ended["steps"]
+    assert not (out / "summary.json").exists()
+    assert not (out / "failure.json").exists()
+    train(config_of(out, *sets), resume=True)
+    expected, found = weights_of(straight, 4), weights_of(out, 4)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [row["step"] for row in rows_of(out)] == [0, 1, 2, 3, 4]
+    assert (out / "samples.jsonl").read_text() == (straight / "samples.jsonl").read_text()
+
+
+def test_the_exit_code_tells_a_stopped_run_from_a_finished_one(tmp_path, capsys):
+    """The signal comes from outside, in the middle of a rollout."""
+    file = tmp_path / "reward.py"
+    file.write_text(
+        textwrap.dedent("""
+        import os, signal
+        from pathlib import Path
+        calls = Path(__file__).with_name("calls")
+        def score(prompts, completions, **_):
+            with calls.open("a") as file:
+                file.write("x")
+            if calls.stat().st_size == 30:
+                os.kill(os.getppid(), signal.SIGTERM)
+            return [float(len(completions[0]))]
+        """)
+    )
+    own = ["--set", f"task.reward={file}:score", "--set", "steps=50"]
+    assert main([*command(tmp_path / "run"), *own]) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("by", ["config", "out"])
+def test_a_folder_can_be_moved(by, halfway, straight, tmp_path):
+    shutil.copytree(halfway, tmp_path / "old")
+    new = tmp_path / "elsewhere" / "run"
+    new.parent.mkdir()
+    (tmp_path / "old").rename(new)
+    how = [str(new / "config.yaml")] if by == "config" else ["--out", str(new)]
+    assert main(["train", *how, "--resume"]) == 0
+    assert same_run(new, straight, 4)
+    assert not (tmp_path / "old").exists()
+
+
+def test_the_last_word_is_the_current_one(tmp_path):
+    """summary.json at the true end; failure.json for the last attempt only."""
+    out = tmp_path / "run"
+
+    def fail() -> None:
+        raise RuntimeError("the machine\nsays no")
+
+    with pytest.raises(RuntimeError, match="says no"):
+        train(config_of(out, "steps=3"), **at_phase("updating", fail, step=1))
+    assert json.loads((out / "failure.json").read_text()) == {
+        "reason": "RuntimeError: the machine says no",
+        "step": 1,
+        "phase": "update",
+        "type": "RuntimeError",
+    }
+    train(config_of(out, "steps=3"), resume=True)
+    assert json.loads((out / "summary.json").read_text())["steps"] == 3
+    assert not (out / "failure.json").exists()
+    hook = at_phase("sampling", lambda: os.kill(os.getpid(), signal.SIGTERM), step=4)
+    train(config_of(out, "steps=5"), resume=True, **hook)
+    assert not (out / "summary.json").exists()
+
+
+# What is shown -------------------------------------------------------------------------------
+
+
+def test_a_log_is_plain_lines(tmp_path, capsys):
+    assert main([*command(tmp_path / "run"), "--set", "steps=2", "--set", "evaluate.every=1"]) == 0
+    told = capsys.readouterr().out
+    assert all(char.isprintable() or char == "\n" for char in told)
+    steps = [line for line in told.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/2", "2/2"]
+    assert "reward" in steps[0]
+    assert "accuracy" in steps[0]
+
+
+# Presets -------------------------------------------------------------------------------------
+
+WORD_PROBLEMS = [
+    {"question": f"Ann has {a} pens and buys {b}. How many?", "answer": f"{a}+{b}\n#### {a + b}"}
+    for a, b in ((2, 3), (4, 1), (5, 5), (7, 2), (3, 3), (8, 1))
+]
+
+
+@pytest.mark.parametrize("name", ["isopo-gsm8k-qwen3-0.6b", "kpo-long-responses"])
+def test_presets_for_a_gpu_run_when_shrunk(name, tmp_path):
+    for split in ("train", "test"):
+        text = "".join(json.dumps(row) + "\n" for row in WORD_PROBLEMS)
+        (tmp_path / f"{split}.jsonl").write_text(text)
+    sets = ["prompts_per_step=4", "samples_per_prompt=2", "max_prompt=200", "max_tokens=6"]
+    sets += ["evaluate.size=4", "micro_batch=2", "steps=2", "model.dtype=auto"]
+    where = {"model": "tiny", "task": f"gsm8k:{tmp_path}", "out": str(tmp_path / "run")}
+    summary = train(load_config(name, sets, overrides=where))
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[2]["grad_norm"] is not None
+    assert summary["sampled_after"] is None  # greedy alone, as the presets ask
+    assert summary["kl"] is not None
+
+
+def test_smollm2_takes_a_step(tmp_path):
+    """The real model, through an adapter so that a checkpoint is small."""
+    assert "smollm2-arithmetic" in presets()
+    sets = ["prompts_per_step=1", "samples_per_prompt=2", "evaluate.size=1", "evaluate.k=0"]
+    sets += ["steps=1", "updates_per_rollout=1", "max_tokens=4", "model.lora={r: 2}"]
+    sets += ["model.device=cpu", "overlap=8"]
+    overrides = {"out": str(tmp_path / "run")}
+    summary = train(load_config("smollm2-arithmetic", sets, overrides=overrides))
+    assert summary["steps"] == 1
+    assert any(char.isdigit() for char in summary["samples"][0]["before"])

@@ -38,7 +38,7 @@ def load(where: str) -> Callable[[Mapping[str, Any]], Any]:
         raise Unusable(f"{place} cannot be imported: {describe(error)}") from None
     if not callable(function):
         raise Unusable(f"{place} has no function '{name}'")
-    return _adapted(function, where)
+    return per_sample(function, where)
 
 
 def call(score: Callable[[Mapping[str, Any]], Any], item: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def _module(place: str) -> Any:
     return module
 
 
-def _adapted(function: Callable[..., Any], where: str) -> Callable[[Mapping[str, Any]], Any]:
-    """TRL's or verl's signature, told apart by the parameters' names."""
+def per_sample(function: Callable[..., Any], where: str) -> Callable[[Mapping[str, Any]], Any]:
+    """A function in TRL's or verl's signature, told apart by its parameters, as one of a sample."""
     parameters = inspect.signature(function).parameters
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "completions" in parameters:

@@ -153,14 +153,15 @@ def _problem(
         raise ProxpoError(
             f"{place}: '{key}' should be text or a list of messages with role and content"
         )
-    answer = _answer(row, answer_field)
+    answer = answer_of(row, answer_field)
     if answer_field and answer_field not in row:
         raise ProxpoError(f"{place}: the field '{answer_field}' is missing")
     rest = {name: value for name, value in row.items() if name != key}
     return Problem(prompt, answer, index, rest | dict(row.get("extra_info") or {}))
 
 
-def _answer(row: dict[str, Any], given: str | None) -> Any:
+def answer_of(row: dict[str, Any], given: str | None) -> Any:
+    """The right answer of a row: in the field given, where verl has it, or under a usual name."""
     if given:
         return row.get(given)
     truth = row.get("reward_model")
@@ -179,4 +180,4 @@ def _is_prompt(prompt: Any) -> bool:
     )
 
 
-__all__ = ["BUILT_IN", "own", "reward_spec"]
+__all__ = ["BUILT_IN", "answer_of", "own", "reward_spec"]

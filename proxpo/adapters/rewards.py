@@ -1,0 +1,112 @@
+"""One reward function for every trainer: TRL's batch signature and verl's per-sample one.
+
+    GRPOTrainer(..., reward_funcs=as_trl(compute_score))     # a function made for verl, in TRL
+    compute_score = as_verl(accuracy_reward)                 # a function made for TRL, in verl
+
+`proxpo train` takes either as it is. A function that fails stops the run with one line; where one
+gives no reward (None, NaN), TRL is told so, and verl, which has no such thing, gets `missing`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from proxpo.errors import ProxpoError
+from proxpo.train.rewards.worker import Unusable, call, per_sample
+from proxpo.train.tasks.own import answer_of
+
+Function = Callable[..., Any]
+
+
+def as_trl(function: Function, *, source: str = "", answer_field: str | None = None) -> Function:
+    """`f(prompts, completions, **columns) -> [reward or None, ...]`, the name kept for TRL's logs.
+
+    source: verl's data_source, for data without such a column; answer_field: the column with the
+    right answers, by default the one that `proxpo train` would take.
+    """
+    score, name = _scored(function), _name(function)
+
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        found = []
+        for number, row in enumerate(_rows(len(completions), columns)):
+            item = {
+                "prompt": prompts[number],
+                "completion": _text(completions[number]),
+                "answer": answer_of(row, answer_field),
+                "extra": row | dict(row.get("extra_info") or {}),
+                "source": row.get("data_source", source),
+                "kwargs": {},
+            }
+            found.append(_reward(score, item, f"reward '{name}', completion {number}"))
+        return found
+
+    return _named(reward, function)
+
+
+def as_verl(function: Function, *, missing: float | None = None) -> Function:
+    """`compute_score(data_source, solution_str, ground_truth, extra_info) -> float`.
+
+    missing: the reward where the function gives none; such a response is refused otherwise.
+    """
+    score, name = _scored(function), _name(function)
+
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **more: Any
+    ) -> float:
+        extra = dict(extra_info or {})
+        item = {
+            "prompt": extra.get("prompt", extra.get("question", "")),
+            "completion": solution_str,
+            "answer": ground_truth,
+            "extra": extra,
+            "source": data_source,
+            "kwargs": more,
+        }
+        found = _reward(score, item, f"reward '{name}'")
+        if found is None and missing is None:
+            raise ProxpoError(
+                f"reward '{name}' gave none for a response of '{data_source}', and verl needs a "
+                "number: say which with as_verl(..., missing=0.0)"
+            )
+        return missing if found is None else found  # type: ignore[return-value]
+
+    return _named(compute_score, function)
+
+
+def _reward(score: Function, item: Mapping[str, Any], place: str) -> float | None:
+    outcome = call(score, item)
+    if outcome["status"] == "error":
+        raise ProxpoError(f"{place}: {outcome['detail']}")
+    return outcome["reward"]
+
+
+def _scored(function: Function) -> Function:
+    try:
+        return per_sample(function, f"reward '{_name(function)}'")
+    except Unusable as error:
+        raise ProxpoError(str(error)) from None
+
+
+def _rows(count: int, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The columns' values sample by sample; TRL also hands over objects that are no columns."""
+    lists = {k: v for k, v in columns.items() if isinstance(v, (list, tuple)) and len(v) == count}
+    for number in range(count):
+        yield {name: values[number] for name, values in lists.items()}
+
+
+def _text(completion: Any) -> str:
+    """What the model said: a text, or the last message of a chat."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def _name(function: Function) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _named(made: Function, function: Function) -> Function:
+    made.__name__ = made.__qualname__ = _name(function)
+    return made
+
+
+__all__ = ["as_trl", "as_verl"]

@@ -1,0 +1,61 @@
+"""The loop of own_loop.py under Accelerate: the prompts are shared out, the gradients are one.
+
+    accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+
+Each problem's responses stay together and a response depends on its own seed alone, so that any
+number of processes that divides PARTS samples the same and takes the same steps.
+"""
+
+import torch
+from accelerate import Accelerator
+from own_loop import LR, METHOD, PROBLEMS, STEPS, UPDATES, backward, sample
+
+import proxpo
+from proxpo.train.models import load_policy
+from proxpo.train.rollouts import make_rollout
+from proxpo.types import local
+
+PARTS = 2  # micro-batches of a step; ISOPO takes its lengths inside each of them
+
+
+def main():
+    accelerator = Accelerator()
+    ranks, all_sum = accelerator.num_processes, local
+    if ranks > 1:
+        all_sum = proxpo.over_ranks()
+    if PARTS % ranks:
+        raise SystemExit(f"{ranks} processes cannot share {PARTS} micro-batches evenly")
+    accelerator.print(f"{ranks} processes")
+    policy = load_policy("tiny", device=accelerator.device)
+    # overlap="all": with sampled positions, ISOPO would draw other ones on other ranks.
+    recipe = proxpo.make_recipe(METHOD, {"overlap": "all"} if METHOD == "isopo" else {})
+    transform = recipe.gradient.apply() if recipe.gradient else None
+    rollout, weights = make_rollout("local", policy), policy.model.parameters()
+    optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
+    model, optimizer = accelerator.prepare(policy.model, optimizer)
+    parts = torch.arange(len(PROBLEMS)).chunk(PARTS)[accelerator.process_index :: ranks]
+    mine = torch.cat(parts).tolist()
+    for step in range(STEPS):
+        seeds = [step * len(PROBLEMS) + row for row in mine]
+        (ids, seen), batch = sample(policy, rollout, [PROBLEMS[row] for row in mine], seeds)
+        # Advantages belong to whole groups, which are all here; the counts are those of all ranks.
+        batch, counts, _ = proxpo.prepare(recipe, batch, all_sum=all_sum)
+        for _ in range(UPDATES):
+            for rows in torch.arange(len(mine)).chunk(len(parts)):
+                cut = (ids[rows], seen[rows], batch.rows(rows))
+                backward(model, recipe, transform, *cut, counts)
+            for weight in model.parameters():
+                weight.grad *= ranks  # DDP took the mean; with shared counts the sum is meant
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            if transform:
+                transform.step()
+        rollout.sync()
+        reward = accelerator.reduce(batch.rewards.sum()) / len(PROBLEMS)
+        accelerator.print(f"step {step + 1}: reward {reward:.3f}, gradient {norm:.6e}", flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from proxpo.compose import count, policy_loss
-from proxpo.logp import model_logp
+from proxpo.logp import model_logp, token_logp
 from proxpo.shapes import Int, Tensor
 from proxpo.sums import over_microbatches
 from proxpo.train.experience import Experience
 from proxpo.train.models import Policy
+from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.transforms import objective, per_response
 from proxpo.types import ROWS, AllSum, Batch, Denominators, Loss, Metrics, Recipe, State, local
 
@@ -63,24 +64,45 @@ def cuts(rows: int, size: int, device: torch.device) -> Iterator[Int[Tensor, " r
 def forward(
     learner: Learner, rows: Experience, *, how: Pass, model: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """logp of the response tokens, and entropy and values where the recipe reads them."""
+    """logp of the response tokens, and entropy and values where the recipe reads them.
+
+    Prompts run once for all their responses where that comes to the same; gradient transforms work
+    in the model's own modules, on whole sequences.
+    """
     wanted = needs(learner.recipe)
-    own = model is None
-    with learner.policy.autocast(), _hidden_of(learner, wanted=own) as hidden:
-        inputs: dict[str, Any] = {
-            "attention_mask": rows.attention_mask,
-            "temperature": how.temperature,
-            "entropy": own and "entropy" in wanted,
-        }
-        found: Any = model_logp(model or learner.policy.model, rows.input_ids, rows.mask, **inputs)
-    out = dict(found._asdict()) if inputs["entropy"] else {"logp": found}
-    if hidden:
-        # A token's value belongs to the state before it; the critic does not move the policy.
-        states = hidden[0].detach().float()[:, -rows.mask.shape[1] - 1 : -1]
-        out["values"] = learner.critic(states)[..., 0]
+    own, model = model is None, model or learner.policy.model
+    options = {"temperature": how.temperature, "entropy": own and "entropy" in wanted}
+    shared = learner.transform is None and shares_prompts(model)
+    find = _shared if shared else _whole
+    with learner.policy.autocast():
+        found, states = find(model, rows, options, hidden=own and learner.critic is not None)
+    out = dict(found._asdict()) if options["entropy"] else {"logp": found}
+    if states is not None:
+        # The critic does not move the policy.
+        out["values"] = learner.critic(states.detach().float())[..., 0]
     if own and how.fresh:
         out["old_logp"] = out["logp"].detach()
     return out
+
+
+def _shared(
+    model: Any, rows: Experience, options: dict[str, Any], *, hidden: bool
+) -> tuple[Any, Tensor | None]:
+    states, head = states_before(model, rows), model.get_output_embeddings()
+    targets = rows.input_ids[:, -rows.mask.shape[1] :]
+    found = token_logp(states, head.weight, targets, bias=head.bias, mask=rows.mask, **options)
+    return found, states if hidden else None
+
+
+def _whole(
+    model: Any, rows: Experience, options: dict[str, Any], *, hidden: bool
+) -> tuple[Any, Tensor | None]:
+    with _entering(model.get_output_embeddings(), wanted=hidden) as states:
+        found = model_logp(
+            model, rows.input_ids, rows.mask, attention_mask=rows.attention_mask, **options
+        )
+    # A token's value belongs to the state before it.
+    return found, states[0][:, -rows.mask.shape[1] - 1 : -1] if hidden else None
 
 
 @torch.no_grad()
@@ -195,13 +217,12 @@ def _narrow(batch: Batch, tokens: int) -> Batch:
 
 
 @contextmanager
-def _hidden_of(learner: Learner, *, wanted: bool) -> Iterator[list[Tensor]]:
-    """The hidden states that enter the head during the block, if there is a critic to read them."""
+def _entering(head: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
+    """The hidden states that enter the head during the block, if anybody reads them."""
     caught: list[Tensor] = []
-    if learner.critic is None or not wanted:
+    if not wanted:
         yield caught
         return
-    head: nn.Module = learner.policy.model.get_output_embeddings()
     handle = head.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
     try:
         yield caught

@@ -1,15 +1,21 @@
-"""A decoder for the Llama family in plain tensor operations: the model's numbers, less overhead.
+"""The Llama family in plain tensor operations: the model's numbers, less overhead.
 
-Rows are padded on the left, so that all of them write the same slot of the cache at each step.
+`run` is the model without its attention, over tokens in one flat list: `prefill` and `decode` give
+it the attention of a sampler. Rows are padded on the left, so that all of them write the same slot
+of the cache at each step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
-from proxpo.shapes import Float, Int, Num, Tensor
+from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.train.rollouts._weights import Layer, Weights
+
+# Number of the layer, queries [tok heads width], keys and values [tok kv width] -> [tok out].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,16 @@ def prefill(
     rows, length = ids.shape
     cache = empty_cache(weights, rows, length)
     cache.pad.copy_(pad)
-    at = torch.arange(length, device=ids.device)
-    real = at >= pad[:, None]
-    # Padding sees itself: a query that sees nothing would be NaN, and spread.
-    seen = real[:, None, :] & (at <= at[:, None]) | torch.eye(
-        length, dtype=torch.bool, device=ids.device
-    )
-    positions = (at - pad[:, None]).clamp(min=0)
-    hidden = _run(weights, ids, positions, cache, 0, _additive(seen, weights.embed.dtype))
-    return _logits(weights, hidden[:, -1]), cache
+    bias = additive(causal(pad, length), weights.embed.dtype)
+
+    def attend(number: int, *qkv: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (rows, length)) for x in qkv)
+        cache.keys[number].copy_(k.transpose(1, 2))
+        cache.values[number].copy_(v.transpose(1, 2))
+        return attention(q, k, v, bias)
+
+    hidden = run(weights, ids.flatten(), places(pad, length).flatten(), attend)
+    return _logits(weights, hidden[length - 1 :: length]), cache
 
 
 def decode(
@@ -77,85 +84,97 @@ def decode(
 
     With a number, only the slots up to it are read, and no mask is needed if no row is padded.
     """
-    mask = None
+    bias, positions = None, slot - cache.pad[: len(token)]
     if isinstance(slot, int):
         cache = cache.head(len(token), slot + 1)
     if padded or not isinstance(slot, int):
         at = torch.arange(cache.keys[0].shape[2], device=token.device)
         seen = (at >= cache.pad[:, None]) & (at <= slot)
-        mask = _additive(seen[:, None], weights.embed.dtype)
-    positions = (slot - cache.pad)[:, None]
-    hidden = _run(weights, token[:, None], positions, cache, slot, mask)
-    return _logits(weights, hidden[:, 0])
+        bias = additive(seen[:, None, None], weights.embed.dtype)
+    else:
+        positions = positions[:1]  # the same for all
+
+    def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries that share a key head stand side by side, as if they were several positions."""
+        keys, values = cache.keys[number], cache.values[number]
+        _put(keys, k, slot)
+        _put(values, v, slot)
+        grouped = q.unflatten(1, (k.shape[1], -1))
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=bias).flatten(1)
+
+    return _logits(weights, run(weights, token, positions, attend))
 
 
-def _run(
-    weights: Weights,
-    ids: Int[Tensor, "row tok"],
-    positions: Int[Tensor, "row tok"],
-    cache: Cache,
-    slot: int | Tensor,
-    mask: Float[Tensor, "row tok slot"] | None,
-) -> Float[Tensor, "row tok dim"]:
+def run(
+    weights: Weights, ids: Int[Tensor, " tok"], positions: Int[Tensor, " place"], attend: Attend
+) -> Float[Tensor, "tok dim"]:
+    """Hidden states, ready for the head; a single position stands for that of all tokens."""
     x = embedding(ids, weights.embed).to(weights.norm.dtype)
-    turn = (weights.cos[positions][:, :, None], weights.sin[positions][:, :, None])
-    bias = None if mask is None else _per_group(mask, weights.heads // weights.kv_heads)
-    for layer, keys, values in zip(weights.layers, cache.keys, cache.values):
+    turn = weights.cos[positions][:, None], weights.sin[positions][:, None]
+    for number, layer in enumerate(weights.layers):
         h = rms_norm(x, x.shape[-1:], layer.before_attention, weights.eps)
-        x = x + layer.out(_attention(weights, layer, h, turn, keys, values, slot, bias))
+        q, k, v = _qkv(weights, layer, h, turn)
+        x = layer.out.onto(x, attend(number, q, k, v))
         h = rms_norm(x, x.shape[-1:], layer.before_mlp, weights.eps)
         gate, up = layer.gate_up(h.to(layer.gate_up.weight.dtype)).chunk(2, dim=-1)
-        x = x + layer.down(silu(gate).mul_(up))
+        x = layer.down.onto(x, silu(gate) * up)
     return rms_norm(x, x.shape[-1:], weights.norm, weights.eps)
 
 
-def _attention(
-    weights: Weights,
-    layer: Layer,
-    h: Float[Tensor, "row tok dim"],
-    turn: tuple[Tensor, Tensor],
-    keys: Float[Tensor, "row kv slot width"],
-    values: Float[Tensor, "row kv slot width"],
-    slot: int | Tensor,
-    bias: Num[Tensor, "row 1 query slot"] | None,
-) -> Float[Tensor, "row tok out"]:
-    """Queries that share a key head stand side by side, as if they were several positions."""
-    rows, length, _ = h.shape
+def _qkv(
+    weights: Weights, layer: Layer, h: Float[Tensor, "tok dim"], turn: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv, width = weights.heads, weights.kv_heads, weights.width
-    qkv = layer.qkv(h.to(layer.qkv.weight.dtype)).view(rows, length, heads + 2 * kv, width)
-    qk, v = qkv[:, :, : heads + kv], qkv[:, :, heads + kv :]
+    qkv = layer.qkv(h.to(layer.qkv.weight.dtype)).unflatten(1, (heads + 2 * kv, width))
+    qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
     if layer.qk_norm is not None:
         qk = rms_norm(qk, (width,), None, weights.eps) * layer.qk_norm
     cos, sin = turn
     qk = torch.addcmul(qk * cos, qk.roll(width // 2, dims=-1), sin).to(qkv.dtype)
-    _put(keys, qk[:, :, heads:].transpose(1, 2), slot)
-    _put(values, v.transpose(1, 2), slot)
-    q = qk[:, :, :heads].unflatten(2, (kv, heads // kv)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    o = scaled_dot_product_attention(q, keys, values, attn_mask=bias)
-    return o.unflatten(2, (heads // kv, length)).permute(0, 3, 1, 2, 4).flatten(2)
+    return qk[:, :heads], qk[:, heads:], v
 
 
-def _put(
-    cache: Float[Tensor, "row kv slot width"],
-    new: Float[Tensor, "row kv tok width"],
-    slot: int | Tensor,
-) -> None:
-    if isinstance(slot, int):
-        cache[:, :, slot : slot + new.shape[2]] = new
-    else:
-        cache.index_copy_(2, slot.view(1), new)
+def attention(
+    q: Float[Tensor, "row tok heads width"],
+    k: Float[Tensor, "row slot kv width"],
+    v: Float[Tensor, "row slot kv width"],
+    bias: Float[Tensor, "#row 1 tok slot"],
+) -> Float[Tensor, "row*tok out"]:
+    """Queries that share a key head stand side by side, as if there were more positions."""
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    q = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    o = scaled_dot_product_attention(
+        q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias.repeat(1, 1, groups, 1)
+    )
+    return o.unflatten(2, (groups, length)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Float[Tensor, "row tok slot"]:
+def places(pad: Int[Tensor, " row"], length: int) -> Int[Tensor, "row tok"]:
+    """Positions counted from the first token that is not padding."""
+    return (torch.arange(length, device=pad.device) - pad[:, None]).clamp(min=0)
+
+
+def causal(pad: Int[Tensor, " row"], length: int) -> Bool[Tensor, "row 1 tok slot"]:
+    """What each position sees. Padding sees itself: seeing nothing would be NaN, and spread."""
+    at = torch.arange(length, device=pad.device)
+    real = at >= pad[:, None, None]
+    return (real & (at <= at[:, None]) | (at == at[:, None]))[:, None]
+
+
+def additive(seen: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
     zeros = torch.zeros((), dtype=dtype, device=seen.device)
     return torch.where(seen, zeros, float("-inf"))
 
 
-def _per_group(
-    mask: Float[Tensor, "row tok slot"], groups: int
-) -> Float[Tensor, "row 1 query slot"]:
-    rows, length, slots = mask.shape
-    return mask[:, None, None].expand(rows, 1, groups, length, slots).flatten(2, 3)
+def _put(
+    cache: Float[Tensor, "row kv slot width"],
+    new: Float[Tensor, "row kv width"],
+    slot: int | Tensor,
+) -> None:
+    if isinstance(slot, int):
+        cache[:, :, slot] = new
+    else:
+        cache.index_copy_(2, slot.view(1), new[:, :, None])
 
 
 def _logits(weights: Weights, hidden: Float[Tensor, "row dim"]) -> Float[Tensor, "row vocab"]:

@@ -1,7 +1,8 @@
-"""A copy of a Llama-like model's weights, laid out for decoding.
+"""The weights of a Llama-like model, laid out for few large products.
 
-Query, key and value projections become one matrix, and so do gate and up; LoRA is merged in. The
-copy is refreshed in place, so that captured CUDA graphs keep reading the right memory.
+Query, key and value projections become one matrix, and so do gate and up; LoRA is merged in. A copy
+is refreshed in place, so that captured CUDA graphs keep reading the right memory. Read where
+gradients are recorded, the tensors lead back to the model's parameters.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,16 @@ class Affine:
     weight: Float[Tensor, "out dim"]
     bias: Float[Tensor, " out"] | None
 
-    def __call__(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch out"]:
+    def __call__(self, x: Float[Tensor, "tok dim"]) -> Float[Tensor, "tok out"]:
         return nn.functional.linear(x, self.weight, self.bias)
+
+    def onto(
+        self, x: Float[Tensor, "tok out"], h: Float[Tensor, "tok dim"]
+    ) -> Float[Tensor, "tok out"]:
+        """x + h Wᵀ + b, in one product where the precisions agree."""
+        if self.bias is not None or x.dtype != h.dtype:
+            return x + self(h)
+        return torch.addmm(x, h, self.weight.t())
 
 
 @dataclass(frozen=True)
@@ -80,18 +89,18 @@ def readable(bare: nn.Module) -> bool:
 
 
 def read(bare: nn.Module, dtype: torch.dtype, context: int) -> Weights:
-    """Fresh copies of everything, matrices in `dtype`, norms in the model's own."""
+    """Copies of everything, matrices in `dtype`, norms in the model's own; tables to `context`."""
     model: Any = bare
     config = model.config
     body = model.model
-    embed = body.embed_tokens.weight.detach().to(dtype, copy=True)
+    embed = body.embed_tokens.weight.to(dtype, copy=True)
     head = model.lm_head
     tied = getattr(head, "base_layer", head).weight is body.embed_tokens.weight
     cos, sin = _rotary(body.rotary_emb, context, embed.device)
     return Weights(
         embed=embed,
         layers=[_layer(layer, config, dtype) for layer in body.layers],
-        norm=body.norm.weight.detach().clone(),
+        norm=body.norm.weight.clone(),
         head=embed if tied and not hasattr(head, "base_layer") else _merged(head, dtype),
         cos=cos,
         sin=sin,
@@ -142,15 +151,15 @@ def _layer(layer: Any, config: Any, dtype: torch.dtype) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qk_norm = None
     if hasattr(attention, "q_norm"):
-        q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        q, k = attention.q_norm.weight, attention.k_norm.weight
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         qk_norm = torch.cat([q.expand(heads, -1), k.expand(kv_heads, -1)])
     return Layer(
-        before_attention=layer.input_layernorm.weight.detach().clone(),
+        before_attention=layer.input_layernorm.weight.clone(),
         qkv=_stack([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
         qk_norm=qk_norm,
         out=_stack([attention.o_proj], dtype),
-        before_mlp=layer.post_attention_layernorm.weight.detach().clone(),
+        before_mlp=layer.post_attention_layernorm.weight.clone(),
         gate_up=_stack([mlp.gate_proj, mlp.up_proj], dtype),
         down=_stack([mlp.down_proj], dtype),
     )
@@ -170,18 +179,20 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _merged(module: Any, dtype: torch.dtype) -> Float[Tensor, "out dim"]:
-    weight = getattr(module, "base_layer", module).weight.detach()
+    weight = getattr(module, "base_layer", module).weight
     if hasattr(module, "base_layer") and not module.merged and not module.disable_adapters:
         for name in module.active_adapters:
             if name in module.scaling:
-                weight = weight + module.get_delta_weight(name).detach()
+                weight = weight + module.get_delta_weight(name)
     return weight.to(dtype, copy=True)
 
 
 def _stack(modules: list[Any], dtype: torch.dtype) -> Affine:
     biases = [getattr(m, "base_layer", m).bias for m in modules]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases]).to(dtype)
-    return Affine(torch.cat([_merged(m, dtype) for m in modules]), bias)
+    bias = None if biases[0] is None else torch.cat(biases).to(dtype)
+    weight = torch.cat([_merged(m, dtype) for m in modules])
+    # A CPU multiplies by a matrix that lies as it is read, x @ Wᵀ, in three quarters of the time.
+    return Affine(weight if weight.is_cuda else weight.t().contiguous().t(), bias)
 
 
 def _rotary(rotary: Any, context: int, device: torch.device) -> tuple[Tensor, Tensor]:

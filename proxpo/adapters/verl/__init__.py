@@ -26,4 +26,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
-__all__ = ["LossConfig", "ProxpoEngine"]  # noqa: F822
+__all__ = ["LossConfig", "ProxpoEngine"]

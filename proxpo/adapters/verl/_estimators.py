@@ -1,4 +1,4 @@
-"""Advantage estimators: rewards, filters and advantages of a recipe, where verl knows the groups."""
+"""Advantage estimators: rewards, filters and advantages of a recipe, where groups are whole."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,11 +53,12 @@ def estimator(
     ) -> tuple[Float[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
         recipe = find((config.get("options", None) or {}) if config is not None else {})
         batch = make_batch(recipe, token_level_rewards, response_mask.bool(), index)
-        ready = prepare(recipe.replace(value=None), batch).batch
+        advantages = prepare(recipe.replace(value=None), batch).batch.advantages
+        assert advantages is not None
         if recipe.filter:
             dropped = ", ".join(stage.name for stage in recipe.filter)
             tell(f"{recipe.name}: what filter={dropped} drops gets advantage 0; verl counts it")
-        return ready.advantages, ready.advantages
+        return advantages, advantages
 
     estimate.__name__ = estimate.__qualname__ = name
     return estimate

@@ -161,9 +161,7 @@ def averaged(recipe: Recipe, mode: str, width: float) -> Recipe:
     return recipe.replace(aggregate=getattr(aggregate, AVERAGES[mode])(**options))
 
 
-def denominators(
-    mask: Bool[Tensor, "seq tok"], info: Mapping[str, Any], mode: str
-) -> Denominators:
+def denominators(mask: Bool[Tensor, "seq tok"], info: Mapping[str, Any], mode: str) -> Denominators:
     """verl's counts of the whole mini-batch; those of this micro-batch where verl gives none."""
     tokens, rows = info.get("batch_num_tokens"), info.get("global_batch_size")
     needed = {"token-mean": tokens, "token-sum": 0}.get(mode, rows)

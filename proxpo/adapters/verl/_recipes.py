@@ -13,7 +13,8 @@ from proxpo.types import FIELDS, Recipe, Stage
 
 PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
-GROUP_KINDS = ("reward", "filter", "advantage")
+GROUP_KINDS = ("reward", "filter", "advantage", "prune")
+HOST_KINDS = ("budget", "rescale")  # rollouts and gradients as verl makes them
 # What verl hands to a policy loss, what proxpo's engine adds to it, and what an estimator gets.
 LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
 ENGINE_FIELDS = {"ref_logp", "rollout_logp", "prox_logp", "entropy"}
@@ -66,6 +67,9 @@ def loss_refusal(recipe: Recipe, engine: bool) -> str:
         return f"{where} makes {len(recipe.passes)} passes over a batch, and verl makes one"
     if recipe.schedule is not None and recipe.schedule.name != "single_update":
         return f"{where} follows schedule={recipe.schedule.name}, and verl keeps its own"
+    for _, stage in recipe.stages():
+        if stage.kind in HOST_KINDS:
+            return f"{where} has {stage.kind}={stage.name}, for which verl has no place"
     if recipe.gradient is not None and not engine:
         return (
             f"{where} has gradient={recipe.gradient.name}, which needs proxpo's engine: set "
@@ -86,9 +90,16 @@ def group_refusal(recipe: Recipe) -> str:
 
 def _missing(recipe: Recipe, kinds: tuple[str, ...], given: set[str], whom: str) -> str:
     for _, stage in recipe.stages():
+        if stage.kind not in kinds:
+            continue
         for name in stage.needs:
-            if stage.kind in kinds and name not in given:
+            if name not in given:
                 return _line(recipe, stage, name, whom)
+        if stage.init is not None and stage.options.get("coef") != 0:
+            return (
+                f"verl: {recipe.name}: {stage.kind}={stage.name} remembers earlier steps, which "
+                f"verl does not keep for {whom}"
+            )
     return ""
 
 

@@ -1,4 +1,4 @@
-"""verl's config of a policy loss with room for a recipe's options; a recipe that cannot run is refused here."""
+"""verl's config of a policy loss with room for options; refuses a recipe that cannot run."""
 
 from dataclasses import dataclass, field
 from typing import Any

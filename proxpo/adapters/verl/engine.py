@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
@@ -78,8 +79,8 @@ class ProxpoEngine(FSDPEngineWithLMHead):
     def forward_step(
         self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> tuple[Tensor, dict[str, Any]]:
-        recipe = None if loss_function is None else recipe_of(loss_function)
-        if forward_only or recipe is None:
+        recipe = None if forward_only else recipe_of(loss_function)
+        if recipe is None or loss_function is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
         if recipe.gradient is None:
             offered = functools.partial(_offered, recipe, loss_function, False)
@@ -153,7 +154,7 @@ def refuse(model_config: Any, engine_config: Any) -> None:
             bool(engine_config.offload_policy)
         ),
         "a bfloat16 or float32 param_dtype, since a loss scale would enter the lengths": (
-            _param_dtype(engine_config) in ("fp16", "float16", torch.float16)
+            _param_dtype(engine_config) == torch.float16
         ),
     }
     for wanted, broken in reasons.items():
@@ -161,11 +162,11 @@ def refuse(model_config: Any, engine_config: Any) -> None:
             raise ProxpoError(f"verl: proxpo's engine needs {wanted}")
 
 
-def _param_dtype(engine_config: Any) -> Any:
-    return (engine_config.mixed_precision or {}).get("param_dtype", "bf16")
+def _param_dtype(engine_config: Any) -> torch.dtype:
+    return PrecisionType.to_dtype((engine_config.mixed_precision or {}).get("param_dtype", "bf16"))
 
 
-def recipe_of(loss_function: Callable[..., Any]) -> Recipe | None:
+def recipe_of(loss_function: Callable[..., Any] | None) -> Recipe | None:
     """The recipe behind verl's loss function; None if it is not one of ours."""
     config = getattr(loss_function, "keywords", {}).get("config")
     slug = slug_of(str(config.policy_loss.get("loss_mode", ""))) if config is not None else None
@@ -178,10 +179,11 @@ def recipe_of(loss_function: Callable[..., Any]) -> Recipe | None:
 
 
 def numbered(
-    input_ids: Tensor, *, packed: bool, pad: Callable[[int], int] = lambda length: 0
+    input_ids: Any, *, packed: bool, pad: Callable[[int], int] = lambda length: 0
 ) -> Int[Tensor, "..."]:
     """The number of the sequence at every position the model sees, -1 for padding.
 
+    input_ids: verl's jagged nested tensor, cut at its offsets.
     packed: all sequences in one row, with `pad(length)` positions behind; else a row for each.
     """
     lengths = input_ids.offsets().diff()
@@ -216,7 +218,7 @@ def _offered(
 def _policy(
     recipe: Recipe, config: Any, model_output: dict[str, Any], data: Any, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """-Σ u·log π, whose gradient the transform turns into the method's; reports the recipe's loss."""
+    """-Σ u·log π, for the transform to turn into the method's gradient; the loss is reported."""
     names = ["response_mask", "old_log_probs", "advantages"]
     names += ["rollout_is_weights"] if "rollout_is_weights" in data else []
     given = data.select(*names).to_padded_tensor()
@@ -228,9 +230,7 @@ def _policy(
         config.global_batch_info[name] = data[name]
     config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
     step = Step.of(recipe, batch, config.loss_agg_mode, config, given.get("rollout_is_weights"))
-    split = objective(
-        step.recipe, batch, denominators=step.counts, state={}, all_sum=step.all_sum
-    )
+    split = objective(step.recipe, batch, denominators=step.counts, state={}, all_sum=step.all_sum)
     seen = Metric.from_dict(report(split.loss, batch), aggregation=AggregationType.MEAN)
     value = split.loss.value.detach() * step.ranks
     seen["actor/pg_loss"] = Metric(value=value, aggregation=AggregationType.SUM)

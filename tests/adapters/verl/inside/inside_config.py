@@ -1,0 +1,189 @@
+"""Options through verl's own config path, the example scripts, the data they read, the plugin."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+import verl
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    get_policy_loss_fn,
+)
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+import proxpo
+from proxpo.adapters.verl import LossConfig, _host
+from proxpo.recipes import methods
+
+EXAMPLES = Path(__file__).parents[4] / "examples" / "verl"
+TARGET = "policy_loss._target_=proxpo.adapters.verl.LossConfig"
+SCRIPTS = [("isopo.sh", []), ("p3o.sh", []), ("several_nodes.sh", ["isopo"])]
+SCRIPTS += [("several_nodes.sh", ["p3o"])]
+
+
+def composed(overrides: list[str]):
+    """verl's PPO config under these overrides; an unknown key is an error."""
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose("ppo_trainer", overrides)
+
+
+def actor(*overrides: str):
+    """The actor's config as verl's workers and its driver make it."""
+    named = [prefix(one) for one in (TARGET, "ppo_micro_batch_size_per_gpu=1", *overrides)]
+    return omega_conf_to_dataclass(composed(named).actor_rollout_ref.actor)
+
+
+def prefix(override: str) -> str:
+    plus = "+" if override.startswith("+") else ""
+    return f"{plus}actor_rollout_ref.actor.{override.removeprefix('+')}"
+
+
+def test_options_reach_the_loss():
+    config = actor(
+        "policy_loss.loss_mode=proxpo_grpo",
+        "+policy_loss.options.clip_high=0.28",
+        "+policy_loss.options.ratio={name:kalman,q:0.1}",
+    )
+    assert isinstance(config.policy_loss, LossConfig)
+    assert config.policy_loss.options["ratio"] == {"name": "kalman", "q": 0.1}
+    g = torch.Generator().manual_seed(0)
+    old, new, adv = (torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    found, _ = get_policy_loss_fn("proxpo_grpo")(old, new, adv, mask, "token-mean", config)
+    settings = {"clip_high": 0.28, "ratio": "kalman", "ratio.q": 0.1, "aggregate": "token_mean"}
+    recipe = proxpo.make_recipe("grpo", settings)
+    batch = proxpo.Batch(logp=new, old_logp=old, mask=mask, advantages=adv)
+    torch.testing.assert_close(found, proxpo.loss_fn(recipe)(batch).value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["policy_loss.loss_mode=proxpo_grop"], "did you mean 'proxpo_grpo'"),
+        (["policy_loss.loss_mode=proxpo_dpo"], "needs 'ref_logp'"),
+        (["policy_loss.loss_mode=proxpo_isopo"], "set VERL_ENGINE_VENDOR=proxpo"),
+        (
+            ["policy_loss.loss_mode=proxpo_p3o", "+policy_loss.options.clip_hihg=1"],
+            "unknown option 'clip_hihg' of p3o",
+        ),
+        (
+            ["policy_loss.loss_mode=vanilla", "+policy_loss.options.clip=1"],
+            "belong to a loss_mode proxpo_",
+        ),
+    ],
+)
+def test_mistakes_are_refused_at_construction(overrides, reason):
+    with pytest.raises(InstantiationException, match=reason):
+        actor(*overrides)
+
+
+def test_a_gradient_transform_is_accepted_with_our_engine(monkeypatch):
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "proxpo")
+    config = actor("policy_loss.loss_mode=proxpo_isopo", "+policy_loss.options.preset=euclidean")
+    assert config.policy_loss.options == {"preset": "euclidean"}
+
+
+@pytest.mark.parametrize(("script", "arguments"), SCRIPTS)
+def test_every_setting_of_the_scripts_is_known_to_verl(script, arguments, tmp_path, monkeypatch):
+    """The script runs with a stand-in for Python that notes what it is asked to start."""
+    note = tmp_path / "python"
+    lines = "json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['NOTE'], 'w'))"
+    note.write_text(f"#!{sys.executable}\nimport json, os, sys\n{lines}\n")
+    note.chmod(0o755)
+    told = {**os.environ, "PYTHON": str(note), "NOTE": str(tmp_path / "note.json"), "GPUS": "4"}
+    subprocess.run([str(EXAMPLES / script), *arguments], env=told, check=True)
+    (flag, module, *overrides), env = json.loads((tmp_path / "note.json").read_text())
+    assert (flag, module) == ("-m", "verl.trainer.main_ppo")
+    config = composed(overrides)
+    isopo = "isopo" in (script.removesuffix(".sh"), *arguments)
+    if isopo:
+        assert env["VERL_ENGINE_VENDOR"] == "proxpo"
+        assert config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR == "proxpo"
+        monkeypatch.setenv("VERL_ENGINE_VENDOR", "proxpo")
+    assert config.trainer.nnodes == (2 if script == "several_nodes.sh" else 1)
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSS_REGISTRY
+    assert config.algorithm.adv_estimator in ADV_ESTIMATOR_REGISTRY
+    roles = need_reference_policy(config), need_critic(config)
+    assert roles == (False, False)
+    validate_config(config, *roles)  # makes the actor's config, ours inside it
+    OmegaConf.resolve(config)
+
+
+def test_the_data_script_writes_what_verl_s_reward_reads():
+    sys.path.insert(0, str(EXAMPLES))
+    from gsm8k_data import row
+    from verl.utils.reward_score import default_compute_score
+
+    made = row({"question": "1000 + 234?", "answer": "Easy.\n#### 1,234"}, 7, "train")
+    truth = made["reward_model"]["ground_truth"]
+    scores = [default_compute_score(made["data_source"], f"#### {n}", truth) for n in (1234, 5)]
+    assert scores == [1.0, 0.0]
+    assert "####" in made["prompt"][0]["content"]
+
+
+def test_the_entry_point_is_installed():
+    found = [entry.value for entry in entry_points(group="verl.plugins") if entry.name == "proxpo"]
+    assert found == ["proxpo.adapters.verl.plugin"], "install proxpo into this environment"
+
+
+@ray.remote
+def registered() -> tuple[list[str], list[str], int]:
+    """What a fresh Ray worker knows after importing verl, and nothing of ours."""
+    import verl.trainer.ppo.core_algos as algos
+
+    return list(algos.POLICY_LOSS_REGISTRY), list(algos.ADV_ESTIMATOR_REGISTRY), os.getpid()
+
+
+def test_verl_loads_us_here_and_in_ray_workers():
+    names = {f"proxpo_{slug.replace('-', '_')}" for slug in methods()}
+    assert names <= set(POLICY_LOSS_REGISTRY)
+    assert {"vanilla", "gspo", "cispo"} <= set(POLICY_LOSS_REGISTRY)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        losses, estimators, pid = ray.get(registered.remote(), timeout=180)
+    finally:
+        ray.shutdown()
+    assert pid != os.getpid()
+    assert names <= set(losses)
+    assert names <= set(estimators)
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.10.0", "1.0"])
+def test_another_verl_is_refused(version):
+    with pytest.raises(ValueError, match=rf"knows verl 0.9.x, found {version}"):
+        _host.check_version(version)
+    _host.check_version(verl.__version__)
+
+
+def test_a_moved_signature_is_refused():
+    def moved(log_prob, old_log_prob):
+        raise AssertionError
+
+    with pytest.raises(ValueError, match=r"moved takes \(log_prob, old_log_prob\), expected"):
+        _host.check_signature(moved, _host.LOSS_ARGUMENTS)
+
+
+def test_a_failure_to_load_is_told(monkeypatch, capfd):
+    """verl swallows what plugins raise, so the plugin prints it."""
+    import importlib
+
+    from proxpo.adapters.verl import plugin
+
+    monkeypatch.setattr(verl, "__version__", "0.8.0")
+    entry = SimpleNamespace(load=lambda: importlib.reload(plugin))
+    with pytest.raises(ValueError, match=r"found 0\.8\.0"):
+        entry.load()
+    assert "proxpo: not loaded into verl: proxpo.adapters.verl knows verl" in capfd.readouterr().err

@@ -1,0 +1,280 @@
+"""verl's FSDP2 engine on the CPU: gradients under proxpo's engine equal those of our own loop."""
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import (
+    actor,
+    backward,
+    close,
+    gradients,
+    make_data,
+    make_engine,
+    own_isopo,
+    own_logp,
+    own_model,
+    own_rows,
+    start,
+)
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+import proxpo
+from proxpo.adapters.verl import ProxpoEngine
+from proxpo.adapters.verl.engine import numbered
+from proxpo.gradients import isopo, isopo_ntk
+from proxpo.logp import model_logp
+
+ALL = {"overlap": "all"}
+EVERY = slice(None)
+
+
+def work(rank: int, folder: str) -> None:
+    """What each of two ranks does: its half of the batch through verl's engine."""
+    start(rank, 2, f"{folder}/store")
+    engine, half = make_engine(), slice(4 * rank, 4 * rank + 4)
+    losses = {"isopo": actor("proxpo_isopo", options=ALL), "p3o": actor("proxpo_p3o", "token-mean")}
+    data = {name: make_data(half, micro=4) for name in losses}
+    found = {name: backward(engine, data[name], loss)[0] for name, loss in losses.items()}
+    if rank == 0:
+        torch.save(found, f"{folder}/gradients.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> dict[str, Any]:
+    """Two processes forked off before this one has a group or a gradient: verl loads slowly."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    own_model()  # the weights both read
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=work, args=(rank, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return torch.load(f"{folder}/gradients.pt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(ranks):
+    start()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
+def test_lookup_returns_our_engine(monkeypatch):
+    for backend in ("fsdp", "fsdp2"):
+        assert EngineRegistry.get_engine_cls("language_model", backend) is ProxpoEngine
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is ProxpoEngine
+    assert EngineRegistry.get_engine_cls("value_model", "fsdp2") is not ProxpoEngine
+    monkeypatch.delenv("VERL_ENGINE_VENDOR")
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is FSDPEngineWithLMHead
+
+
+def test_sequences_are_cut_at_the_offsets():
+    ids = torch.nested.nested_tensor([[5, 6], [7, 8, 9]], layout=torch.jagged, dtype=torch.long)
+    packed = numbered(ids, packed=True, pad=lambda length: 8 - length)
+    assert packed.tolist() == [[0, 0, 1, 1, 1, -1, -1, -1]]
+    assert numbered(ids, packed=False).tolist() == [[0, 0, -1], [1, 1, 1]]
+
+
+def test_log_probs_are_those_of_our_own_pass(engine):
+    data = make_data(micro=4)
+    with engine.eval_mode(), torch.no_grad():
+        found = engine.forward_backward_batch(data, None, forward_only=True)["model_output"]
+    wanted = own_logp(own_model(), EVERY)
+    lengths = own_rows(EVERY)[0].mask.sum(1).tolist()
+    for row, (theirs, length) in enumerate(zip(found["log_probs"].unbind(), lengths)):
+        torch.testing.assert_close(theirs[-length - 1 : -1], wanted[row, :length])
+
+
+@pytest.mark.parametrize("micro", [2, 8])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.checks("isopo", "verl's FSDP2 engine gives the gradients of our own loop")
+def test_isopo(engine, micro, packed):
+    data = make_data(micro=micro, use_remove_padding=packed)
+    engine.transform = None
+    found, output = backward(engine, data, actor("proxpo_isopo", options=ALL))
+    close(found, own_isopo(isopo(**ALL), micro))
+    assert len(output["loss"]) == 8 // micro
+
+
+def test_isopo_reports_the_loss_of_the_recipe(engine):
+    engine.transform = None
+    _, output = backward(engine, make_data(micro=4), actor("proxpo_isopo", options=ALL))
+    batch, _ = own_rows(EVERY)
+    batch = batch.replace(logp=own_logp(own_model(), EVERY).detach())
+    wanted = float(proxpo.loss_fn(proxpo.make_recipe("isopo"))(batch).value)
+    assert sum(output["loss"]) == pytest.approx(wanted, rel=1e-5)
+    reported = output["metrics"]["actor/pg_loss"].aggregate()
+    assert float(reported) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_isopo_ntk_with_checkpointing():
+    engine = make_engine(checkpointing=True)
+    found, _ = backward(engine, make_data(micro=4), actor("proxpo_isopo_ntk"))
+    close(found, own_isopo(isopo_ntk(), 4))
+
+
+def test_static_padding_of_packed_rows_changes_nothing():
+    engine = make_engine(pad_to_length=True, pad_to_length_bucket=16)
+    found, _ = backward(engine, make_data(micro=4), actor("proxpo_isopo", options=ALL))
+    close(found, own_isopo(isopo(**ALL), 4))
+
+
+def test_terms_without_an_advantage_stay_outside_the_transform(engine):
+    """verl's KL loss is added with its plain gradient."""
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "mse"}
+    engine.transform = None
+    found, output = backward(engine, make_data(micro=4), actor("proxpo_isopo", options=ALL, **kl))
+    model = own_model()
+    batch, _ = own_rows(EVERY)
+    gap = (own_logp(model, EVERY) - batch.ref_logp) * batch.mask
+    (0.7 * 0.5 * gap.square().sum()).backward()
+    plain = {name: p.grad for name, p in model.named_parameters()}
+    policy = own_isopo(isopo(**ALL), 4)
+    close(found, {name: policy[name] + plain[name] for name in policy})
+    assert "kl_loss" in output["metrics"]
+
+
+def test_a_loss_without_transform_runs_as_in_verl(engine, monkeypatch):
+    """The same loss mode under verl's own engine."""
+    data, loss = make_data(micro=4), actor("proxpo_kpo", "token-mean", {"q": 0.1})
+    found, _ = backward(engine, data, loss)
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "")
+    stock = make_engine()
+    assert type(stock) is FSDPEngineWithLMHead
+    wanted, _ = backward(stock, make_data(micro=4), actor("proxpo_kpo", "token-mean", {"q": 0.1}))
+    close(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("slug", "options", "fields"),
+    [
+        ("tis", {"cap": 1.2}, {"rollout_logp": "rollout_log_probs"}),
+        ("grpo", {"kl_coef": 0.3}, {"ref_logp": "ref_log_prob"}),
+        (
+            "decoupled-ppo",
+            {},
+            {"old_logp": "rollout_log_probs", "prox_logp": "old_log_probs"},
+        ),
+    ],
+)
+def test_fields_that_verl_keeps_from_losses(engine, slug, options, fields):
+    mode = f"proxpo_{slug.replace('-', '_')}"
+    found, _ = backward(engine, make_data(micro=8), actor(mode, "token-mean", options))
+    model, (batch, data) = own_model(), own_rows(EVERY)
+    recipe = proxpo.make_recipe(slug, {**options, "aggregate": "token_mean"})
+    given = {ours: data[theirs] for ours, theirs in fields.items()}
+    batch = batch.replace(logp=own_logp(model, EVERY), **given)
+    proxpo.loss_fn(recipe)(batch).value.backward()
+    close(found, gradients(model))
+
+
+def test_entropy_from_the_forward_pass(engine):
+    data = make_data(micro=8, calculate_entropy=True)
+    loss = actor("proxpo_entropy_80_20", "token-mean", calculate_entropy=True)
+    found, _ = backward(engine, data, loss)
+    model, (batch, rows) = own_model(), own_rows(EVERY)
+    both = model_logp(
+        model,
+        rows["input_ids"],
+        batch.mask,
+        attention_mask=rows["attention_mask"],
+        entropy=True,
+    )
+    batch = batch.replace(logp=both.logp, entropy=both.entropy.detach())
+    proxpo.loss_fn(proxpo.make_recipe("entropy-80-20"))(batch).value.backward()
+    close(found, gradients(model))
+    with pytest.raises(ValueError, match=r"reads 'entropy': set .*calculate_entropy=True"):
+        backward(engine, make_data(micro=8), loss)
+
+
+def test_micro_batches_of_verl_s_own_cut(engine):
+    """A sequence's own length does not depend on who shares its micro-batch."""
+    engine.transform = None
+    data = make_data(micro=1, use_dynamic_bsz=True, max_token_len_per_gpu=20)
+    found, output = backward(engine, data, actor("proxpo_isopo", options={"preset": "euclidean"}))
+    assert len(output["loss"]) > 2
+    close(found, own_isopo(isopo(preset="euclidean"), 8))
+
+
+def test_verl_s_default_precision():
+    """bfloat16 parameters and autocast give the same directions."""
+    engine = make_engine(mixed_precision=None)
+    found, _ = backward(engine, make_data(micro=4), actor("proxpo_isopo", options=ALL))
+    for name, wanted in own_isopo(isopo(**ALL), 4).items():
+        cosine = torch.cosine_similarity(found[name].float().flatten(), wanted.flatten(), dim=0)
+        assert cosine > 0.99, name
+
+
+def test_adapters_alone_are_trained():
+    """LoRA: its B matrices start at 0, so the A matrices get nothing and B a transformed share."""
+    engine = make_engine(lora=4)
+    found, _ = backward(engine, make_data(micro=8), actor("proxpo_isopo", options=ALL))
+    assert found
+    assert all("lora_" in name for name in found)
+    assert all(grad.abs().max() > 0 for name, grad in found.items() if "lora_B" in name)
+
+
+def test_the_averages_travel_with_the_checkpoint(tmp_path):
+    """Two steps in a row equal one step, a checkpoint, and the second in a new engine."""
+    loss = actor("proxpo_isopo", options={**ALL, "reg": 0.5})
+
+    def step(engine):
+        with engine.train_mode():
+            return engine.train_batch(make_data(micro=4), loss)["metrics"]["grad_norm"]
+
+    first = make_engine(lr=0.05)
+    step(first)
+    first.save_checkpoint(str(tmp_path))
+    assert (tmp_path / "proxpo_transform.safetensors").exists()
+    wanted = step(first)
+    second = make_engine(lr=0.05)
+    second.load_checkpoint(str(tmp_path), del_local_after_load=False)
+    assert step(second) == pytest.approx(wanted, rel=1e-5)
+    third = make_engine(lr=0.05)
+    third.load_checkpoint(str(tmp_path), del_local_after_load=False)
+    third._saved = None
+    assert step(third) != pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"strategy": "fsdp"}, "actor.strategy=fsdp2"),
+        ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=1"),
+        ({"offload_policy": True}, "offload_policy=False"),
+        ({"mixed_precision": {"param_dtype": "fp16"}}, "bfloat16 or float32"),
+    ],
+)
+def test_settings_that_would_be_wrong_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=f"verl: proxpo's engine needs .*{reason}"):
+        make_engine(**settings)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "veomni", "torchtitan", "automodel"])
+def test_other_engines_are_refused_at_construction(backend):
+    class Config:
+        strategy = backend
+
+    with pytest.raises(ValueError, match=f"need actor.strategy=fsdp2, got '{backend}'"):
+        EngineRegistry.new("language_model", backend, model_config=None, engine_config=Config)
+
+
+def test_two_ranks_equal_one(engine, ranks):
+    """ISOPO, and P3O whose ESS is a sum over the ranks; shards of a batch against the whole."""
+    close(ranks["isopo"], own_isopo(isopo(**ALL), 4))
+    wanted, _ = backward(engine, make_data(micro=8), actor("proxpo_p3o", "token-mean"))
+    close(ranks["p3o"], wanted)

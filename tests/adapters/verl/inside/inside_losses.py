@@ -1,0 +1,290 @@
+"""Loss modes and advantage estimators on verl's tensors, against proxpo's own and verl's own."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import close, make_batch, outcome_only
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+import proxpo
+from proxpo import aggregate
+from proxpo.adapters.verl import _host, _losses
+from proxpo.adapters.verl._recipes import group_refusal, loss_refusal, verl_name
+from proxpo.compose import policy_loss, prepare
+from proxpo.recipes import methods
+
+MODES = {
+    "token-mean": aggregate.token_mean(),
+    "token-sum": aggregate.token_sum(),
+    "seq-mean-token-sum": aggregate.seq_mean_token_sum(),
+    "seq-mean-token-mean": aggregate.seq_mean_token_mean(),
+    "seq-mean-token-sum-norm": aggregate.constant_length(max_tokens=7.0),
+}
+# What keeps a method from verl's plain loss function, and the options that remove it.
+OPTIONS = {
+    "lopti": {"variant": "ar", "kl_coef": 0.0},
+    "reinforce-pp-baseline": {"kl_coef": 0.0},
+    "kpo": {"q": 0.1, "clip_low": 0.02, "clip_high": 0.02},
+}
+REFUSED = ("decoupled-ppo", "dpo", "entropy-80-20", "isopo", "isopo-ntk", "p3o-2019", "p4o")
+REFUSED = (*REFUSED, "scalerl", "tis")
+LOSSES = [
+    slug
+    for slug, entry in methods().items()
+    if not loss_refusal(proxpo.make_recipe(slug, OPTIONS.get(slug, {})), engine=False)
+]
+
+
+def test_the_methods_that_verl_can_compute():
+    assert {"grpo", "dapo", "p3o", "kpo", "gspo", "cispo", "sapo", "ppo"} <= set(LOSSES)
+    assert not set(REFUSED) & set(LOSSES)
+
+
+def ready(slug: str) -> tuple[proxpo.Recipe, proxpo.Batch]:
+    """A batch as verl hands it over: advantages are there, filters and rewards are behind it."""
+    recipe = proxpo.make_recipe(slug, OPTIONS.get(slug, {}))
+    batch = make_batch(groups=4, size=2)
+    given = torch.linspace(-1.5, 2.0, len(batch.mask), dtype=torch.float64)
+    return recipe.replace(reward=(), filter=(), value=None), proxpo.Batch(
+        logp=batch.logp,
+        old_logp=batch.old_logp,
+        mask=batch.mask,
+        advantages=given[:, None] * batch.mask,
+    )
+
+
+def call(slug: str, mode: str, batch: proxpo.Batch, weights=None, **info) -> tuple:
+    """The registered function, with verl's arguments and config."""
+    leaf = batch.logp.clone().requires_grad_()
+    config = SimpleNamespace(
+        global_batch_info={"loss_scale_factor": 7, **info},
+        policy_loss=SimpleNamespace(options=OPTIONS.get(slug, {})),
+        strategy="fsdp2",
+    )
+    torch.manual_seed(5)
+    value, metrics = get_policy_loss_fn(verl_name(slug))(
+        old_log_prob=batch.old_logp,
+        log_prob=leaf,
+        advantages=batch.advantages,
+        response_mask=batch.mask.long(),
+        loss_agg_mode=mode,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    value.backward()
+    assert all(isinstance(one, float) for one in metrics.values())
+    return value.detach(), leaf.grad
+
+
+def ours(recipe: proxpo.Recipe, batch: proxpo.Batch) -> tuple:
+    leaf = batch.logp.clone().requires_grad_()
+    torch.manual_seed(5)
+    value = proxpo.loss_fn(recipe)(batch.replace(logp=leaf)).value
+    value.backward()
+    return value.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("slug", LOSSES)
+def test_every_loss_mode_under_every_average(slug, mode):
+    recipe, batch = ready(slug)
+    wanted = ours(recipe.replace(aggregate=MODES[mode]), batch)
+    assert wanted[1].abs().max() > 0
+    value, grad = call(slug, mode, batch)
+    close(value, wanted[0])
+    close(grad, wanted[1])
+
+
+def can_be_cut(recipe: proxpo.Recipe, batch: proxpo.Batch) -> bool:
+    """Whether no stage looks at the whole batch or, by definition, at each micro-batch."""
+    asked = []
+
+    def probe(x, scope="batch"):
+        asked.append(x)
+        return x
+
+    known = prepare(recipe, batch)
+    policy_loss(recipe, known.batch, denominators=known.denominators, all_sum=probe)
+    return not asked and all(stage.whole_batch for _, stage in recipe.stages())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("slug", [slug for slug in LOSSES if can_be_cut(*ready(slug))])
+def test_ranks_and_micro_batches_add_up(slug, mode):
+    """Two ranks of two micro-batches, gradients averaged over the ranks, against the whole."""
+    recipe, batch = ready(slug)
+    info = {"dp_size": 2, "batch_num_tokens": int(batch.mask.sum()), "global_batch_size": 8}
+    cuts = [torch.arange(8)[2 * k : 2 * k + 2] for k in range(4)]
+    parts = [call(slug, mode, batch.rows(cut), **info) for cut in cuts]
+    value, grad = ours(recipe.replace(aggregate=MODES[mode]), batch)
+    close(sum(part[0] for part in parts) / 2, value)
+    close(torch.cat([part[1] for part in parts]) / 2, grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_verl_s_own_clip(mode, weighted):
+    """verl's vanilla loss is GRPO's with a dual clip; both read the same counts."""
+    _, batch = ready("grpo")
+    weights = torch.rand(8, 6, dtype=torch.float64) * 2 if weighted else None
+    info = {"dp_size": 3, "batch_num_tokens": 50, "global_batch_size": 11, "loss_scale_factor": 7}
+    config = SimpleNamespace(
+        clip_ratio=0.2,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        global_batch_info=info,
+        policy_loss=SimpleNamespace(options={"dual": 3.0}),
+        get=lambda key, default=None: {"clip_ratio_c": 3.0}.get(key, default),
+        strategy="fsdp2",
+    )
+    leaves, values = [], []
+    for name in ("vanilla", "proxpo_grpo"):
+        leaves.append(batch.logp.clone().requires_grad_())
+        given = (batch.old_logp, leaves[-1], batch.advantages, batch.mask.double())
+        value, _ = get_policy_loss_fn(name)(*given, mode, config, weights)
+        value.backward()
+        values.append(value.detach())
+    close(values[1], values[0], rtol=1e-7)
+    close(leaves[1].grad, leaves[0].grad, rtol=1e-7)
+
+
+def estimate(name: str, batch: proxpo.Batch, options=None) -> torch.Tensor:
+    """The registered estimator with what verl's trainer gives: token rewards and prompt ids."""
+    last = torch.zeros_like(batch.logp)
+    last[torch.arange(len(last)), (batch.mask * torch.arange(last.shape[1])).argmax(1)] = 1.0
+    found, returns = core_algos.get_adv_estimator_fn(name)(
+        token_level_rewards=last * batch.rewards[:, None],
+        response_mask=batch.mask.long(),
+        config=OmegaConf.create({"options": options or {}}),
+        index=np.array([f"prompt-{number}" for number in batch.group], dtype=object),
+    )
+    assert returns.shape == found.shape
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "slug", "options"),
+    [
+        ("proxpo_grpo", "grpo", {"eps": 1e-3}),
+        ("proxpo_p3o", "p3o", {}),
+        ("proxpo_opo", "opo", {}),
+        ("proxpo_rloo", "rloo", {"kl_coef": 0.0}),
+        ("proxpo_reinforce_pp_baseline", "reinforce-pp-baseline", {}),
+        ("proxpo_reinforce", "reinforce", {"gamma": 0.9}),
+        ("proxpo_dapo", "dapo", {"max_tokens": 5, "cache": 4}),
+        ("proxpo_scalerl", "scalerl", {}),
+    ],
+)
+def test_estimators(name, slug, options):
+    batch = outcome_only(make_batch()).replace(correct=None)  # which verl does not know
+    wanted = prepare(proxpo.make_recipe(slug, options), batch).batch.advantages
+    assert wanted.abs().max() > 0
+    close(estimate(name, batch, options), wanted)
+
+
+def test_a_stage_by_itself_is_an_estimator():
+    batch = outcome_only(make_batch())
+    recipe = proxpo.make_recipe("reinforce", {"advantage": "leave_one_out"})
+    close(estimate("proxpo_leave_one_out", batch), prepare(recipe, batch).batch.advantages)
+    stages = ("group_relative", "leave_one_out", "length_weighted_baseline", "discounted_return")
+    assert {f"proxpo_{name}" for name in stages} <= set(core_algos.ADV_ESTIMATOR_REGISTRY)
+
+
+def test_rewards_on_single_tokens_reach_returns():
+    """verl's KL in the reward puts rewards on every token."""
+    batch = make_batch(holes=False)
+    rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
+    find = core_algos.get_adv_estimator_fn("proxpo_discounted_return")
+    found, _ = find(rewards, batch.mask.long(), config={"options": {"baseline": "none"}})
+    close(found, rewards.flip(1).cumsum(1).flip(1) * batch.mask)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "name", "rtol"),
+    [("rloo", "proxpo_rloo", 1e-12), ("grpo", "proxpo_grpo", 1e-9), ("opo", "proxpo_opo", 1e-9)],
+)
+def test_verl_s_own_estimators(theirs, name, rtol):
+    batch = outcome_only(make_batch(holes=False))
+    options = {"kl_coef": 0.0} if theirs == "rloo" else {}
+    close(estimate(name, batch, options), estimate(theirs, batch) * batch.mask, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("slug", "options", "reason"),
+    [
+        ("dpo", {}, "ratio=log_ratio_to_ref needs 'ref_logp'"),
+        ("tis", {}, "needs 'rollout_logp'.*algorithm.rollout_correction.*VERL_ENGINE_VENDOR"),
+        ("grpo", {"kl_coef": 0.1}, "kl_to_ref needs 'ref_logp'.*actor.use_kl_loss=True"),
+        ("entropy-80-20", {}, "top_entropy needs 'entropy'"),
+        ("isopo", {}, "gradient=isopo, which needs proxpo's engine: set VERL_ENGINE_VENDOR=proxpo"),
+        ("lopti", {}, "makes 2 passes over a batch"),
+        ("p3o-2019", {}, "schedule=poisson_replay"),
+    ],
+)
+def test_losses_that_verl_cannot_compute(slug, options, reason):
+    _, batch = ready("grpo")
+    config = SimpleNamespace(policy_loss=SimpleNamespace(options=options))
+    with pytest.raises(ValueError, match=f"verl: {slug}.*{reason}") as caught:
+        get_policy_loss_fn(verl_name(slug))(
+            batch.old_logp, batch.logp, batch.advantages, batch.mask, config=config
+        )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("slug", "reason"),
+    [
+        ("ppo", "'values'.*adv_estimator=gae"),
+        ("remax", "'greedy_rewards'.*adv_estimator=remax"),
+        ("rloo", "'old_logp'|'ref_logp'"),
+        ("dpo", "has no advantage stage"),
+    ],
+)
+def test_estimators_that_verl_cannot_compute(slug, reason):
+    with pytest.raises(ValueError, match=f"verl: {slug}.*({reason})"):
+        estimate(verl_name(slug), make_batch())
+    assert group_refusal(proxpo.make_recipe(slug))
+
+
+def test_a_sum_over_the_batch_needs_ranks_that_all_compute_a_loss():
+    _, batch = ready("p3o")
+    config = SimpleNamespace(
+        global_batch_info={"dp_size": 2, "batch_num_tokens": 99, "global_batch_size": 8},
+        strategy="megatron",
+    )
+    given = (batch.old_logp, batch.logp, batch.advantages, batch.mask)
+    with pytest.raises(ValueError, match=r"p3o sums over the batch.*got 'megatron'"):
+        get_policy_loss_fn("proxpo_p3o")(*given, config=config)
+
+
+def test_a_gradient_transform_under_an_engine_that_is_not_ours(monkeypatch):
+    """The environment promises our engine, and the actor's strategy has chosen another."""
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "proxpo")
+    _, batch = ready("grpo")
+    given = (batch.old_logp, batch.logp, batch.advantages, batch.mask)
+    with pytest.raises(ValueError, match="isopo: gradient=isopo needs proxpo's engine"):
+        get_policy_loss_fn("proxpo_isopo")(*given)
+
+
+def test_one_line_says_whose_average_it_is(capfd, monkeypatch):
+    monkeypatch.setattr(_host, "_TOLD", set())
+    _, batch = ready("gspo")
+    for mode in ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum"):
+        call("gspo", mode, batch)
+    line = "averaged by verl's loss_agg_mode=seq-mean-token-sum; its own is actor.loss_agg_mode="
+    err = capfd.readouterr().err
+    assert err.count("proxpo: ") == 1
+    assert f"{line}seq-mean-token-mean" in err
+
+
+def test_one_line_says_that_a_statistic_is_of_the_micro_batch(capfd, monkeypatch):
+    _, batch = ready("p3o")
+    for tokens, told in ((int(batch.mask.sum()), 0), (99, 1)):
+        monkeypatch.setattr(_host, "_TOLD", set())
+        monkeypatch.setattr(_losses, "_SUMMED", set())
+        call("p3o", "token-mean", batch, batch_num_tokens=tokens, global_batch_size=8)
+        assert capfd.readouterr().err.count("p3o wants statistics of the whole batch") == told

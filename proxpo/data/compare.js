@@ -132,11 +132,9 @@ function meanTargets(fig, means, f) {
   const places = new Map();
   for (const l of means) l.xs.forEach(x => places.set(Math.round(f.X(x)), x));
   return [...places].sort((a, b) => a[0] - b[0]).map(([px, x]) => {
-    const rows = () => means.map(l => {
-      let i = l.xs.findIndex(v => v >= x - 1e-9);
-      if (i < 0) i = l.xs.length - 1;
-      if (i > 0 && x - l.xs[i - 1] < l.xs[i] - x) i--;
-      return {arm: l.arm, x: l.xs[i], y: l.mean[i], low: l.low[i], high: l.high[i]};
+    const rows = () => means.filter(l => x >= l.xs[0] - 1e-9 && x <= l.xs.at(-1) + 1e-9).map(l => {
+      const at = ys => ys[0] === null ? null : interpolate(l.xs, ys, x);
+      return {arm: l.arm, x, y: at(l.mean), low: at(l.low), high: at(l.high)};
     }).sort((a, b) => b.y - a.y);
     return {
       x: px, y: f.top, rows,
@@ -254,12 +252,13 @@ function bars(fig, width) {
 
 // ---- drawing and pointing
 const KINDS = {curves, cloud, spots, forest, bars};
-const plots = data.figures.map(fig => ({fig, box: document.querySelector(`#fig-${fig.key} .plot`)}));
+const plots = data.figures.map(fig => ({fig, box: document.querySelector(`#fig-${fig.key} .plot`), words: document.querySelector(`#fig-${fig.key} .caption`)}));
 function draw(plot) {
   const width = Math.max(280, plot.box.clientWidth), tall = plot.box.closest(".lead-figure") ? 350 : 262;
   const drawn = KINDS[plot.fig.kind](plot.fig, width, tall);
   plot.drawn = drawn;
   plot.at = -1;
+  if (plot.fig.kind === "curves") plot.words.textContent = state.view === "mean" ? plot.fig.caption : "Each line is a run; × marks where one failed.";
   if (!drawn) { plot.box.innerHTML = `<p class="empty">Nothing selected has this.</p>`; return; }
   const height = drawn.height ?? tall;
   plot.box.innerHTML = `<svg viewBox="0 0 ${width} ${height}" tabindex="0" role="img" aria-label="${escape(plot.fig.title)}: ${escape(plot.fig.y || plot.fig.x)}. Arrow keys read the values.">${drawn.svg}<g class="over"></g></svg>${drawn.after ?? ""}`;

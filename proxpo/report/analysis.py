@@ -69,6 +69,7 @@ class ArmResult:
     runs: tuple[Measured, ...]
     failed: int
     unfinished: int
+    share: bool = False  # the score lies between 0 and 1, and so does an interval of its mean
 
     def values(self, name: str) -> np.ndarray:
         """One measure over the runs that have it."""
@@ -80,7 +81,10 @@ class ArmResult:
         return float(values.mean()) if len(values) else math.nan
 
     def student(self, name: str) -> Interval:
-        return student_interval(self.values(name))
+        found = student_interval(self.values(name))
+        if self.share and name in ("final", "area") and not math.isnan(found.low):
+            return Interval(mean=found.mean, low=max(found.low, 0.0), high=min(found.high, 1.0))
+        return found
 
     def bootstrap(self, name: str) -> Interval:
         return bootstrap_interval(self.values(name))
@@ -155,7 +159,8 @@ def analyse(comparison: Comparison) -> Analysis:
     targets = _targets([[scores[i] for i in used if runs[i].name == a.name] for a in _arms(runs)])
     drift = {i: series(runs[i], name) for i, name in (kl.names if kl else {}).items()}
     measured = {i: measure(runs[i], scores[i], drift.get(i), end, targets) for i in used}
-    arms = [_arm(arm, comparison, measured) for arm in comparison.arms or _arms(runs)]
+    share = score is not None and score.variant.share
+    arms = [_arm(arm, comparison, measured, share=share) for arm in comparison.arms or _arms(runs)]
     ordered = sorted(arms, key=_worth, reverse=True)
     return Analysis(
         comparison=comparison,
@@ -213,7 +218,9 @@ def _arms(runs: Sequence[Run]) -> list[Arm]:
     return list(found.values())
 
 
-def _arm(arm: Arm, comparison: Comparison, measured: Mapping[int, Measured]) -> ArmResult:
+def _arm(
+    arm: Arm, comparison: Comparison, measured: Mapping[int, Measured], *, share: bool
+) -> ArmResult:
     own = [(i, run) for i, run in enumerate(comparison.runs) if run.name == arm.name]
     reported = [(i, run) for i, run in own if run.role != "tune"]
     chosen = next((one.settings for one in comparison.chosen if one.arm == arm.name), {})
@@ -223,6 +230,7 @@ def _arm(arm: Arm, comparison: Comparison, measured: Mapping[int, Measured]) -> 
         runs=tuple(measured[i] for i, _ in reported if i in measured),
         failed=sum(run.status == "failed" for _, run in reported),
         unfinished=sum(run.status in ("running", "waiting") for _, run in reported),
+        share=share,
     )
 
 

@@ -29,7 +29,7 @@ from proxpo.report.wording import (
 
 GLOSSARY = (
     ("final score", "the last evaluation within the budget that all runs share"),
-    ("interval", "Student's 95 % interval of the mean over seeds: x̄ ± t·s/√n"),
+    ("interval", "Student's 95 % interval of the mean over seeds, x̄ ± t·s/√n, within 0 and 100 %"),
     (
         "band",
         "percentile bootstrap, 95 %, of the mean over seeds; too narrow below about ten seeds",
@@ -102,18 +102,23 @@ def _shown(analysis: Analysis) -> str:
     final, area = (claims_by_winner(analysis, measure) for measure in ("final", "area"))
     if not final and not area:
         return _panel("open", "What the runs show", ["No paired interval excludes zero."])
-    unit_words = "points, " if analysis.variant.share else ""
-    words = f"In brackets: 95 % interval of the paired differences ({unit_words}same seeds)."
+    points = "points, " if analysis.variant.share else ""
+    words = f"In brackets: 95 % interval of the paired differences ({points}same seeds)."
     if any("†" in line for line in (*final, *area)):
         words += " † Not after Holm’s correction for the number of pairs."
-    lines = [f"In final score, {line}." for line in final]
-    lines += [f"Over training, {line}." for line in area]
-    return _panel("shown", "What the runs show", lines, words)
+    more = ""
+    if area:
+        items = "".join(f"<li>{escape(line)}.</li>" for line in area)
+        heading = f"{count(len(area), 'winner')} in mean score over training"
+        state = "" if final else " open"
+        more = f"<details{state}><summary>{heading}</summary><ul>{items}</ul></details>"
+    lines = [f"{line}." for line in final] or ["No final score is shown to differ."]
+    below = f'{more}<p class="small-text">{escape(words)}</p>'
+    return _panel("shown" if final else "open", "What the runs show", lines, below)
 
 
-def _panel(kind: str, title: str, lines: Sequence[str], words: str = "") -> str:
+def _panel(kind: str, title: str, lines: Sequence[str], below: str = "") -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    below = f'<p class="small-text">{escape(words)}</p>' if words else ""
     return f'<div class="panel {kind}"><h2>{escape(title)}</h2><ul>{items}</ul>{below}</div>'
 
 

@@ -143,11 +143,14 @@ def _spots(axis: Any, figure: Figure, style: Style) -> None:
             figure.ticks.index(one.at) + (number - (len(groups) - 1) / 2) * 0.06 for one in own
         ]
         means = [one.mean for one in own]
-        known = [0.0 if math.isnan(one.low) else one.mean - one.low for one in own]
+        bars = [
+            (0.0, 0.0) if math.isnan(one.low) else (one.mean - one.low, one.high - one.mean)
+            for one in own
+        ]
         axis.errorbar(
             places,
             means,
-            yerr=known,
+            yerr=list(zip(*bars)),
             label=group,
             marker=style.marker(arm),
             capsize=3,

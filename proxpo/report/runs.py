@@ -113,7 +113,7 @@ def read_lines(path: Path, *, shown: str) -> tuple[list[dict[str, Any]], list[st
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a row; what is null, NaN or text was not measured."""
     return {
-        name: value
+        name: float(value)
         for name, value in row.items()
         if type(value) in (int, float) and math.isfinite(value)
     }
@@ -181,15 +181,14 @@ def _own(folder: Path, *, shown: str) -> Run:
 
 
 def _status(config: Mapping, summary: Mapping, failure: Mapping) -> tuple[str, str]:
-    if summary:
-        wanted = (config.get("train") or {}).get("steps", 0)
-        done = summary.get("steps", wanted)
-        early = f"stopped after step {done} of {wanted}"
-        return ("done", "") if done >= wanted else ("running", early)
+    wanted = (config.get("train") or {}).get("steps", 0)
+    done = summary.get("steps", wanted)
+    if summary and done >= wanted:
+        return "done", ""
     if failure:
         where = f" (step {failure['step']})" if failure.get("step") is not None else ""
         return "failed", f"{failure.get('reason') or failure.get('type', 'no reason given')}{where}"
-    return "running", "has not finished"
+    return "running", f"stopped after step {done} of {wanted}" if summary else "has not finished"
 
 
 def _config(path: Path, shown: str, notes: list[str]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ def number(value: float, *, share: bool = False, signed: bool = False) -> str:
         return "–"
     if math.isinf(value):
         return "never"
+    value += 0.0  # no minus before a zero
     sign = "+" if signed and value > 0 else ""
     if share:
-        text = f"{100 * value:.1f}"
+        text = f"{100 * value:.2f}" if 0 < abs(value) < 5e-4 else f"{100 * value:.1f}"
     elif value == 0:
         text = "0"
     elif abs(value) >= 1000:
@@ -49,7 +50,7 @@ def duration(seconds: float) -> str:
     if math.isnan(seconds) or math.isinf(seconds):
         return number(seconds)
     if seconds < 10:
-        return f"{seconds:.2g} s"
+        return f"{seconds:.2f} s"
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

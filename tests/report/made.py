@@ -14,8 +14,11 @@ def curve(gain, step, steps):
     return 0.5 + gain * (1 - math.exp(-4 * step / steps))
 
 
-def rows(gain, seed, *, steps, every, sharp=1.0, last=None):
-    """Metrics of a run that improves by `gain`; they stop after step `last`."""
+BARE = ("step", "step_time", "proxpo/samples", "proxpo/eval/accuracy", "proxpo/eval/kl")
+
+
+def rows(gain, seed, *, steps, every, sharp=1.0, last=None, bare=False):
+    """Metrics of a run that improves by `gain`; they stop after step `last`; `bare`: a few."""
     draw = np.random.default_rng([seed, round(1000 * gain)])
     shared = np.random.default_rng(seed).normal(scale=0.03)  # what a seed does to every arm
     for step in range((steps if last is None else last) + 1):
@@ -44,7 +47,8 @@ def rows(gain, seed, *, steps, every, sharp=1.0, last=None):
                 "proxpo/eval/kl": 3 * sharp * step / steps * (1 + 0.2 * draw.random()),
                 "proxpo/eval/entropy": 0.4 * math.exp(-sharp * step / steps),
             }
-        yield row
+        keep = BARE if bare else row
+        yield {name: row[name] for name in row if name in keep or name.startswith("proxpo/time/")}
 
 
 def config(method, seed, steps, **recipe):
@@ -77,7 +81,7 @@ GAINS = {"isopo": 0.33, "grpo": 0.30, "p3o": 0.28, "ema-kpo": 0.275, "reinforce"
 
 
 def comparison(
-    folder, *, arms=GAINS, seeds=(1, 2, 3), steps=100, every=10, failed=(), waiting=(), title=None
+    folder, *, arms=GAINS, seeds=(1, 2, 3), steps=100, every=10, failed=(), waiting=(), bare=False
 ):
     """Arms by name and gain; `failed` and `waiting` are pairs (arm, seed)."""
     planned = []
@@ -89,14 +93,16 @@ def comparison(
                 continue
             lost = (arm, seed) in failed
             last = steps // 2 if lost else None
-            metrics = rows(gain, seed, steps=steps, every=every, sharp=1 + number / 5, last=last)
+            metrics = rows(
+                gain, seed, steps=steps, every=every, sharp=1 + number / 5, last=last, bare=bare
+            )
             reason = {"reason": "the gradient was not finite in 3 updates in a row", "step": last}
             where = folder / "runs" / name
             write_run(where, config(arm, seed, steps), metrics, failure=reason if lost else None)
             command = f"proxpo train base.yaml --method {arm} --seed {seed} --out runs/{name}"
             (where / "command.txt").write_text(command + "\n")
     plan = Plan(
-        title=title or " against ".join(arms),
+        title=" against ".join(arms),
         question="Does normalising each sequence's gradient help, at the same budget?",
         base={"steps": steps},
         arms=tuple(Arm(name=arm, method=arm.split()[0], family=arm.split()[0]) for arm in arms),

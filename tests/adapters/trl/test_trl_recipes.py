@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from trl_runs import Watched, losses, seen, trainer
+from trl_runs import Watched, canned, losses, seen, trainer
 
 import proxpo
 from proxpo.adapters.trl._fit import GIVEN
@@ -17,20 +17,6 @@ from proxpo.train.learner import needs
 
 REFUSED = {slug for slug in methods() if needs(proxpo.make_recipe(slug)) - GIVEN - {"rollout_logp"}}
 SETTINGS: dict[str, dict[str, Any]] = {"lopti": {"num_iterations": 2}}
-
-
-def canned(prompts: list[str], run: Any) -> dict[str, Any]:
-    """Completions and log-probabilities of a sampler that differs a little from the trainer."""
-    tokenizer = run.processing_class
-    drawn = torch.Generator().manual_seed(run.state.global_step)
-    first = run.accelerator.process_index * len(prompts)
-    texts = [str(10 + 7 * (first + i) % 83)[: 1 + (first + i) % 2] for i in range(len(prompts))]
-    ids = [[*tokenizer(t, add_special_tokens=False).input_ids, 2] for t in texts]
-    return {
-        "prompt_ids": [tokenizer(p).input_ids for p in prompts],
-        "completion_ids": ids,
-        "logprobs": [(-torch.rand(len(row), generator=drawn) - 1).tolist() for row in ids],
-    }
 
 
 @pytest.mark.parametrize("slug", sorted(set(methods()) - REFUSED))
@@ -61,15 +47,15 @@ def first_loss(run: Watched, slug: str) -> float:
         logp, entropy = proxpo.model_logp(
             run.start, ids, mask, attention_mask=attended, entropy=True
         )
+    sampler = rows.get("sampling_per_token_logps")
+    behaviour = sampler if sampler is not None and "prox_logp" in needs(made) else logp
     batch = proxpo.Batch(
         logp=logp,
-        old_logp=rows["sampling_per_token_logps"]
-        if "prox_logp" in needs(made) and "sampling_per_token_logps" in rows
-        else logp,
+        old_logp=behaviour,
         prox_logp=logp,
         ref_logp=logp,
         entropy=entropy,
-        rollout_logp=rows.get("sampling_per_token_logps"),
+        rollout_logp=sampler,
         mask=mask,
         rewards=rows["rewards"],
         group=rows["group"],

@@ -1,4 +1,4 @@
-"""Short real runs of TRL on the model in the box: eight prompts, a handful of tokens."""
+"""Short real runs of TRL on the model in the box: few prompts, a handful of tokens."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._step import ROW
 from proxpo.train.models import load_policy
 
-PAIRS = [(12, 34), (5, 7), (23, 45), (6, 11), (31, 9), (44, 2), (8, 8), (19, 22)]
+PAIRS = [(12 + 7 * n % 31, 34 - n) for n in range(24)]
 SMALL: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "num_generations": 2,
@@ -49,7 +49,7 @@ def config(out: Any, **changes: Any) -> GRPOConfig:
 def trainer(
     out: Any, recipe: Any = None, *, options: Any = None, kind: Any = ProxpoTrainer, **changes: Any
 ) -> Any:
-    """A ProxpoTrainer, or TRL's own where no recipe is given. Options TRL knows go to GRPOConfig."""
+    """A ProxpoTrainer, or TRL's own where no recipe is given; changes go to GRPOConfig."""
     policy = load_policy("tiny")
     ours = {} if recipe is None else {"recipe": recipe, "recipe_options": options}
     host = GRPOTrainer if recipe is None else kind
@@ -70,6 +70,21 @@ def losses(run: Any) -> list[float]:
 
 def seen(run: Any, name: str) -> list[float]:
     return [row[name] for row in run.state.log_history if name in row]
+
+
+def canned(prompts: list[str], run: Any) -> dict[str, Any]:
+    """A rollout_func: completions that depend on the row alone, log-probabilities of a sampler
+    that differs a little from the trainer."""
+    tokenizer = run.processing_class
+    drawn = torch.Generator().manual_seed(run.state.global_step)
+    first = run.accelerator.process_index * len(prompts)
+    texts = [str(10 + 7 * (first + i) % 83)[: 1 + (first + i) % 2] for i in range(len(prompts))]
+    ids = [[*tokenizer(t, add_special_tokens=False).input_ids, 2] for t in texts]
+    return {
+        "prompt_ids": [tokenizer(p).input_ids for p in prompts],
+        "completion_ids": ids,
+        "logprobs": [(-torch.rand(len(row), generator=drawn) - 1).tolist() for row in ids],
+    }
 
 
 class Gradients(TrainerCallback):

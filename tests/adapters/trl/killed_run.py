@@ -1,0 +1,34 @@
+"""A run that is killed after a checkpoint, at a step of its own choosing."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl_runs import trainer
+
+# Both kinds of memory: an adaptive KL coefficient, and the trailing averages of a transform.
+RECIPE = (
+    "rloo",
+    {
+        "kl_coef": 0.05,
+        "reward.kl_in_reward.controller": "doubling",
+        "gradient": "isopo",
+        "gradient.reg": 1.0,
+    },
+)
+RUN: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    slug, options = RECIPE
+    trainer(sys.argv[1], slug, options=options, callbacks=[Kill()], **RUN).train()

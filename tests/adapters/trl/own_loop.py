@@ -1,0 +1,68 @@
+"""The same gradients from proxpo's own loop, given the micro-batches a TRL run went through."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import proxpo
+from proxpo.compose import prepare
+from proxpo.train.experience import Experience
+from proxpo.train.learner import Learner, Pass, gradients, score
+from proxpo.train.models import Policy
+from proxpo.types import Batch, Recipe
+
+
+def experience(parts: list[dict[str, Any]]) -> Experience:
+    """TRL's micro-batches, one after the other, as rows of a rollout."""
+    rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if _has_rows(parts, name)}
+    mask = rows["completion_mask"].bool()
+    return Experience(
+        input_ids=torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
+        attention_mask=torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1).bool(),
+        mask=mask,
+        rollout_logp=torch.zeros(mask.shape),
+        rewards=rows["rewards"],
+        correct=torch.zeros(len(mask), dtype=torch.bool),
+        truncated=torch.zeros(len(mask), dtype=torch.bool),
+        group=rows["group"],
+        version=torch.zeros(len(mask), dtype=torch.long),
+    )
+
+
+def _has_rows(parts: list[dict[str, Any]], name: str) -> bool:
+    return all(part[name].dim() > 0 for part in parts)
+
+
+def own_gradients(
+    model: nn.Module, recipe: Recipe, parts: list[dict[str, Any]], *, reference: Any = None
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """Gradients of one optimizer step on `parts`, and the transform after it."""
+    for module in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+        vars(module).pop("forward", None)  # without TRL's fused head
+    policy = Policy(
+        model=model, tokenizer=None, eos_ids=[2], pad_id=0, name="tiny", context=256
+    )
+    transform = recipe.gradient.apply() if recipe.gradient else None
+    learner = Learner(
+        policy=policy,
+        recipe=recipe,
+        optimizer=torch.optim.SGD(model.parameters()),
+        transform=transform,
+        state=recipe.init_state(),
+    )
+    rows = experience(parts)
+    how = Pass(temperature=1.0, micro_batch=len(parts[0]["rewards"]))
+    logp = score(learner, rows, how=how)["logp"]
+    given = {"old_logp": logp, "ref_logp": logp, "rewards": rows.rewards, "group": rows.group}
+    ready = prepare(recipe, Batch(logp=logp, mask=rows.mask, **given))
+    model.zero_grad()
+    gradients(learner, recipe, rows, ready.batch, how=how, seed=0)
+    if transform is not None:
+        transform.step()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found, transform
+
+
+def recipe(slug: str, options: dict[str, Any]) -> Recipe:
+    return proxpo.make_recipe(slug, options)

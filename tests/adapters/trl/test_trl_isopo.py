@@ -1,0 +1,113 @@
+"""Gradient transforms inside TRL: the gradients are those of proxpo's own loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from own_loop import own_gradients
+from peft import LoraConfig
+from torch.testing import assert_close
+from trl_runs import Gradients, Watched, losses, trainer
+
+import proxpo
+
+ONE = {"max_steps": 1, "per_device_train_batch_size": 8, "num_generations": 4, "max_grad_norm": 0.0}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+ALL = {"gradient.overlap": "all"}
+CUTS = {
+    "1x8": {"per_device_train_batch_size": 8},
+    "2x4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "8x1": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+}
+
+
+def first_step(out: Any, slug: str, options: dict[str, Any], **changes: Any) -> tuple[Any, dict]:
+    kept = Gradients()
+    run = trainer(
+        out, slug, options=options, kind=Watched, callbacks=[kept], **{**ONE, **changes}
+    )
+    run.train()
+    return run, kept.steps[0]
+
+
+def agree(
+    found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, to: float = 1e-6
+) -> None:
+    """To 1e-6 of the largest entry of each parameter."""
+    assert found.keys() == want.keys()
+    assert max(float(x.abs().max()) for x in want.values()) > 1e-3
+    for name, grad in want.items():
+        assert_close(found[name], grad, rtol=0.0, atol=to * max(1.0, float(grad.abs().max())))
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "isopo": ("isopo", ALL, {}),
+    "checkpointing": ("isopo", ALL, {"gradient_checkpointing": True}),
+    "reentrant": (
+        "isopo",
+        ALL,
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        },
+    ),
+    "lora": ("isopo", ALL, {"peft_config": LORA}),
+    "lora-checkpointing": (
+        "isopo",
+        ALL,
+        {"peft_config": LORA, "gradient_checkpointing": True},
+    ),
+    "accumulation": ("isopo", ALL, {**CUTS["2x4"], "gradient_checkpointing": True}),
+    "ntk": ("isopo-ntk", {}, {}),
+    "ntk-by-prompt": ("isopo-ntk", {"gradient.group_by": "prompt"}, {**CUTS["2x4"]}),
+    "proma": ("grpo", {"gradient": "proma"}, {**CUTS["2x4"]}),
+    "regularised": (
+        "grpo",
+        {"gradient": "isopo", **ALL, "regularisers": {"name": "entropy_bonus", "coef": 0.3}},
+        {**CUTS["2x4"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_the_own_loop(case, tmp_path):
+    slug, options, changes = CASES[case]
+    run, found = first_step(tmp_path, slug, options, **changes)
+    want, transform = own_gradients(run.start, proxpo.make_recipe(slug, options), run.parts)
+    agree(found, want)
+    mine, theirs = run._transform.state_dict(), transform.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert_close(torch.as_tensor(mine[name]), torch.as_tensor(value), rtol=1e-4, atol=1e-9)
+
+
+def test_accumulation_changes_nothing(tmp_path):
+    """Where no sequence depends on another: lengths without an overlap set."""
+    options = {"gradient.preset": "euclidean"}
+    found = {name: first_step(tmp_path, "isopo", options, **cut)[1] for name, cut in CUTS.items()}
+    agree(found["2x4"], found["1x8"])
+    agree(found["8x1"], found["1x8"])
+
+
+WHOLE = {
+    "p3o": ("p3o", {}),
+    "dapo": ("dapo", {"prompts": None}),
+    "prompt_mean": ("grpo", {"aggregate": "prompt_mean"}),
+    "p3o-isopo": ("p3o", {"gradient": "isopo", "gradient.preset": "euclidean"}),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_accumulation_changes_no_statistic(case, tmp_path):
+    """Token means, prompt means and the ESS are those of the whole optimizer step."""
+    slug, options = WHOLE[case]
+    twice = {"num_iterations": 2, "max_steps": 2, "learning_rate": 1e-3}
+    found = {}
+    for cut in ("1x8", "2x4"):
+        kept = Gradients()
+        given = {**ONE, **twice, **CUTS[cut], "callbacks": [kept]}
+        run = trainer(tmp_path, slug, options=options, **given)
+        run.train()
+        found[cut] = kept.steps, losses(run)
+    agree(found["2x4"][0][1], found["1x8"][0][1], to=1e-4)  # the second update: ratios have left 1
+    assert_close(found["2x4"][1], found["1x8"][1], rtol=1e-5, atol=1e-6)

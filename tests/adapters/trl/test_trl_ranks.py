@@ -1,0 +1,99 @@
+"""Two processes over gloo, under DDP and FSDP2, equal one that accumulates their micro-batches."""
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loop import own_gradients
+from test_trl_isopo import agree
+from torch.testing import assert_close
+from trl_runs import Gradients, Watched, canned, losses, trainer
+from two_ranks import KINDS, RUNS, SETTINGS
+
+import proxpo
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def ranks(request, tmp_path_factory) -> tuple[str, Path]:
+    kind, folder = request.param, tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "two_ranks.py"), kind, str(rank), str(folder), str(port)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    return kind, folder
+
+
+def alone(out: Any, name: str) -> tuple[Watched, list[dict[str, torch.Tensor]]]:
+    """One process that holds all eight rows, in two micro-batches."""
+    slug, options = RUNS[name]
+    kept = Gradients()
+    given = {"callbacks": [kept], "rollout_func": canned, "gradient_accumulation_steps": 2}
+    run = trainer(out, slug, options=options, kind=Watched, **given, **SETTINGS)
+    run.train()
+    return run, kept.steps
+
+
+@pytest.mark.parametrize("name", ["euclidean", "p3o"])
+def test_two_processes_equal_one(ranks, name, tmp_path):
+    """Gradients of both steps and losses, where no sequence's gradient depends on another's."""
+    kind, folder = ranks
+    run, want = alone(tmp_path, name)
+    for rank in range(2):
+        steps, _, lost, state, wrapper = torch.load(folder / f"{kind}-{name}-{rank}.pt")
+        assert wrapper.startswith("DistributedData" if kind == "ddp" else "FSDP")
+        agree(steps[0], want[0])
+        agree(steps[1], want[1], to=1e-4)  # the optimizer has divided by small second moments
+        if rank == 0:
+            assert_close(lost, losses(run), rtol=1e-5, atol=1e-6)
+        if run._transform is not None:
+            assert state.keys() == run._transform.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["isopo", "ntk"])
+def test_two_processes_equal_the_own_loop(ranks, name, tmp_path):
+    """Each process is a micro-batch: sequences meet inside it, and trailing averages over both."""
+    kind, folder = ranks
+    slug, options = RUNS[name]
+    found = [torch.load(folder / f"{kind}-{name}-{rank}.pt") for rank in range(2)]
+    parts = [found[rank][1][0] for rank in range(2)]
+    wide = max(part["prompt_ids"].shape[1] for part in parts)
+    parts = [padded(part, wide, max(p["completion_ids"].shape[1] for p in parts)) for part in parts]
+    start = copy.deepcopy(alone_start(tmp_path))
+    want, _ = own_gradients(start, proxpo.make_recipe(slug, options), parts)
+    for rank in range(2):
+        agree(found[rank][0][0], want)
+    assert_close(found[0][3], found[1][3])
+
+
+def alone_start(out: Any) -> torch.nn.Module:
+    return trainer(out, "grpo", kind=Watched).start
+
+
+def padded(part: dict[str, torch.Tensor], prompt: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Prompts grown on the left and completions on the right, to a common width."""
+    pad = torch.nn.functional.pad
+    left, right = prompt - part["prompt_ids"].shape[1], tokens - part["completion_ids"].shape[1]
+    grown = {name: pad(part[name], (left, 0)) for name in ("prompt_ids", "prompt_mask")}
+    grown |= {name: pad(part[name], (0, right)) for name in ("completion_ids", "completion_mask")}
+    kept = ("rewards", "group")
+    return grown | {name: part[name] for name in kept}

@@ -1,0 +1,76 @@
+"""Save, kill, resume: the same losses and weights, with what the recipe remembers."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from killed_run import RECIPE, RUN
+from trl_runs import losses, seen, trainer
+
+from proxpo.adapters.trl._memory import read_memory
+from proxpo.errors import ProxpoError
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("killed")
+    path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "killed_run.py"), str(out)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    return out / "checkpoint-4"
+
+
+def run_of(out: Path, **changes):
+    slug, options = RECIPE
+    return trainer(out, slug, options=options, **{**RUN, **changes})
+
+
+def test_a_killed_run_goes_on_where_it_was(killed, tmp_path):
+    whole = run_of(tmp_path, save_strategy="no")
+    whole.train()
+    resumed = run_of(killed.parent)
+    resumed.train(resume_from_checkpoint=str(killed))
+    assert len(losses(resumed)) == 8
+    assert losses(resumed) == losses(whole)
+    assert seen(resumed, "proxpo/reward/kl_coef") == seen(whole, "proxpo/reward/kl_coef")
+    assert len(set(seen(whole, "proxpo/reward/kl_coef"))) > 2  # it did adapt
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters()):
+        assert torch.equal(one, other)
+    mine, theirs = resumed._transform.state_dict(), whole._transform.state_dict()
+    assert mine == theirs
+    assert theirs["steps"] == 8
+
+
+def test_memory_matters(killed, tmp_path):
+    """Without the transform's averages the resumed run would be another one."""
+    copy = Path(shutil.copytree(killed, tmp_path / "checkpoint-4"))
+    right, wrong = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    wrong._load_optimizer_and_scheduler = super(
+        type(wrong), wrong
+    )._load_optimizer_and_scheduler  # TRL's own, which knows nothing of recipes
+    for run in (right, wrong):
+        run.args.max_steps, run.args.save_strategy = 6, "no"
+        run.train(resume_from_checkpoint=str(copy))
+    assert losses(right)[5] != losses(wrong)[5]
+
+
+def test_resuming_from_a_stranger(killed, tmp_path):
+    other = trainer(tmp_path, "grpo")
+    with pytest.raises(ProxpoError, match="was saved by recipe rloo, this is grpo"):
+        read_memory(killed, other.recipe, None)
+    bare = Path(shutil.copytree(killed, tmp_path / "bare"))
+    (bare / "proxpo_recipe.json").unlink()
+    with pytest.raises(ProxpoError, match="the recipe's state is missing"):
+        run_of(tmp_path / "c").train(resume_from_checkpoint=str(bare))

@@ -1,0 +1,72 @@
+"""One of two processes of a TRL run over gloo: its gradients and micro-batches go to a file."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KINDS = ("ddp", "fsdp2")
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "isopo": ("isopo", {"gradient.overlap": "all", "gradient.reg": 0.5}),
+    "euclidean": ("isopo", {"gradient.preset": "euclidean"}),
+    "ntk": ("isopo-ntk", {}),
+    "p3o": ("p3o", {}),
+}
+SETTINGS = {"num_generations": 4, "max_steps": 2, "max_grad_norm": 0.0}
+
+
+def shard_on_cpu() -> None:
+    """Accelerate shards on accelerators only; here it is told that the CPU is one."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+def main(kind: str, rank: int, folder: Path, port: str) -> None:
+    os.environ |= {
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"},
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+    }
+    if kind == "fsdp2":
+        os.environ |= {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+        }
+    torch.set_num_threads(1)
+    import trl_runs
+
+    for name, (slug, options) in RUNS.items():
+        kept = trl_runs.Gradients()
+        made = trl_runs.config
+        if kind == "fsdp2":
+
+            def sharded(out: Any, **changes: Any) -> Any:
+                args = made(out, **changes)
+                _ = args.device
+                shard_on_cpu()
+                return args
+
+            trl_runs.config = sharded
+        run = trl_runs.trainer(
+            folder / f"{name}-{rank}",
+            slug,
+            options=options,
+            kind=trl_runs.Watched,
+            callbacks=[kept],
+            rollout_func=trl_runs.canned,
+            **SETTINGS,
+        )
+        trl_runs.config = made
+        run.train()
+        state = run._transform.state_dict() if run._transform is not None else {}
+        found = (kept.steps, run.parts, trl_runs.losses(run), state, type(run.model_wrapped).__name__)
+        torch.save(found, folder / f"{kind}-{name}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

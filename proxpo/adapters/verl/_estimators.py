@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from proxpo.adapters.verl._host import tell
-from proxpo.adapters.verl._recipes import PREFIX, group_recipe, plain, verl_name
+from proxpo.adapters.verl._recipes import NO_CLOCK, PREFIX, group_recipe, plain, verl_name
 from proxpo.compose import prepare
 from proxpo.masked import last_valid
 from proxpo.recipes import methods
@@ -53,7 +53,7 @@ def estimator(
     ) -> tuple[Float[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
         recipe = find((config.get("options", None) or {}) if config is not None else {})
         batch = make_batch(recipe, token_level_rewards, response_mask.bool(), index)
-        advantages = prepare(recipe.replace(value=None), batch).batch.advantages
+        advantages = prepare(recipe.replace(value=None), batch, clock=NO_CLOCK).batch.advantages
         assert advantages is not None
         if recipe.filter:
             dropped = ", ".join(stage.name for stage in recipe.filter)

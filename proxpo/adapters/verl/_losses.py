@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from proxpo import aggregate
 from proxpo.adapters.verl._host import tell
-from proxpo.adapters.verl._recipes import loss_recipe, verl_name
+from proxpo.adapters.verl._recipes import NO_CLOCK, loss_recipe, verl_name
 from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.masked import masked_mean
@@ -136,7 +136,12 @@ class Step:
     def loss(self, batch: Batch) -> Loss:
         """The share of this micro-batch, times the ranks verl averages gradients over."""
         found = policy_loss(
-            self.recipe, batch, denominators=self.counts, state={}, all_sum=self.all_sum
+            self.recipe,
+            batch,
+            denominators=self.counts,
+            state={},
+            all_sum=self.all_sum,
+            clock=NO_CLOCK,
         )
         return Loss(found.value * self.ranks, found.metrics)
 

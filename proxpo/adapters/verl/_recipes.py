@@ -9,7 +9,7 @@ from proxpo.adapters.verl._host import our_engine
 from proxpo.errors import ProxpoError, fold
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
-from proxpo.types import FIELDS, Recipe, Stage
+from proxpo.types import FIELDS, Clock, Recipe, Stage
 
 PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
@@ -27,6 +27,21 @@ INSTEAD = {
     "values": "take verl's own algorithm.adv_estimator=gae",
     "greedy_rewards": "take verl's own algorithm.adv_estimator=remax",
 }
+
+
+class _NoClock(Clock):
+    """verl tells neither its losses nor its estimators how far the run is."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("step", "steps", "learning_rate"):
+            raise ProxpoError(
+                f"verl: a stage asks for the run's {name}, which verl does not give to losses and "
+                "advantage estimators"
+            )
+        return super().__getattribute__(name)
+
+
+NO_CLOCK = _NoClock()
 
 
 def verl_name(slug: str) -> str:
@@ -124,6 +139,7 @@ def plain(options: Any) -> Any:
 
 
 __all__ = [
+    "NO_CLOCK",
     "PREFIX",
     "group_recipe",
     "group_refusal",

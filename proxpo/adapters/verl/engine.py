@@ -23,7 +23,15 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from proxpo.adapters.verl._host import ENGINE_ARGUMENTS, VENDOR, check_signature
-from proxpo.adapters.verl._losses import Offer, Step, make_batch, offering, options_of, report
+from proxpo.adapters.verl._losses import (
+    AVERAGES,
+    Offer,
+    Step,
+    make_batch,
+    offering,
+    options_of,
+    report,
+)
 from proxpo.adapters.verl._recipes import loss_recipe, slug_of
 from proxpo.adapters.verl._state import load_state, save_state
 from proxpo.errors import ProxpoError
@@ -173,9 +181,21 @@ def recipe_of(loss_function: Callable[..., Any] | None) -> Recipe | None:
     if slug is None:
         return None
     recipe = loss_recipe(slug, options_of(config))
-    if recipe.gradient is not None and getattr(loss_function, "func", None) is not ppo_loss:
-        raise ProxpoError(f"verl: {slug} cannot be mixed with distillation")
+    if recipe.gradient is not None:
+        check_objective(recipe, config, loss_function)
     return recipe
+
+
+def check_objective(recipe: Recipe, config: Any, loss_function: Any) -> None:
+    """A transform's lengths carry the scale of the objective, so the average must be its own."""
+    if getattr(loss_function, "func", None) is not ppo_loss:
+        raise ProxpoError(f"verl: {recipe.name} cannot be mixed with distillation")
+    if AVERAGES.get(config.loss_agg_mode) != recipe.aggregate.name:
+        own = {name: mode for mode, name in AVERAGES.items()}.get(recipe.aggregate.name)
+        raise ProxpoError(
+            f"verl: {recipe.name} with gradient={recipe.gradient and recipe.gradient.name} needs "
+            f"actor.loss_agg_mode={own}, got '{config.loss_agg_mode}'"
+        )
 
 
 def numbered(

@@ -250,6 +250,11 @@ def test_the_averages_travel_with_the_checkpoint(tmp_path):
     assert step(third) != pytest.approx(wanted, rel=1e-3)
 
 
+def test_a_transform_wants_the_average_of_its_recipe(engine):
+    with pytest.raises(ValueError, match=r"gradient=isopo needs actor.loss_agg_mode=token-sum"):
+        backward(engine, make_data(micro=8), actor("proxpo_isopo", "token-mean"))
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

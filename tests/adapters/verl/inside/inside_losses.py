@@ -270,6 +270,22 @@ def test_a_gradient_transform_under_an_engine_that_is_not_ours(monkeypatch):
         get_policy_loss_fn("proxpo_isopo")(*given)
 
 
+def test_a_stage_that_follows_the_run_is_refused():
+    """verl does not say how far the run is; 0 for ever would be a silent mistake."""
+
+    @proxpo.stage("weights", name="warm_up")
+    def warm_up():
+        return lambda batch, ctx: (torch.full_like(batch.logp, ctx.clock.step), {})
+
+    _, batch = ready("grpo")
+    OPTIONS["grpo"] = {"weights+": "warm_up"}
+    try:
+        with pytest.raises(ValueError, match="asks for the run's step"):
+            call("grpo", "token-mean", batch)
+    finally:
+        del OPTIONS["grpo"]
+
+
 def test_one_line_says_whose_average_it_is(capfd, monkeypatch):
     monkeypatch.setattr(_host, "_TOLD", set())
     _, batch = ready("gspo")

@@ -40,42 +40,48 @@ def draw(
     top_p: float,
 ) -> Draw:
     """token ~ softmax(z/τ), cut to its top-p nucleus; logp = z/τ[token] - log Σ e^(z/τ)."""
-    z = logits.float() / (temperature or 1.0)
-    top = z.amax(dim=-1, keepdim=True)
-    mass = (z - top).exp_()
+    z = logits.float() if temperature in (0, 1) else logits.float() / temperature
+    z = z - z.amax(dim=-1, keepdim=True)
+    mass = z.exp()
     if temperature == 0:
-        token = z.argmax(dim=-1)
+        token = z.argmax(dim=-1, keepdim=True)
     else:
-        token = _inverse_cdf(mass if top_p == 1 else _nucleus(mass, top_p), u)
-    chosen = (z - top).gather(1, token[:, None])[:, 0]
-    return Draw(token, chosen - mass.sum(dim=-1).log())
+        token = _inverse_cdf(mass if top_p == 1 else _nucleus(mass, top_p), u[:, None])
+    logp = z.gather(1, token)[:, 0] - mass.sum(dim=-1).log_()
+    return Draw(token[:, 0], logp)
 
 
-def _inverse_cdf(mass: Float[Tensor, "seq vocab"], u: Num[Tensor, " seq"]) -> Int[Tensor, " seq"]:
+def _inverse_cdf(mass: Float[Tensor, "seq vocab"], u: Num[Tensor, "seq 1"]) -> Int[Tensor, "seq 1"]:
     vocab = mass.shape[1]
     if vocab <= 2 * _BLOCK:
-        return _first_above(mass.double(), u)[0]
+        return _first_above(mass.double(), u).item
     blocks = torch.nn.functional.pad(mass, (0, -vocab % _BLOCK)).view(len(mass), -1, _BLOCK)
-    block, rest = _first_above(blocks.sum(dim=-1, dtype=torch.float64), u)
-    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, _BLOCK))[:, 0].double()
-    token, _ = _first_above(inside, rest)
-    return block * _BLOCK + token
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    block, edges, target = _first_above(sums, u)
+    width = sums.gather(1, block)
+    rest = ((target - edges.gather(1, block) + width) / width).clamp(0, 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].double()
+    return block * _BLOCK + _first_above(inside, rest).item
 
 
-def _first_above(
-    mass: Num[Tensor, "seq item"], u: Num[Tensor, " seq"]
-) -> tuple[Int[Tensor, " seq"], Num[Tensor, " seq"]]:
-    """The item in which u · Σ mass falls, and where in it, as a new uniform number.
+class _Place(NamedTuple):
+    """Where u · Σ mass falls: the item, the running sums, and the number itself."""
+
+    item: Int[Tensor, "seq 1"]
+    edges: Num[Tensor, "seq item"]
+    target: Num[Tensor, "seq 1"]
+
+
+def _first_above(mass: Num[Tensor, "seq item"], u: Num[Tensor, "seq 1"]) -> _Place:
+    """The first item whose running sum exceeds u · Σ mass.
 
     Items without mass are never chosen, whatever the rounding.
     """
     edges = mass.cumsum(dim=-1)
     total = edges[:, -1:]
-    target = torch.minimum(u[:, None] * total, torch.nextafter(total, total * 0))
-    item = (edges <= target).sum(dim=-1, keepdim=True).clamp_(max=mass.shape[1] - 1)
-    width = mass.gather(1, item)
-    rest = (target - edges.gather(1, item) + width) / width
-    return item[:, 0], rest[:, 0].clamp(0, 1)
+    target = torch.minimum(u * total, torch.nextafter(total, total * 0))
+    item = torch.searchsorted(edges, target, right=True).clamp_(max=mass.shape[1] - 1)
+    return _Place(item, edges, target)
 
 
 def _nucleus(mass: Float[Tensor, "seq vocab"], top_p: float) -> Float[Tensor, "seq vocab"]:

@@ -84,18 +84,18 @@ class LocalRollout:
         distinct, which = _distinct(prompts, u.device)
         logits = engine.start(distinct, which, u.shape[1])
         for t in range(u.shape[1]):
-            token, token_logp = draw(logits, u[rows, t], temperature=temperature, top_p=top_p)
+            token, token_logp = draw(logits, u[:, t], temperature=temperature, top_p=top_p)
             tokens[rows, t], logp[rows, t] = token, token_logp
             ended |= torch.isin(token, self._ends)
             if (t + 1) % engine.every == 0:
                 alive = len(rows) - int(ended.sum())
                 if progress is not None:
-                    progress(len(u) - alive, len(u))
+                    progress(len(tokens) - alive, len(tokens))
                 if alive == 0:
                     break
                 if (size := engine.fit(alive, len(rows))) < len(rows):
                     kept = ended.argsort(stable=True)[:size]
-                    rows, ended, token = rows[kept], ended[kept], token[kept]
+                    rows, ended, token, u = rows[kept], ended[kept], token[kept], u[kept]
                     engine.keep(kept)
             if t + 1 < u.shape[1]:
                 logits = engine.step(token)

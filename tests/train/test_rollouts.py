@@ -359,7 +359,7 @@ def test_graphs_on_a_gpu_give_the_same_numbers():
     assert (found.tokens.cpu() == expected.tokens).float().mean() > 0.99
 
 
-def test_vllm_samples_the_policy_and_follows_its_weights():
+def test_vllm_samples_the_policy_and_follows_its_weights(tmp_path):
     """In an environment of its own, as vLLM pins what it needs: requirements/vllm.txt."""
     python = os.environ.get("PROXPO_VLLM_PYTHON")
     if not python or not Path(python).exists():
@@ -369,7 +369,7 @@ def test_vllm_samples_the_policy_and_follows_its_weights():
         )
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [python, str(Path(__file__).with_name("vllm_probe.py"))],
+        [python, str(Path(__file__).with_name("vllm_probe.py")), str(tmp_path / "run")],
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
@@ -377,9 +377,12 @@ def test_vllm_samples_the_policy_and_follows_its_weights():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found["trained"] == len(found["steps"]) == 5
     assert found["start"] < 1e-4
-    assert found["stale"] > 1e-2
-    assert found["synced"] < 1e-4
+    for step in found["steps"]:
+        assert step["before"] < 1e-4  # until the hand-over vLLM holds the weights of before
+        assert step["stale"] > 1e-2  # which the step has really changed
+        assert step["synced"] < 1e-4
     assert found["cool"] < 1e-4
     assert found["greedy_is_that_of_local"]
     assert found["same_seeds_same_tokens"]

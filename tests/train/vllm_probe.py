@@ -1,62 +1,90 @@
-"""Run by test_rollouts.py in vLLM's environment: prints what was found as one line of JSON."""
+"""Run by test_rollouts.py in vLLM's environment: prints what was found as one line of JSON.
 
+Five steps of `proxpo train` with vLLM as the sampler. Around every hand-over of weights its
+log-probabilities are compared with the trainer's, of before and after the step.
+"""
+
+import copy
 import json
+import sys
+from dataclasses import replace
+from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from proxpo.errors import ProxpoError
-from proxpo.train.models import Policy
+from proxpo.train import loop
+from proxpo.train.config import load_config
+from proxpo.train.job import Job
 from proxpo.train.rollouts import agreement, make_rollout
 
-PROMPTS = [[5 + a % 60, 7 + a % 9, *range(5, 5 + a % 4)] for a in range(1, 99, 7)]
+STEPS = 5
+SETTINGS = [
+    *("rollout.backend=vllm", "rollout.options.memory=1", "rollout.options.max_rows=16"),
+    *("prompts_per_step=4", "samples_per_prompt=4", f"steps={STEPS}", "lr=1e-3"),
+    *("evaluate.every=0", "evaluate.size=4", "evaluate.k=2", "checkpoint.every=0"),
+]
 
 
-def make_policy() -> Policy:
-    """Tied embeddings, and heads of a size that vLLM's CPU kernels know."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    return Policy(Qwen3ForCausalLM(config).eval(), None, [0, 1, 2], 3, "random", 64)
+class Watched:
+    """The job's sampler, looked at whenever it is given new weights."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._sampler = job, job.rollout
+        self._old = copy.deepcopy(job.policy.model)
+        problems = job.task.test[:12]
+        self.prompts = [job.task.encode(one, job.policy.tokenizer) for one in problems]
+        self.start, self.steps = self.gap(), list[dict[str, float]]()
+
+    def gap(self, temperature: float = 1.0, model: Any = None) -> float:
+        policy = self._job.policy if model is None else replace(self._job.policy, model=model)
+        options = {"max_tokens": 6, "temperature": temperature}
+        return agreement(policy, self._sampler, self.prompts, **options).largest
+
+    def sync(self) -> None:
+        before, stale = self.gap(model=self._old), self.gap()
+        self._sampler.sync()
+        self.steps.append({"before": before, "stale": stale, "synced": self.gap()})
+        self._old = copy.deepcopy(self._job.policy.model)
+
+    def sample(self, *given: Any, **options: Any) -> Any:
+        return self._sampler.sample(*given, **options)
+
+    def close(self) -> None:
+        self.found = self.last_look()
+        self._sampler.close()
+
+    def last_look(self) -> dict[str, object]:
+        """What does not depend on the step: other temperatures, greedy, seeds, refusals."""
+        found: dict[str, object] = {"cool": self.gap(0.7)}
+        options: dict[str, Any] = {"seeds": list(range(len(self.prompts))), "max_tokens": 6}
+        local = make_rollout("local", self._job.policy)
+        greedy = [one.sample(self.prompts, temperature=0.0, **options) for one in (local, self)]
+        found["greedy_is_that_of_local"] = torch.equal(greedy[0].tokens, greedy[1].tokens)
+        one, two = (self.sample(self.prompts, temperature=1.0, **options) for _ in range(2))
+        found["same_seeds_same_tokens"] = torch.equal(one.tokens, two.tokens)
+        try:
+            self.sample(self.prompts, temperature=1.0, top_p=0.9, **options)
+        except ProxpoError as error:
+            found["top_p"] = str(error)
+        return found
 
 
-def main() -> None:
-    policy = make_policy()
-    rollout = make_rollout("vllm", policy, memory=1, max_rows=16)
+def main(out: str) -> None:
+    build, jobs = loop.build, list[Job]()
 
-    def gap(temperature: float = 1.0) -> float:
-        return agreement(policy, rollout, PROMPTS, max_tokens=8, temperature=temperature).largest
+    def watched(config: Any) -> Job:
+        jobs.append(build(config))
+        jobs[0].rollout = Watched(jobs[0])
+        return jobs[0]
 
-    found: dict[str, object] = {"start": gap()}
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    found["stale"] = gap()
-    rollout.sync()
-    found["synced"], found["cool"] = gap(), gap(0.7)
-    options = {"seeds": list(range(len(PROMPTS))), "max_tokens": 8}
-    local = make_rollout("local", policy).sample(PROMPTS, temperature=0.0, **options)
-    greedy = rollout.sample(PROMPTS, temperature=0.0, **options)
-    found["greedy_is_that_of_local"] = torch.equal(greedy.tokens, local.tokens)
-    one, two = (rollout.sample(PROMPTS, temperature=1.0, **options).tokens for _ in range(2))
-    found["same_seeds_same_tokens"] = torch.equal(one, two)
-    try:
-        rollout.sample(PROMPTS, temperature=1.0, top_p=0.9, **options)
-    except ProxpoError as error:
-        found["top_p"] = str(error)
-    rollout.close()
+    loop.build = watched
+    config = load_config("quickstart", SETTINGS, overrides={"out": out})
+    summary = loop.train(config)
+    seen: Any = jobs[0].rollout
+    found = {"start": seen.start, "steps": seen.steps, **seen.found, "trained": summary["steps"]}
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -46,7 +46,8 @@ def evaluate(
     )
     texts, outcomes = grade(policy, pool, exam.problems, best)
     greedy = _right(outcomes)
-    drawn, chances = best, {}
+    drawn: Samples = best
+    chances: dict[str, float] = {}
     if exam.samples:
         drawn, chances = _drawn(policy, rollout, pool, exam, prompts)
     kl, entropy = distance(policy, initial, drawn, exam)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,10 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
     try:
         yield at
     except Exception as error:
+        if is_out_of_memory(error):
+            traceback.clear_frames(
+                error.__traceback__
+            )  # their tensors; to explain takes memory too
         reason = describe(error, config, at)
         safe = _safe(out / "checkpoints")
         if at.phase != "loading" and (safe or not isinstance(error, ProxpoError)):
@@ -103,7 +108,7 @@ def _knob(name: str, config: Config) -> str | None:
     if name == "dtype":
         wide = model.dtype in ("float32", "float64")
         return f"model.dtype=auto (now {model.dtype})" if wide else None
-    return None if model.lora is not None else "model.lora={r: 16} (now none)"
+    return None if model.lora is not None else "model.lora.r=16 (now no adapter)"
 
 
 def _amount(error: BaseException) -> str:

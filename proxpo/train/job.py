@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
 from proxpo.train.learner import Learner, needs
-from proxpo.train.models import Policy, load_policy
+from proxpo.train.models import Policy, load_policy, save_policy
 from proxpo.train.rewards import RewardPool
 from proxpo.train.rollouts import Rollout, make_rollout
 from proxpo.train.streams import derive, generator
@@ -106,10 +107,6 @@ def save(job: Job, root: Path) -> Path:
     if learner.critic is not None:
         parts["critic"] = learner.critic.state_dict()
 
-    def write_model(folder: Path) -> None:
-        learner.policy.model.save_pretrained(folder)
-        learner.policy.tokenizer.save_pretrained(folder)
-
     info = {
         "config": as_dict(job.config),
         "version": learner.version,
@@ -119,7 +116,7 @@ def save(job: Job, root: Path) -> Path:
         "skipped": job.skipped,
         "before": job.before,
     }
-    keep = job.config.checkpoint.keep
+    keep, write_model = job.config.checkpoint.keep, partial(save_policy, learner.policy)
     return save_checkpoint(root, job.step, parts, info, keep_last=keep, write_model=write_model)
 
 

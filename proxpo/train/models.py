@@ -106,6 +106,13 @@ def load_policy(
     )
 
 
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Weights and tokenizer as transformers loads them."""
+    with _quiet(_transformers()[1]):
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+
+
 def _device(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
@@ -293,4 +300,4 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-__all__ = ["SUMS", "TINY", "Policy", "load_policy", "verify_tiny"]
+__all__ = ["SUMS", "TINY", "Policy", "load_policy", "save_policy", "verify_tiny"]

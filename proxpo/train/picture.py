@@ -58,13 +58,17 @@ def draw(rows: Rows, *, title: str) -> Any:
         axis = figure.add_subplot(lines, columns, number + 1)
         for colour, (metric, label) in zip(COLOURS * 3, curves):
             points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
-            dots: dict[str, Any] = {"marker": "o", "markersize": 3.5} if len(points) <= 40 else {}
-            axis.plot(*zip(*points), color=colour, label=label, linewidth=1.8, **dots)
+            _curve(axis, points, colour, label)
         axis.set_title(name, fontsize=10.5, loc="left", color=INK)
         axis.set_ylabel(unit, fontsize=9)
         axis.grid(color=GRID, linewidth=0.7)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8.5, colors=INK)
+        axis.set_xlim(0, max(row["step"] for row in rows) or 1)  # one scale: steps line up
+        axis.margins(x=0)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        if unit in ("s", "tokens", "nats per response"):
+            axis.set_ylim(bottom=0)
         if name == "Validation accuracy":
             axis.set_ylim(0, 1.02)
             axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
@@ -73,6 +77,19 @@ def draw(rows: Rows, *, title: str) -> Any:
         if number >= len(shown) - columns:
             axis.set_xlabel("step", fontsize=9)
     return figure
+
+
+def _curve(axis: Any, points: list[tuple[int, float]], colour: str, label: str) -> None:
+    """A line with dots where points are few; a running mean over the faint line where many."""
+    steps, values = zip(*points)
+    if len(points) <= 40:
+        axis.plot(steps, values, color=colour, label=label, linewidth=1.8, marker="o", markersize=3)
+        return
+    half = max(2, len(points) // 40)
+    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    axis.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
+    means = [sum(part) / len(part) for part in parts]
+    axis.plot(steps, means, color=colour, label=label, linewidth=1.8)
 
 
 def write_pictures(
@@ -131,6 +148,8 @@ def _image(figure: Any, kind: str, **options: Any) -> bytes:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
+        value = "\n".join(str(message["content"]) for message in value)  # a chat
     return html.escape(value if isinstance(value, str) else json.dumps(value, default=str))
 
 

@@ -142,7 +142,7 @@ class Picked(NamedTuple):
 
 def pick(quantity: Quantity, runs: Sequence[Run], *, wanted: str = "") -> Picked | None:
     """The variant that most runs have (the first of equals), or `wanted`, a metric's name."""
-    known = [{name for row in run.rows for name in row} for run in runs]
+    known = [names(run) for run in runs]
     variants = list(quantity.variants)
     if wanted and not any(wanted in variant.names for variant in variants):
         variants.insert(0, Variant(wanted, (wanted,)))
@@ -168,6 +168,11 @@ def _named(variant: Variant, known: set[str]) -> str:
     return ""
 
 
+def names(run: Run) -> set[str]:
+    """Every metric the run has measured."""
+    return set().union(*run.rows)
+
+
 class Series(NamedTuple):
     """A metric of one run where it was measured."""
 
@@ -183,8 +188,7 @@ def series(run: Run, name: str) -> Series:
 
 def clock(run: Run) -> Series:
     """Seconds spent up to each step."""
-    name = _named(SECONDS.variants[0], {name for row in run.rows for name in row})
-    return _summed(run, name)
+    return _summed(run, _named(SECONDS.variants[0], names(run)))
 
 
 def samples(run: Run) -> Series:
@@ -204,15 +208,12 @@ def _summed(run: Run, name: str) -> Series:
 
 def phases(run: Run) -> dict[str, float]:
     """Mean seconds of each part of a step, by its name."""
-    names = sorted(
-        {
-            name
-            for row in run.rows
-            for name in row
-            if name not in TOTALS and any(fnmatchcase(name, one) for one in PHASES)
-        }
-    )
-    return {name.split("/", 2)[-1]: float(series(run, name).values.mean()) for name in names}
+    timed = [n for n in sorted(names(run)) if any(fnmatchcase(n, one) for one in PHASES)]
+    return {
+        name.split("/", 2)[-1]: float(series(run, name).values.mean())
+        for name in timed
+        if name not in TOTALS
+    }
 
 
 __all__ = [
@@ -224,6 +225,7 @@ __all__ = [
     "Series",
     "Variant",
     "clock",
+    "names",
     "phases",
     "pick",
     "samples",

@@ -4,6 +4,7 @@ import json
 
 import made
 import pytest
+from transformers.trainer_callback import TrainerState
 
 from proxpo.errors import ProxpoError
 from proxpo.report.comparison import gather
@@ -30,12 +31,9 @@ def trl_history(steps, every):
 
 def write_state(folder, steps=20, *, wanted=None, every=5):
     folder.mkdir(parents=True)
-    state = {
-        "log_history": trl_history(steps, every),
-        "global_step": steps,
-        "max_steps": wanted or steps,
-    }
-    (folder / "trainer_state.json").write_text(json.dumps(state))
+    history = trl_history(steps, every)
+    state = TrainerState(log_history=history, global_step=steps, max_steps=wanted or steps)
+    state.save_to_json(str(folder / "trainer_state.json"))
     return folder / "trainer_state.json"
 
 

@@ -63,6 +63,7 @@ FIELDS: dict[str, str] = {
     "sampling policy",
     "mean": "mean of the Gaussian policy at each denoising step, from the current model",
     "old_mean": "mean of the Gaussian policy at each denoising step, stored by the sampler",
+    "ref_mean": "mean of the Gaussian policy at each denoising step under the frozen reference",
     "noise": "standard deviation of the Gaussian policy at each denoising step, from the sampler",
     "step_size": "length Δt of each denoising step, from the sampler",
     "time": "time in (0, 1) of each denoising step, from the sampler",
@@ -109,6 +110,7 @@ class Batch:
     features: Float[Tensor, "seq dim"] | None = None
     mean: Float[Tensor, "seq tok latent"] | None = None
     old_mean: Float[Tensor, "seq tok latent"] | None = None
+    ref_mean: Float[Tensor, "seq tok latent"] | None = None
     noise: Float[Tensor, "seq tok"] | None = None
     step_size: Float[Tensor, "seq tok"] | None = None
     time: Float[Tensor, "seq tok"] | None = None

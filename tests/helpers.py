@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from methods.cases_trust import TRUST
 from torch import Tensor
 
 import proxpo
 from proxpo import Batch, Recipe
 
 VOCAB = 4
-LEAVES = ("logp", "values", "entropy", "vocab_logp")  # what carries gradient in training
+WIDTH = 3  # of hidden states, features and Gaussian actions
+LEAVES = ("logp", "values", "entropy", "vocab_logp", "mean")  # what carries gradient in training
 
 # Every method of the catalogue as it comes, and the options its definition names. Bounds are such
 # that on `make_batch` each rule acts on some tokens and leaves others alone.
@@ -127,6 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kpo-skip": ("kpo", {"q": 0.1, "mask_mode": "skip", "clipped": False}),
     "ema-kpo": ("ema-kpo", {"q": 0.01, "clip_low": 0.02, "clip_high": 0.02}),
     "ema-kpo-fixed": ("ema-kpo", {"mode": "fixed", "alpha": 0.3, "mask_mode": "skip"}),
+    **TRUST,
 }
 
 
@@ -199,7 +202,32 @@ def make_batch(
         correct=rewards > 0.6,
         truncated=torch.rand(rows, generator=g) < 0.2,
     )
-    return cast(batch, dtype)
+    return cast(batch.replace(**_further_fields(mask, group, g)), dtype)
+
+
+def _further_fields(mask: Tensor, group: Tensor, g: torch.Generator) -> dict[str, Tensor]:
+    """What turns, environments, hidden states and Gaussian policies bring; drawn last."""
+    rows, tokens = mask.shape
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    old_mean = uniform(rows, tokens, WIDTH)
+    return {
+        "turn": (torch.rand(rows, tokens, generator=g) < 0.4).cumsum(1),
+        "prompt_id": 5 * group + 2,
+        "old_mean": old_mean,
+        "mean": old_mean + 0.2 * uniform(rows, tokens, WIDTH) - 0.1,
+        "ref_mean": old_mean + 0.2 * uniform(rows, tokens, WIDTH) - 0.1,
+        "noise": 0.2 + uniform(rows, tokens),
+        "step_size": 0.05 + 0.1 * uniform(rows, tokens),
+        "time": 0.1 + 0.8 * uniform(rows, tokens),
+        "hidden": uniform(rows, tokens, WIDTH) - 0.5,
+        "features": uniform(rows, WIDTH) - 0.5,
+        "span_rewards": torch.randint(-1, 2, (rows, tokens), generator=g).double(),
+        "duration": 1 + 3 * uniform(rows),
+        "void": torch.rand(rows, generator=g) < 0.3,
+    }
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -11,8 +11,8 @@ from proxpo import Batch
 
 FOLDER = Path(__file__).parent / "values"
 BATCH = Path(__file__).parent / "batch.json"
-BOOLEAN = ("mask", "step_end", "correct", "truncated")
-INTEGER = ("lag", "tokens", "group")
+BOOLEAN = ("mask", "step_end", "correct", "truncated", "void")
+INTEGER = ("lag", "tokens", "group", "turn", "prompt_id")
 
 
 def read_batch() -> Batch:

@@ -820,3 +820,7 @@ REFERENCES: dict[str, Reference] = {
         b,
     ),
 }
+
+from methods.reference_trust import TRUST  # noqa: E402 - built from the loops above
+
+REFERENCES |= TRUST

@@ -23,7 +23,7 @@ def run_case(case: str, batch: Batch, all_sum: AllSum = local) -> dict:
     return {
         "loss": float(value.detach()),
         "gradients": {name: grad.tolist() for name, grad in gradients(value, batch).items()},
-        "state": {p: {k: float(v) for k, v in s.items()} for p, s in state.items()},
+        "state": {p: {k: v.tolist() for k, v in s.items()} for p, s in state.items()},
     }
 
 

@@ -1,7 +1,8 @@
 """The loop of own_loop.py under Accelerate: the prompts are shared out, the gradients are one.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py
 
+(--multi_gpu makes several processes, with or without GPUs; with --cpu there would be only one.)
 Each problem's responses stay together and a response depends on its own seed alone, so that any
 number of processes that divides PARTS samples the same and takes the same steps.
 """
@@ -19,7 +20,7 @@ PARTS = 2  # micro-batches of a step; ISOPO takes its lengths inside each of the
 
 
 def main():
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     ranks, all_sum = accelerator.num_processes, local
     if ranks > 1:
         all_sum = proxpo.over_ranks()

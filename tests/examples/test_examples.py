@@ -1,0 +1,91 @@
+"""The examples are run as a reader would run them, and must do what they say."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+LINE = re.compile(r"step (\d+): reward ([\d.]+)(?:, gradient (\S+))?")
+
+
+def changed(folder: Path, **settings: str) -> Path:
+    """A copy of the examples in which `NAME = value` of the loop reads otherwise."""
+    for path in EXAMPLES.glob("*.py"):
+        (folder / path.name).write_text(path.read_text())
+    loop = folder / "own_loop.py"
+    for name, value in settings.items():
+        text, times = re.subn(
+            rf"^{name} = [^#\n]*", f"{name} = {value}  ", loop.read_text(), flags=re.M
+        )
+        assert times == 1
+        loop.write_text(text)
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script here, where torch is loaded already; what it prints."""
+
+    def script(path: Path) -> str:
+        with monkeypatch.context() as here:
+            here.syspath_prepend(path.parent)
+            here.delitem(sys.modules, "own_loop", raising=False)
+            runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield script
+    sys.modules.pop("own_loop", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def launched(path: Path) -> str:
+    """What a script prints under `accelerate launch` with two processes."""
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, "--main_process_port", "0", str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_own_loop_is_short_and_swapping_the_method_changes_one_line():
+    lines = (EXAMPLES / "own_loop.py").read_text().splitlines()
+    assert len(lines) < 60
+    assert [line for line in lines if "isopo" in line] == [
+        'METHOD = "isopo"  # or "ema-kpo", or any other of `proxpo methods`'
+    ]
+
+
+@pytest.mark.parametrize("method", ["isopo", "ema-kpo"])
+def test_own_loop_learns(method, tmp_path, run):
+    folder = changed(tmp_path, METHOD=f'"{method}"')
+    seen = [float(reward) for _, reward, _ in LINE.findall(run(folder / "own_loop.py"))]
+    assert len(seen) == 8
+    assert sum(seen[-3:]) / 3 > seen[0] + 0.2
+
+
+@pytest.mark.parametrize("method", ["isopo", "ema-kpo"])
+def test_two_processes_take_the_steps_of_one(method, tmp_path, run):
+    folder = changed(tmp_path, METHOD=f'"{method}"', **{"STEPS, UPDATES, LR": "2, 2, 5e-4"})
+    script = folder / "accelerate_loop.py"
+    one, two = run(script), launched(script)
+    assert one.startswith("1 processes")
+    assert two.startswith("2 processes")
+    alone, together = LINE.findall(one), LINE.findall(two)
+    assert [step for step, _, _ in alone] == ["1", "2"]
+    for a, b in zip(alone, together, strict=True):
+        assert a[:2] == b[:2]  # the same samples, so the same weights
+        assert float(a[2]) == pytest.approx(float(b[2]), rel=1e-4)
+    assert alone[0][2] != alone[1][2]

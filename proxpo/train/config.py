@@ -134,7 +134,9 @@ def _entries(read: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _put(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
     *inner, last = path
     for name in inner:
-        tree = tree.setdefault(name, {})
+        if tree.get(name) is None:  # a block that was switched off is switched on by an option
+            tree[name] = {}
+        tree = tree[name]
         if not isinstance(tree, dict):
             raise ProxpoError(f"'{key}' cannot be set: '{name}' is {tree!r}, not a block")
     tree[last] = value

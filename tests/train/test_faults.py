@@ -275,53 +275,33 @@ def test_a_disk_that_was_made_read_only(tmp_path, halfway, capsys):
 # Memory --------------------------------------------------------------------------------------
 
 
-def _in_child(target, *arguments) -> int:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["proxpo.train.loop", "transformers.models.qwen3"])
-    child = context.Process(target=target, args=arguments)
-    child.start()
-    child.join(120)
-    return child.exitcode
+FIRST = {
+    "rollout": "a lower rollout.options.max_rows (now 512), a lower rollout.max_tokens (now 5), ",
+    "update": "a lower train.micro_batch (now none, that is 8 rows), model.gradient_checkpointing=",
+    "evaluate": "a lower train.micro_batch (now none, that is 8 rows), a lower rollout.options.max",
+}
 
 
-def _starve(out: str, phase: str, margin: int) -> None:
-    """Train, and in the first step allow the process only `margin` bytes more than it has."""
-    torch.set_num_threads(1)
-
-    def limit() -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        size = pages * resource.getpagesize() + margin
-        resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
-
-    sets = ("steps=2", "prompts_per_step=64", "samples_per_prompt=64")
-    sets = (*sets, "rollout.options.max_rows=4096")
-    try:
-        train(config_of(Path(out), *sets), **at_phase(phase, limit, step=0))
-    except ProxpoError as error:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-        Path(out, "error").write_text(str(error))
-
-
+@pytest.mark.parametrize("ask", [torch.empty, bytearray], ids=["torch", "python"])
 @pytest.mark.parametrize(
-    ("phase", "word", "first"),
-    [
-        ("sampling", "rollout", "a lower rollout.options.max_rows (now 4096), a lower rollout.max"),
-        ("updating", "update", "a lower train.micro_batch (now none, that is 4096 rows), model.gr"),
-    ],
+    ("phase", "word"), [("sampling", "rollout"), ("updating", "update"), ("evaluating", "evaluate")]
 )
-def test_out_of_memory_names_the_phase_and_the_knobs(phase, word, first, tmp_path):
-    """A real allocation that the kernel refuses."""
+def test_out_of_memory_names_the_phase_and_the_knobs(phase, word, ask, tmp_path):
+    """A real allocation, of a pebibyte, that the machine refuses in the middle of a phase."""
     out = tmp_path / "run"
-    _in_child(_starve, str(out), phase, 16 << 20)
-    error = (out / "error").read_text()
-    assert error.startswith(f"out of memory in the {word} of step 1")
-    assert f"in this order: {first}" in error
-    assert error.endswith("; checkpoints up to step 0 are intact, --resume continues from there")
+    sets = ("steps=3", "evaluate.every=1")
+    with pytest.raises(ProxpoError) as caught:
+        train(config_of(out, *sets), **at_phase(phase, lambda: ask(1 << 50), step=1))
+    error = str(caught.value)
+    assert error.startswith(f"out of memory in the {word} of step 2")
+    assert ("more wanted" in error) == (ask is torch.empty)
+    assert f"in this order: {FIRST[word]}" in error
+    assert error.endswith("; checkpoints up to step 1 are intact, --resume continues from there")
     assert "\n" not in error
     record = json.loads((out / "failure.json").read_text())
-    assert (record["step"], record["phase"]) == (0, word)
+    assert (record["step"], record["phase"]) == (1, word)
     assert record["reason"] in error
-    assert load_latest(out / "checkpoints").step == 0
+    assert load_latest(out / "checkpoints").step == 1
     assert not (out / "summary.json").exists()
 
 

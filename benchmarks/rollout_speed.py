@@ -4,17 +4,23 @@
     python benchmarks/rollout_speed.py --device cuda    # Qwen3-0.6B's shape, 128 x 256, bfloat16
 
 Every row runs to the full length (no end-of-sequence token), so that both produce the same number
-of tokens; prompts are shared by `--samples` rows. The gap of the sampled tokens' log-probabilities
-to a full forward pass is printed with the rates.
+of tokens; prompts are shared by `--samples` rows. The samplers take turns and the median counts.
+Two more rates are taken in the same run: the matrix products of decoding alone, and these with the
+attention and the activation, one kernel each. A sampler of this model in this precision cannot be
+faster than its kernels, so their rate divided by that of `generate` bounds what can be gained. The
+gap of the sampled tokens' log-probabilities to a full forward pass is printed with the rates.
 """
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from proxpo.train.models import Policy, load_policy
@@ -58,16 +64,38 @@ def generate(policy: Policy, prompts: list[list[int]], tokens: int, cache: str) 
     assert out.shape == (len(prompts), len(prompts[0]) + tokens), out.shape
 
 
-def rate(run: Callable[[], object], tokens: int, repeats: int) -> float:
-    """Best of several, after one that warms up: tokens per second."""
-    seconds = []
+@torch.inference_mode()
+def kernels(policy: Policy, rows: int, tokens: int, length: int, *, products_only: bool) -> None:
+    """What decoding cannot do without: the products of every step, attention, the activation."""
+    config, like = policy.bare.config, {"device": policy.device, "dtype": policy.dtype}
+    heads, kv, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    dim, inner = config.hidden_size, config.intermediate_size
+    shapes = [(dim, (heads + 2 * kv) * width), (heads * width, dim), (dim, 2 * inner), (inner, dim)]
+    weights = [torch.randn(shape, **like) for shape in shapes] * config.num_hidden_layers
+    weights.append(torch.randn(dim, config.vocab_size, **like))
+    inputs = {n: torch.randn(rows, n, **like) for n in {dim, heads * width, inner}}
+    query = torch.randn(rows, kv, heads // kv, width, **like)
+    cache = torch.randn(config.num_hidden_layers, 2, rows, kv, length + tokens, width, **like)
+    gate = torch.randn(rows, inner, **like)
+    for step in range(tokens):
+        for weight in weights:
+            torch.mm(inputs[weight.shape[0]], weight)
+        for keys, values in cache[:, :, :, :, : length + step] if not products_only else ():
+            scaled_dot_product_attention(query, keys, values)
+            silu(gate)
+
+
+def rates(runs: dict[str, Callable[[], object]], tokens: int, repeats: int) -> dict[str, float]:
+    """Tokens per second: the median of several turns, after one that warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return tokens / min(seconds[1:])
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: tokens / statistics.median(taken[1:]) for name, taken in seconds.items()}
 
 
 def main() -> None:
@@ -77,7 +105,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--prompt", type=int)
     parser.add_argument("--samples", type=int, default=8, help="rows that share a prompt")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="turns that count: 7, or 2 on a GPU")
     parser.add_argument("--static", action="store_true", help="also time generate's static cache")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -92,25 +120,20 @@ def main() -> None:
     prompts = [prompt for prompt in distinct for _ in range(args.samples)][:rows]
     seeds = list(range(rows))
     rollout = make_rollout("local", policy)
-    rates = {
-        "local": rate(
-            lambda: rollout.sample(prompts, seeds=seeds, max_tokens=tokens, temperature=1.0),
-            rows * tokens,
-            args.repeats,
-        )
-    }
+    options = {"seeds": seeds, "max_tokens": tokens, "temperature": 1.0}
+    runs: dict[str, Callable[[], object]] = {"local": lambda: rollout.sample(prompts, **options)}
     for cache in ["dynamic", "static"][: 1 + args.static]:
-        rates[f"generate ({cache} cache)"] = rate(
-            lambda cache=cache: generate(policy, prompts, tokens, cache),
-            rows * tokens,
-            args.repeats if not large else 1,
-        )
+        runs[f"generate ({cache} cache)"] = partial(generate, policy, prompts, tokens, cache)
+    for name, only in (("products alone", True), ("with attention, activation", False)):
+        runs[name] = partial(kernels, policy, rows, tokens, length, products_only=only)
+    found = rates(runs, rows * tokens, args.repeats or (2 if large else 7))
     gap = agreement(policy, rollout, distinct[:16], max_tokens=tokens)
     print(f"{policy.name} on {device}, {rows} rows x {tokens} tokens, prompts of {length}")
-    for name, value in rates.items():
-        print(f"{name:28s}{value:12,.0f} tok/s   local is {rates['local'] / value:5.2f}x")
+    base = found["generate (dynamic cache)"]
+    for name, value in found.items():
+        print(f"{name:28s}{value:12,.0f} tok/s {value / base:7.2f}x generate")
     print(f"log-probs against a full forward: largest gap {gap.largest:.2e}, mean {gap.mean:.2e}")
-    print(json.dumps({"rates": rates, "gap": gap._asdict()}))
+    print(json.dumps({"rates": found, "gap": gap._asdict()}))
 
 
 if __name__ == "__main__":

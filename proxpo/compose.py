@@ -1,7 +1,8 @@
 """The order of the stages, in one place: prepare() once per rollout, policy_loss() per micro-batch.
 
 prepare:      reward -> filter -> advantage -> prune, and the counts everything is divided by
-policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (+ value)
+policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (+ value); before
+              them the advantage once more, if it follows the current policy
 """
 
 from collections.abc import Callable, Mapping
@@ -106,6 +107,7 @@ def prepare(
             found = batch.logp.new_zeros(batch.logp.shape)
             if recipe.advantage is not None:
                 found = run("advantage", recipe.advantage, batch)
+                batch = refreshed(batch) if recipe.advantage.live else batch
             batch = batch.replace(advantages=found)
         for stage in recipe.prune:  # rows that leave now have had their say in the advantages
             batch = batch.replace(mask=batch.mask & run(f"prune.{stage.name}", stage, batch))
@@ -149,6 +151,10 @@ def policy_loss(
         metrics.update(seen)
         return value
 
+    if recipe.advantage is not None and recipe.advantage.live and batch.refresh is not None:
+        with torch.no_grad():
+            found = as_tokens(run("advantage", recipe.advantage), batch)
+        batch = batch.replace(advantages=found.masked_fill(~batch.mask, 0.0))
     ratio = run("ratio", recipe.ratio)
     token_loss = run("trust", recipe.trust, ratio)
     for stage in recipe.weights:
@@ -176,6 +182,14 @@ def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:
     totals = all_sum(torch.tensor(counts, dtype=torch.float64, device=batch.mask.device))
     named = dict(zip(("tokens", "sequences", "rows", "prompts", "pairs"), totals))
     return Denominators(**named)
+
+
+def refreshed(batch: Batch) -> Batch:
+    """Marked for advantages that follow the policy; groups are numbered from 0 for their sums."""
+    found: dict[str, Tensor] = {"refresh": batch.mask.new_ones(len(batch.mask))}
+    if batch.group is not None:
+        found["group"] = batch.group.unique(return_inverse=True)[1]
+    return batch.replace(**found)
 
 
 def tokens_of_group(batch: Batch) -> Tensor:

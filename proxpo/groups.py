@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.types import AllSum
 
 
 class GroupStats(NamedTuple):
@@ -50,3 +51,12 @@ def group_sum(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Ten
     _, index = group.unique(return_inverse=True)
     groups = int(index.max()) + 1 if len(index) else 0
     return x.new_zeros(groups).index_add(0, index, x)[index]
+
+
+def group_sum_over_cuts(
+    x: Float[Tensor, " seq"], group: Int[Tensor, " seq"], *, all_sum: AllSum
+) -> Float[Tensor, " seq"]:
+    """Σ over the rows of the same group in all micro-batches of this rank; groups count from 0."""
+    most = group.max() + 1 if len(group) else group.sum()
+    width = int(all_sum(most, "rank"))  # of one table for all: at least the largest of them
+    return all_sum(x.new_zeros(width).index_add(0, group, x), "rank")[group]

@@ -58,6 +58,14 @@ def kl_estimate(
     return value.clamp(-10.0, 10.0) if clamp == "openrlhf" else value
 
 
+def kl_exact(
+    logp: Float[Tensor, "*shape vocab"], other: Float[Tensor, "*shape vocab"]
+) -> Float[Tensor, "*shape"]:
+    """KL(π‖π_other) = Σ_a π (log π - log π_other) over the whole vocabulary; 0·log 0 = 0."""
+    p = logp.exp()
+    return torch.where(p > 0, p * (logp - other), 0.0).sum(-1)
+
+
 def _k3(d: Tensor, clamp: str) -> Tensor:
     if clamp == "verl":
         d = d.clamp(-20.0, 20.0)

@@ -28,6 +28,7 @@ def stage(
     takes: Needs = (),
     gives: str = "",
     whole_batch: bool = True,
+    live: bool = False,
     prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
@@ -35,7 +36,8 @@ def stage(
     """Register a factory. `needs` and `takes` may depend on the options, as the callables do.
 
     whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
-    so that cutting the batch differently changes its result.
+    so that cutting the batch differently changes its result. live=True marks an advantage that
+    every update computes anew, unless the batch came with advantages.
     """
 
     def decorate(factory: Callable[..., Any]) -> Factory:
@@ -53,6 +55,7 @@ def stage(
                 takes=takes(options) if callable(takes) else takes,
                 gives=gives,
                 whole_batch=whole_batch,
+                live=live,
                 prepare=functools.partial(prepare, options) if prepare else None,
                 init=functools.partial(init, options) if init else None,
                 update=functools.partial(update, options) if update else None,

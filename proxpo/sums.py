@@ -18,6 +18,8 @@ def over_ranks(group: Any = None) -> AllSum:
     """
 
     def all_sum(x: Tensor, scope: Scope = "batch") -> Tensor:
+        if scope == "rank":
+            return x
         total = x.detach().clone()
         dist.all_reduce(total, group=group)
         return total
@@ -43,7 +45,7 @@ def over_microbatches(
             if any(probe.next_sum is None for probe in found):
                 return _Replay(totals, ranks)
             parts = [probe.next_sum for probe in found if probe.next_sum is not None]
-            totals.append(ranks(torch.stack(parts).sum(0)))
+            totals.append(ranks(torch.stack(parts).sum(0), found[0].scope))
 
 
 class _Probe:
@@ -52,6 +54,7 @@ class _Probe:
     def __init__(self, totals: list[Tensor], ranks: AllSum):
         self.totals, self.ranks, self.calls = list(totals), ranks, 0
         self.next_sum: Tensor | None = None
+        self.scope: Scope = "batch"
 
     def __call__(self, x: Tensor, scope: Scope = "batch") -> Tensor:
         if scope == "microbatch":
@@ -60,7 +63,7 @@ class _Probe:
         if self.calls <= len(self.totals):
             return self.totals[self.calls - 1]
         if self.calls == len(self.totals) + 1:
-            self.next_sum = x.detach()
+            self.next_sum, self.scope = x.detach(), scope
         return x
 
 

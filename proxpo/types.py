@@ -19,14 +19,15 @@ from proxpo.shapes import Bool, Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
 State = dict[str, Tensor]
-Scope = Literal["batch", "microbatch"]
+Scope = Literal["batch", "microbatch", "rank"]
 
 
 @runtime_checkable
 class AllSum(Protocol):
     """Adds a tensor over the parts of one batch: data-parallel ranks and micro-batches.
 
-    scope="microbatch" asks for the sum over ranks alone, as code that works per micro-batch does.
+    scope="microbatch" asks for the sum over ranks alone, as code that works per micro-batch does;
+    "rank" for the sum over the micro-batches of this rank, which holds the groups it has whole.
     """
 
     def __call__(self, x: Tensor, scope: Scope = "batch") -> Tensor: ...
@@ -76,6 +77,8 @@ FIELDS: dict[str, str] = {
     "correct": "1 if the response is right, before any reward shaping",
     "truncated": "1 if the response was cut at the length limit",
     "group_tokens": "valid tokens of all responses to the same prompt, over the whole step",
+    "refresh": "1 where each update computes the advantage anew, because it follows the current "
+    "policy; set by the recipe when it computes the advantages",
     "advantages": "advantage per response or per token; computed by the recipe when absent",
 }
 
@@ -123,6 +126,7 @@ class Batch:
     correct: Bool[Tensor, " seq"] | None = None
     truncated: Bool[Tensor, " seq"] | None = None
     group_tokens: Num[Tensor, " seq"] | None = None
+    refresh: Bool[Tensor, " seq"] | None = None
     advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"] | None = None
 
     def replace(self, **changes: Any) -> "Batch":
@@ -219,8 +223,9 @@ class Stage:
     """One step of a recipe: a pure function, its name and the options it was built with.
 
     `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
-    the batch fields it reads. `prepare` returns fields to add to the batch, once per rollout. A
-    stage with memory has `init`, which makes its state, and `update`, which makes the next from the
+    the batch fields it reads. `prepare` returns fields to add to the batch, once per rollout.
+    `live` marks an advantage that follows the current policy: each update computes it anew. A stage
+    with memory has `init`, which makes its state, and `update`, which makes the next from the
     state, the batch and the step's metrics.
     """
 
@@ -232,6 +237,7 @@ class Stage:
     takes: tuple[str, ...] = ()
     gives: str = ""
     whole_batch: bool = True
+    live: bool = False
     prepare: Callable[[Batch], dict[str, Tensor]] | None = field(
         default=None, compare=False, repr=False
     )

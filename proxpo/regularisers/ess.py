@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from proxpo.kl import kl_estimate
+from proxpo.kl import kl_estimate, kl_exact
 from proxpo.masked import masked_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -74,8 +74,7 @@ def ess_kl_full(
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)
         pi, beta = batch.vocab_logp, batch.old_vocab_logp.detach()
         first, second = (beta, pi) if direction == "beta_pi" else (pi, beta)
-        terms = torch.where(first.exp() > 0, first.exp() * (first - second), 0.0)
-        kl = terms.mean(-1) if mean_over_actions else terms.sum(-1)
+        kl = kl_exact(first, second) / (pi.shape[-1] if mean_over_actions else 1)
         return (1 - size) * kl, {"kl/old": masked_mean(kl.detach(), batch.mask)}
 
     return penalty

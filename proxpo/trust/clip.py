@@ -1,5 +1,7 @@
 """The clipped surrogate and its variants."""
 
+from typing import Any
+
 import torch
 
 from proxpo.errors import ProxpoError
@@ -45,22 +47,39 @@ def clipper(*, low: float, high: float, dual: float | None = None, cap: float | 
     """(ratio, A) -> (x, where the clipped branch is the larger loss)."""
     if low < 0 or high < 0:
         raise ProxpoError(f"ppo_clip: the clip range must not be negative, got {low} and {high}")
-    if dual is not None and dual <= 1:
-        raise ProxpoError(f"ppo_clip: dual must be above 1, got {dual}")
+    check_dual(dual, by="ppo_clip")
 
     def clipped_loss(ratio: Float[Tensor, "seq tok"], adv: Float[Tensor, "seq tok"]) -> Pair:
-        free = -adv * (ratio if cap is None else ratio.clamp(max=cap))
-        # Where the bound is the larger loss the clamp is constant, elsewhere both branches agree
-        # or the free one leads: all the gradient there is flows through `free`.
-        bound = -adv * ratio.detach().clamp(1 - low, 1 + high)
-        clipped = bound > free.detach()
-        x = torch.where(clipped, bound, free)
-        if dual is not None:
-            ceiling = -adv * dual
-            x = torch.where((adv < 0) & (x.detach() > ceiling), ceiling, x)
-        return x, clipped
+        return clip_between(ratio, adv, 1 - low, 1 + high, dual=dual, cap=cap)
 
     return clipped_loss
+
+
+def check_dual(dual: float | None, *, by: str) -> None:
+    if dual is not None and dual <= 1:
+        raise ProxpoError(f"{by}: dual must be above 1, got {dual}")
+
+
+def clip_between(
+    ratio: Float[Tensor, "seq tok"],
+    adv: Float[Tensor, "seq tok"],
+    lower: Any,
+    upper: Any,
+    *,
+    dual: float | None = None,
+    cap: float | None = None,
+) -> Pair:
+    """max(-A r, -A clip(r, lower, upper)) and where the clip acts; bounds: numbers or tensors."""
+    free = -adv * (ratio if cap is None else ratio.clamp(max=cap))
+    # Where the bound is the larger loss the clamp is constant, elsewhere both branches agree
+    # or the free one leads: all the gradient there is flows through `free`.
+    bound = -adv * ratio.detach().clamp(lower, upper)
+    clipped = bound > free.detach()
+    x = torch.where(clipped, bound, free)
+    if dual is not None:
+        ceiling = -adv * dual
+        x = torch.where((adv < 0) & (x.detach() > ceiling), ceiling, x)
+    return x, clipped
 
 
 @stage("trust", takes=("ratio",), gives="loss", whole_batch=False)

@@ -274,7 +274,9 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch, stage):
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, stage, full)
-        with pytest.raises(ProxpoError, match=r"step-2 could not be written: No space left on device$"):
+        with pytest.raises(
+            ProxpoError, match=r"step-2 could not be written: No space left on device$"
+        ):
             save(tmp_path, 2, keep_last=1)
     assert os.listdir(tmp_path) == ["step-1"]
     assert equal(load_latest(tmp_path).parts, small(1))

@@ -28,6 +28,9 @@ def write_memory(folder: Path, recipe: Recipe, state: States, transform: Transfo
 
 def read_memory(folder: Path, recipe: Recipe, transform: Transform | None) -> States:
     """The state to go on from; the transform is given its averages back."""
+    fresh = recipe.init_state()
+    if not fresh and transform is None and not (folder / f"{NAME}.json").exists():
+        return fresh  # nothing to remember: any checkpoint of TRL will do
     try:
         structure = json.loads((folder / f"{NAME}.json").read_text())
         memory = unflatten(load((folder / f"{NAME}.safetensors").read_bytes()), structure)

@@ -20,7 +20,7 @@ from proxpo.adapters.trl._fit import check_engine, check_fit, keeps_groups, made
 from proxpo.adapters.trl._memory import read_memory, write_memory
 from proxpo.adapters.trl._rollout import Rollout, early, prepared, window
 from proxpo.adapters.trl._step import ROW, Step, in_order, mask_of, now, weighted
-from proxpo.compose import policy_loss
+from proxpo.compose import States, policy_loss
 from proxpo.logp import model_logp
 from proxpo.masked import masked_mean
 from proxpo.settings import Settings
@@ -46,6 +46,12 @@ class ProxpoTrainer(GRPOTrainer):
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and resuming work as in TRL. Options of GRPOConfig that a recipe decides are refused.
     """
+
+    args: GRPOConfig
+    model: Any
+    _buffered_inputs: Any
+    _state: States
+    _transform: Any
 
     def __init__(
         self,
@@ -91,12 +97,13 @@ class ProxpoTrainer(GRPOTrainer):
         first = self.accelerator.process_index * rows
         output[ROW] = torch.arange(first, first + rows, device=self.accelerator.device)
         fields = self._fields(output)
+        size: Any = self.num_generations if mode == "train" else self.num_generations_eval
         self._rollouts[mode] = [
             prepared(
                 recipe,
                 fields,
                 rewards=weighted(self._scores, self.reward_weights),
-                group_size=self.num_generations if mode == "train" else self.num_generations_eval,
+                group_size=size,
                 first=first,
                 version=self.state.global_step,
                 gather=self._gather,
@@ -138,7 +145,8 @@ class ProxpoTrainer(GRPOTrainer):
     def _score(self, output: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of a generation batch, where TRL leaves them out as on-policy."""
         rows = self.args.per_device_train_batch_size
-        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        quiet: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, quiet):
             return self._forward(self.model, output, rows=rows)["logp"]
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -146,12 +154,12 @@ class ProxpoTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training and self._buffered_inputs is not held and keeps_groups(self.recipe):
             self._buffered_inputs = in_order(self._buffered_inputs)
-            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            inputs = self._buffered_inputs[self._step % self._held]
         return inputs
 
     # --- update
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Any:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         with ExitStack() as self._block:  # a transform opened by the loss sees the backward too
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients and self._transform is not None:
@@ -167,12 +175,13 @@ class ProxpoTrainer(GRPOTrainer):
         step = self._step_of(mode, inputs)
         batch = step.window.part(inputs[ROW])
         lag = self.state.global_step - step.window.rollout.version
-        batch = batch.replace(lag=torch.full_like(batch.lag, lag))
+        batch = batch.replace(lag=torch.full_like(batch.mask, lag, dtype=torch.long))
         if self._transform is None or not torch.is_grad_enabled():
             found = self._forward(model, inputs, aux=self.aux_loss_enabled)
             aux = found.pop("aux_loss", None)
             value, metrics = self._loss(step, step.recipe, now(batch, found))
-            metrics["entropy"] = masked_mean(found["entropy"].detach(), batch.mask)
+            if "entropy" in found:
+                metrics["entropy"] = masked_mean(found["entropy"].detach(), batch.mask)
             value = value * self.accelerator.num_processes  # engines average over processes
             if aux is not None:
                 parts = self.current_gradient_accumulation_steps if mode == "train" else 1
@@ -235,7 +244,7 @@ class ProxpoTrainer(GRPOTrainer):
         asked: list[bool] = []
 
         def probe(x: torch.Tensor, scope: str = "batch") -> torch.Tensor:
-            asked.append(True)
+            asked.append(scope == "batch")
             return x
 
         def run(piece: Batch, *, all_sum: AllSum) -> Loss:
@@ -244,7 +253,7 @@ class ProxpoTrainer(GRPOTrainer):
         first = step.window.part(step.inputs[0][ROW])
         with torch.no_grad():
             run(now(first, {"logp": first.logp, "entropy": first.logp}), all_sum=probe)
-            if not asked:
+            if not any(asked):
                 return ranks
             pieces = [
                 now(step.window.part(one[ROW]), self._forward(step.model, one))
@@ -256,8 +265,8 @@ class ProxpoTrainer(GRPOTrainer):
         """The optimizer step this micro-batch belongs to; every process enters it together."""
         if mode == "eval":
             return self._open(self.model, 0, mode, [inputs])
-        held, parts = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        turn, place = divmod(self._step % self._per_rollout, held)
+        parts = self.args.gradient_accumulation_steps
+        turn, place = divmod(self._step % self._per_rollout, self._held)
         if self._current is None or place % parts == 0:
             variant = turn * len(self._variants) // self.num_iterations
             cut = self._buffered_inputs[place - place % parts :][:parts]
@@ -277,8 +286,15 @@ class ProxpoTrainer(GRPOTrainer):
         )
 
     @property
+    def _held(self) -> int:
+        """Micro-batches of a rollout."""
+        held: Any = self.args.steps_per_generation
+        return held
+
+    @property
     def _per_rollout(self) -> int:
-        return self.args.steps_per_generation * self.num_iterations
+        """Micro-batches from one rollout to the next."""
+        return self._held * self.num_iterations
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         padded = self.accelerator.pad_across_processes(x, dim=1) if x.dim() > 1 else x
@@ -339,14 +355,14 @@ class ProxpoTrainer(GRPOTrainer):
         parts = []
         for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):
             attended = attention_mask[rows]
+            asked: dict[str, Any] = {"attention_mask": attended, "entropy": compute_entropy}
             with self.accelerator.autocast():
                 found: Any = model_logp(
                     model,
                     input_ids[rows],
                     attended[:, -logits_to_keep:].bool(),
-                    attention_mask=attended,
                     temperature=self.temperature,
-                    entropy=compute_entropy,
+                    **asked,
                 )
             parts.append(found if compute_entropy else (found,))
         scored = [torch.cat(columns) for columns in zip(*parts)]

@@ -15,7 +15,11 @@ from proxpo.types import Batch, Recipe
 
 def experience(parts: list[dict[str, Any]]) -> Experience:
     """TRL's micro-batches, one after the other, as rows of a rollout."""
-    rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if _has_rows(parts, name)}
+    rows = {
+        name: torch.cat([part[name] for part in parts])
+        for name in parts[0]
+        if _has_rows(parts, name)
+    }
     mask = rows["completion_mask"].bool()
     return Experience(
         input_ids=torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
@@ -40,9 +44,7 @@ def own_gradients(
     """Gradients of one optimizer step on `parts`, and the transform after it."""
     for module in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         vars(module).pop("forward", None)  # without TRL's fused head
-    policy = Policy(
-        model=model, tokenizer=None, eos_ids=[2], pad_id=0, name="tiny", context=256
-    )
+    policy = Policy(model=model, tokenizer=None, eos_ids=[2], pad_id=0, name="tiny", context=256)
     transform = recipe.gradient.apply() if recipe.gradient else None
     learner = Learner(
         policy=policy,

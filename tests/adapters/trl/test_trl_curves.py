@@ -1,8 +1,13 @@
 """With a recipe that TRL has too, the loss of every step is TRL's own: twenty steps, same seeds."""
 
+import math
+
 import pytest
 import torch
-from trl_runs import losses, seen, trainer
+from trl_runs import Watched, losses, questions, seen, trainer
+
+from proxpo.adapters.trl._step import ROW
+from proxpo.masked import masked_mean
 
 # Two updates on each rollout, so that ratios leave 1 and clips act.
 TWICE = {"num_iterations": 2, "learning_rate": 3e-4}
@@ -14,6 +19,7 @@ CASES = {
         {**PLAIN, "kl_coef": 0.3, "kl_ratio_corrected": True},
         {"loss_type": "grpo", "beta": 0.3},
     ),
+    "grpo-parts": ("grpo", PLAIN, {"loss_type": "grpo"}),
     "bnpo": ("grpo", {"eps": 1e-4, "aggregate": "token_mean"}, {}),
     "dapo": (
         "dapo",
@@ -43,11 +49,40 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_curve_is_that_of_trl(case, tmp_path):
     recipe, options, theirs = CASES[case]
-    ours = trainer(tmp_path, recipe, options=options, **TWICE)
+    parts = {"steps_per_generation": 2} if case == "grpo-parts" else {}
+    ours = trainer(tmp_path, recipe, options=options, **TWICE, **parts)
     ours.train()
-    host = trainer(tmp_path, **TWICE, **{"loss_type": case, **theirs})
+    host = trainer(tmp_path, **TWICE, **parts, **{"loss_type": case, **theirs})
     host.train()
     torch.testing.assert_close(losses(ours), losses(host), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(seen(ours, "grad_norm"), seen(host, "grad_norm"), rtol=1e-4, atol=0)
     assert len(losses(ours)) == 20
     assert max(map(abs, losses(ours))) > 1e-3
+
+
+def test_two_optimizer_steps_share_a_rollout(tmp_path):
+    """Each divides by its own tokens: on fresh data the loss is the mean of -A over them."""
+    options = {"prompts": None, "overlong": "off"}
+    held = {"steps_per_generation": 3, "max_steps": 2, "gradient_accumulation_steps": 1}
+    run = trainer(tmp_path, "dapo", options=options, kind=Watched, num_generations=4, **held)
+    run.train()
+    mine = run._rollouts["train"][0].mine
+    first = mine.rows(run.parts[0][ROW])
+    expected = -masked_mean(first.advantages, first.mask)
+    assert losses(run)[0] == pytest.approx(float(expected), rel=1e-5)
+    assert abs(float(expected)) > 1e-3
+
+
+def test_evaluation(tmp_path):
+    """The loss of held-out prompts, by the recipe; no update, no change of what it remembers."""
+    for recipe in ("rloo", "isopo"):
+        run = trainer(
+            tmp_path, recipe, eval_dataset=questions().select(range(4)), max_steps=1,
+            per_device_eval_batch_size=4, num_generations_eval=2,
+        )  # fmt: skip
+        before = [p.clone() for p in run.model.parameters()]
+        found = run.evaluate()
+        assert math.isfinite(found["eval_loss"])
+        assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
+        run.train()
+        assert len(losses(run)) == 1

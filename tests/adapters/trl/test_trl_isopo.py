@@ -23,9 +23,7 @@ CUTS = {
 
 def first_step(out: Any, slug: str, options: dict[str, Any], **changes: Any) -> tuple[Any, dict]:
     kept = Gradients()
-    run = trainer(
-        out, slug, options=options, kind=Watched, callbacks=[kept], **{**ONE, **changes}
-    )
+    run = trainer(out, slug, options=options, kind=Watched, callbacks=[kept], **{**ONE, **changes})
     run.train()
     return run, kept.steps[0]
 

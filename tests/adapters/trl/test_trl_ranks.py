@@ -53,7 +53,7 @@ def alone(out: Any, name: str) -> tuple[Watched, list[dict[str, torch.Tensor]]]:
     return run, kept.steps
 
 
-@pytest.mark.parametrize("name", ["euclidean", "p3o"])
+@pytest.mark.parametrize("name", ["euclidean", "p3o", "regularised"])
 def test_two_processes_equal_one(ranks, name, tmp_path):
     """Gradients of both steps and losses, where no sequence's gradient depends on another's."""
     kind, folder = ranks

@@ -13,16 +13,30 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "euclidean": ("isopo", {"gradient.preset": "euclidean"}),
     "ntk": ("isopo-ntk", {}),
     "p3o": ("p3o", {}),
+    "regularised": (
+        "grpo",
+        {
+            "gradient": "isopo",
+            "gradient.preset": "euclidean",
+            "regularisers": {"name": "entropy_bonus", "coef": 0.3},
+        },
+    ),
 }
 SETTINGS = {"num_generations": 4, "max_steps": 2, "max_grad_norm": 0.0}
 
 
-def shard_on_cpu() -> None:
+def shard_on_cpu(make: Any) -> Any:
     """Accelerate shards on accelerators only; here it is told that the CPU is one."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    def config(out: Any, **changes: Any) -> Any:
+        args = make(out, **changes)
+        assert args.device.type == "cpu"  # reading it sets the processes up
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        return args
+
+    return config
 
 
 def main(kind: str, rank: int, folder: Path, port: str) -> None:
@@ -40,18 +54,10 @@ def main(kind: str, rank: int, folder: Path, port: str) -> None:
     torch.set_num_threads(1)
     import trl_runs
 
+    if kind == "fsdp2":
+        trl_runs.config = shard_on_cpu(trl_runs.config)
     for name, (slug, options) in RUNS.items():
         kept = trl_runs.Gradients()
-        made = trl_runs.config
-        if kind == "fsdp2":
-
-            def sharded(out: Any, **changes: Any) -> Any:
-                args = made(out, **changes)
-                _ = args.device
-                shard_on_cpu()
-                return args
-
-            trl_runs.config = sharded
         run = trl_runs.trainer(
             folder / f"{name}-{rank}",
             slug,
@@ -61,10 +67,10 @@ def main(kind: str, rank: int, folder: Path, port: str) -> None:
             rollout_func=trl_runs.canned,
             **SETTINGS,
         )
-        trl_runs.config = made
         run.train()
         state = run._transform.state_dict() if run._transform is not None else {}
-        found = (kept.steps, run.parts, trl_runs.losses(run), state, type(run.model_wrapped).__name__)
+        wrapper = type(run.model_wrapped).__name__
+        found = (kept.steps, run.parts, trl_runs.losses(run), state, wrapper)
         torch.save(found, folder / f"{kind}-{name}-{rank}.pt")
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,6 @@ class LocalPool:
         self.threads = threads or max(1, cores // self.jobs)
         self._free = list(range(self.jobs))
         self._running: dict[str, tuple[Any, int]] = {}
-        # Read when the server starts: OpenMP takes its number of threads from the environment.
-        os.environ["OMP_NUM_THREADS"] = str(self.threads)
         self._context: Any = multiprocessing.get_context(
             "forkserver" if sys.platform == "linux" else "spawn"
         )
@@ -50,7 +48,8 @@ class LocalPool:
         process = self._context.Process(
             target=work, args=(list(argv), str(folder), self.threads, env), name=name
         )
-        process.start()
+        with _environment(env):  # the first start is the server's: OpenMP reads it on loading
+            process.start()
         self._running[name] = (process, slot)
 
     def finished(self, timeout: float) -> list[tuple[str, str]]:
@@ -84,6 +83,17 @@ class LocalPool:
             return name, ""
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
         return name, f"killed by {signal.Signals(-code).name}{hint}"
+
+
+@contextlib.contextmanager
+def _environment(given: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _signal(pid: int, number: signal.Signals, *, group: bool) -> None:

@@ -1,11 +1,18 @@
 """Comparisons small enough to run in a test: the model in the box, a few rows, a few steps."""
 
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+from proxpo.cli import main
+from proxpo.compare.work import PRELOAD
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(list(PRELOAD))
 
 SMALL = (
     "steps=3",
@@ -13,7 +20,7 @@ SMALL = (
     "samples_per_prompt=2",
     "max_prompt=16",
     "max_tokens=6",
-    "evaluate.every=1",
+    "evaluate.every=3",
     "evaluate.size=8",
     "k=2",
     "checkpoint.every=1",
@@ -33,24 +40,27 @@ def arguments(
     return ["compare", *methods, *sets, *given, "--out", str(out)]
 
 
-def start(argv: list[str], **options: Any) -> subprocess.Popen:
-    """The real command, in a process of its own."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "proxpo.cli", *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        **options,
-    )
+class Started:
+    """A command in a process of its own, forked from a server that has imported torch already."""
+
+    def __init__(self, argv: list[str], folder: Path) -> None:
+        self.said, self.errors = folder / "stdout.txt", folder / "stderr.txt"
+        self.process = SERVER.Process(target=_command, args=(argv, self.said, self.errors))
+        self.process.start()
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout: float = 120) -> tuple[int | None, str, str]:
+        """Its exit code, stdout and stderr."""
+        self.process.join(timeout)
+        return self.process.exitcode, self.said.read_text(), self.errors.read_text()
 
 
-def run(argv: list[str], timeout: float = 120) -> tuple[int, str, str]:
-    """Its exit code, stdout and stderr."""
-    process = start(argv)
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+def _command(argv: list[str], said: Path, errors: Path) -> None:
+    for stream, path in ((1, said), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    sys.exit(main(argv))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

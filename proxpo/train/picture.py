@@ -66,7 +66,7 @@ def draw(rows: Rows, *, title: str) -> Any:
         axis.tick_params(labelsize=8.5, colors=INK)
         axis.set_xlim(0, max(row["step"] for row in rows) or 1)  # one scale: steps line up
         axis.margins(x=0)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.locator_params(axis="x", integer=True)
         if unit in ("s", "tokens", "nats per response"):
             axis.set_ylim(bottom=0)
         if name == "Validation accuracy":

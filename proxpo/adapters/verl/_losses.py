@@ -1,7 +1,7 @@
 """Loss modes: a recipe's policy loss on verl's tensors, averaged by verl's global counts."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,12 +82,18 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
         batch = make_batch(
             recipe, old_log_prob, log_prob, advantages, response_mask, offer.fields if offer else {}
         )
-        step = Step.of(recipe, batch, loss_agg_mode, config, rollout_is_weights)
-        found = step.rest(batch) if recipe.gradient is not None else step.loss(batch)
+        with full_precision(log_prob):
+            step = Step.of(recipe, batch, loss_agg_mode, config, rollout_is_weights)
+            found = step.rest(batch) if recipe.gradient is not None else step.loss(batch)
         return found.value, report(found, batch)
 
     loss.__name__ = loss.__qualname__ = verl_name(slug)
     return loss
+
+
+def full_precision(like: Tensor) -> AbstractContextManager[None]:
+    """verl calls losses under autocast, which would run a filter's matrix products in bfloat16."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def make_batch(
@@ -154,7 +160,7 @@ class Step:
         return Loss(whole.value - bare.loss(batch).value, whole.metrics)
 
 
-def averaged(recipe: Recipe, mode: str, width: float) -> Recipe:
+def averaged(recipe: Recipe, mode: str, width: int | float) -> Recipe:
     """The recipe under actor.loss_agg_mode, as every loss and penalty of verl is averaged."""
     if mode not in AVERAGES:
         raise ProxpoError(f"verl: unknown loss_agg_mode '{mode}'; valid: {', '.join(AVERAGES)}")
@@ -246,6 +252,7 @@ __all__ = [
     "AVERAGES",
     "Offer",
     "Step",
+    "full_precision",
     "loss_mode",
     "make_batch",
     "offering",

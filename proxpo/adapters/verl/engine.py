@@ -27,6 +27,7 @@ from proxpo.adapters.verl._losses import (
     AVERAGES,
     Offer,
     Step,
+    full_precision,
     make_batch,
     offering,
     options_of,
@@ -250,7 +251,10 @@ def _policy(
         config.global_batch_info[name] = data[name]
     config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
     step = Step.of(recipe, batch, config.loss_agg_mode, config, given.get("rollout_is_weights"))
-    split = objective(step.recipe, batch, denominators=step.counts, state={}, all_sum=step.all_sum)
+    with full_precision(log_prob):
+        split = objective(
+            step.recipe, batch, denominators=step.counts, state={}, all_sum=step.all_sum
+        )
     seen = Metric.from_dict(report(split.loss, batch), aggregation=AggregationType.MEAN)
     value = split.loss.value.detach() * step.ranks
     seen["actor/pg_loss"] = Metric(value=value, aggregation=AggregationType.SUM)

@@ -119,6 +119,10 @@ def test_every_setting_of_the_scripts_is_known_to_verl(script, arguments, tmp_pa
     roles = need_reference_policy(config), need_critic(config)
     assert roles == (False, False)
     validate_config(config, *roles)  # makes the actor's config, ours inside it
+    find = ADV_ESTIMATOR_REGISTRY[config.algorithm.adv_estimator]
+    rewards, mask = torch.eye(4), torch.ones(4, 4)
+    found, _ = find(rewards * 2, mask, index=["a", "a", "b", "b"], config=config.algorithm)
+    assert found.shape == (4, 4)
     OmegaConf.resolve(config)
 
 

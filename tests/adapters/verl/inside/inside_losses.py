@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import close, make_batch, outcome_only
+from helpers import cast, close, make_batch, outcome_only
 from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -97,6 +97,18 @@ def test_every_loss_mode_under_every_average(slug, mode):
     value, grad = call(slug, mode, batch)
     close(value, wanted[0])
     close(grad, wanted[1])
+
+
+@pytest.mark.parametrize("slug", LOSSES)
+def test_autocast_changes_nothing(slug):
+    """verl computes losses inside its autocast block; smoothed ratios are matrix products."""
+    _, batch = ready(slug)
+    batch = cast(batch, torch.float32)
+    wanted = call(slug, "token-mean", batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = call(slug, "token-mean", batch)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
 
 
 def can_be_cut(recipe: proxpo.Recipe, batch: proxpo.Batch) -> bool:

@@ -9,8 +9,8 @@ from trl_runs import Watched, losses, questions, seen, trainer
 from proxpo.adapters.trl._step import ROW
 from proxpo.masked import masked_mean
 
-# Two updates on each rollout, so that ratios leave 1 and clips act.
-TWICE = {"num_iterations": 2, "learning_rate": 3e-4}
+# Four updates on each rollout, so that ratios leave 1 and clips act.
+OFTEN = {"num_iterations": 4, "learning_rate": 3e-4}
 PLAIN = {"eps": 1e-4, "aggregate.count_empty": True}
 CASES = {
     "grpo": ("grpo", PLAIN, {}),
@@ -50,9 +50,9 @@ CASES = {
 def test_the_loss_curve_is_that_of_trl(case, tmp_path):
     recipe, options, theirs = CASES[case]
     parts = {"steps_per_generation": 2} if case == "grpo-parts" else {}
-    ours = trainer(tmp_path, recipe, options=options, **TWICE, **parts)
+    ours = trainer(tmp_path, recipe, options=options, **OFTEN, **parts)
     ours.train()
-    host = trainer(tmp_path, **TWICE, **parts, **{"loss_type": case, **theirs})
+    host = trainer(tmp_path, **OFTEN, **parts, **{"loss_type": case, **theirs})
     host.train()
     torch.testing.assert_close(losses(ours), losses(host), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(seen(ours, "grad_norm"), seen(host, "grad_norm"), rtol=1e-4, atol=0)

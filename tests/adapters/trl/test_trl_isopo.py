@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from own_loop import own_gradients
 from peft import LoraConfig
 from torch.testing import assert_close
+from trl_own_loop import agree, own_gradients
 from trl_runs import Gradients, Watched, losses, trainer
 
 import proxpo
@@ -26,16 +26,6 @@ def first_step(out: Any, slug: str, options: dict[str, Any], **changes: Any) -> 
     run = trainer(out, slug, options=options, kind=Watched, callbacks=[kept], **{**ONE, **changes})
     run.train()
     return run, kept.steps[0]
-
-
-def agree(
-    found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, to: float = 1e-6
-) -> None:
-    """To 1e-6 of the largest entry of each parameter."""
-    assert found.keys() == want.keys()
-    assert max(float(x.abs().max()) for x in want.values()) > 1e-3
-    for name, grad in want.items():
-        assert_close(found[name], grad, rtol=0.0, atol=to * max(1.0, float(grad.abs().max())))
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

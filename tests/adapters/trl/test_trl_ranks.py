@@ -6,31 +6,36 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from own_loop import own_gradients
-from test_trl_isopo import agree
 from torch.testing import assert_close
+from trl_own_loop import agree, own_gradients
+from trl_ranks import KINDS, RUNS, SETTINGS
 from trl_runs import Gradients, Watched, canned, losses, trainer
-from two_ranks import KINDS, RUNS, SETTINGS
 
 import proxpo
 
 HERE = Path(__file__).parent
+WHOLE = ("euclidean", "p3o", "regularised")
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def ranks(request, tmp_path_factory) -> tuple[str, Path]:
-    kind, folder = request.param, tmp_path_factory.mktemp("ranks")
+@pytest.fixture(scope="module")
+def runs_alone(tmp_path_factory) -> dict[str, tuple[Watched, list[dict[str, torch.Tensor]]]]:
+    """One process that holds all eight rows, in two micro-batches."""
+    return {name: alone(tmp_path_factory.mktemp(name), name) for name in WHOLE}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
     running = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "two_ranks.py"), kind, str(rank), str(folder), str(port)],
+            [sys.executable, str(HERE / "trl_ranks.py"), str(rank), str(folder), str(port)],
             env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -40,11 +45,10 @@ def ranks(request, tmp_path_factory) -> tuple[str, Path]:
     ]
     said = [process.communicate(timeout=300)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], said[0][-3000:] + said[1][-3000:]
-    return kind, folder
+    return folder
 
 
-def alone(out: Any, name: str) -> tuple[Watched, list[dict[str, torch.Tensor]]]:
-    """One process that holds all eight rows, in two micro-batches."""
+def alone(out: Path, name: str) -> tuple[Watched, list[dict[str, torch.Tensor]]]:
     slug, options = RUNS[name]
     kept = Gradients()
     given = {"callbacks": [kept], "rollout_func": canned, "gradient_accumulation_steps": 2}
@@ -53,13 +57,13 @@ def alone(out: Any, name: str) -> tuple[Watched, list[dict[str, torch.Tensor]]]:
     return run, kept.steps
 
 
-@pytest.mark.parametrize("name", ["euclidean", "p3o", "regularised"])
-def test_two_processes_equal_one(ranks, name, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WHOLE)
+def test_two_processes_equal_one(ranks, runs_alone, kind, name):
     """Gradients of both steps and losses, where no sequence's gradient depends on another's."""
-    kind, folder = ranks
-    run, want = alone(tmp_path, name)
+    run, want = runs_alone[name]
     for rank in range(2):
-        steps, _, lost, state, wrapper = torch.load(folder / f"{kind}-{name}-{rank}.pt")
+        steps, _, lost, state, wrapper = torch.load(ranks / f"{kind}-{name}-{rank}.pt")
         assert wrapper.startswith("DistributedData" if kind == "ddp" else "FSDP")
         agree(steps[0], want[0])
         agree(steps[1], want[1], to=1e-4)  # the optimizer has divided by small second moments
@@ -69,24 +73,20 @@ def test_two_processes_equal_one(ranks, name, tmp_path):
             assert state.keys() == run._transform.state_dict().keys()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["isopo", "ntk"])
-def test_two_processes_equal_the_own_loop(ranks, name, tmp_path):
+def test_two_processes_equal_the_own_loop(ranks, runs_alone, kind, name):
     """Each process is a micro-batch: sequences meet inside it, and trailing averages over both."""
-    kind, folder = ranks
     slug, options = RUNS[name]
-    found = [torch.load(folder / f"{kind}-{name}-{rank}.pt") for rank in range(2)]
+    found = [torch.load(ranks / f"{kind}-{name}-{rank}.pt") for rank in range(2)]
     parts = [found[rank][1][0] for rank in range(2)]
     wide = max(part["prompt_ids"].shape[1] for part in parts)
     parts = [padded(part, wide, max(p["completion_ids"].shape[1] for p in parts)) for part in parts]
-    start = copy.deepcopy(alone_start(tmp_path))
+    start = copy.deepcopy(runs_alone["p3o"][0].start)
     want, _ = own_gradients(start, proxpo.make_recipe(slug, options), parts)
     for rank in range(2):
         agree(found[rank][0][0], want)
     assert_close(found[0][3], found[1][3])
-
-
-def alone_start(out: Any) -> torch.nn.Module:
-    return trainer(out, "grpo", kind=Watched).start
 
 
 def padded(part: dict[str, torch.Tensor], prompt: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
 """Every recipe TRL can feed trains the model in the box; every other one says why it cannot."""
 
 import math
+import runpy
 import warnings
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from proxpo.recipes import methods
 from proxpo.train.learner import needs
 
 REFUSED = {slug for slug in methods() if needs(proxpo.make_recipe(slug)) - GIVEN - {"rollout_logp"}}
-SETTINGS: dict[str, dict[str, Any]] = {"lopti": {"num_iterations": 2}}
+ONCE = ("opo",)  # one update per rollout, by definition
 
 
 @pytest.mark.parametrize("slug", sorted(set(methods()) - REFUSED))
@@ -24,7 +25,9 @@ def test_twenty_steps(slug, tmp_path):
     speaks = {"rollout_func": canned} if "rollout_logp" in needs(proxpo.make_recipe(slug)) else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = trainer(tmp_path, slug, kind=Watched, **speaks, **SETTINGS.get(slug, {}))
+        run = trainer(
+            tmp_path, slug, kind=Watched, **speaks, num_iterations=1 if slug in ONCE else 4
+        )
         run.train()
     assert len(losses(run)) == 20
     assert all(map(math.isfinite, losses(run) + seen(run, "grad_norm")))
@@ -113,3 +116,9 @@ def test_options_belong_to_a_name(tmp_path):
 def test_what_trl_leaves_out_is_told(tmp_path):
     with pytest.warns(UserWarning, match="prompts=informative redraws prompts, which TRL does not"):
         trainer(tmp_path, "dapo")
+
+
+def test_the_example(tmp_path):
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "trl_isopo.py"))
+    run = example["main"](["--steps", "2", "--out", str(tmp_path)])
+    assert run.state.global_step == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from killed_run import RECIPE, RUN
+from trl_killed import RECIPE, RUN
 from trl_runs import losses, seen, trainer
 
 from proxpo.adapters.trl._memory import read_memory
@@ -23,7 +23,7 @@ def killed(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("killed")
     path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
     done = subprocess.run(
-        [sys.executable, str(HERE / "killed_run.py"), str(out)],
+        [sys.executable, str(HERE / "trl_killed.py"), str(out)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         timeout=300,

@@ -20,7 +20,7 @@ def test_vllm_samples_with_the_weights_of_each_step():
         )
     path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
     done = subprocess.run(
-        [python, str(HERE / "vllm_probe_trl.py")],
+        [python, str(HERE / "trl_vllm_probe.py")],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

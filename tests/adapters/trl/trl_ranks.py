@@ -39,23 +39,30 @@ def shard_on_cpu(make: Any) -> Any:
     return config
 
 
-def main(kind: str, rank: int, folder: Path, port: str) -> None:
+def main(rank: int, folder: Path, port: str) -> None:
     os.environ |= {
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"},
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
     }
-    if kind == "fsdp2":
-        os.environ |= {
-            "ACCELERATE_USE_FSDP": "true",
-            "FSDP_VERSION": "2",
-            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
-        }
     torch.set_num_threads(1)
     import trl_runs
+    from accelerate.state import AcceleratorState
 
-    if kind == "fsdp2":
-        trl_runs.config = shard_on_cpu(trl_runs.config)
+    run_all("ddp", rank, folder)
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+    }
+    AcceleratorState._reset_state(reset_partial_state=True)
+    trl_runs.config = shard_on_cpu(trl_runs.config)
+    run_all("fsdp2", rank, folder)
+
+
+def run_all(kind: str, rank: int, folder: Path) -> None:
+    import trl_runs
+
     for name, (slug, options) in RUNS.items():
         kept = trl_runs.Gradients()
         run = trl_runs.trainer(
@@ -75,4 +82,4 @@ def main(kind: str, rank: int, folder: Path, port: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

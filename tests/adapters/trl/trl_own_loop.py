@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.testing import assert_close
 
-import proxpo
 from proxpo.compose import prepare
 from proxpo.train.experience import Experience
 from proxpo.train.learner import Learner, Pass, gradients, score
@@ -39,7 +39,7 @@ def _has_rows(parts: list[dict[str, Any]], name: str) -> bool:
 
 
 def own_gradients(
-    model: nn.Module, recipe: Recipe, parts: list[dict[str, Any]], *, reference: Any = None
+    model: nn.Module, recipe: Recipe, parts: list[dict[str, Any]]
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """Gradients of one optimizer step on `parts`, and the transform after it."""
     for module in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
@@ -66,5 +66,11 @@ def own_gradients(
     return found, transform
 
 
-def recipe(slug: str, options: dict[str, Any]) -> Recipe:
-    return proxpo.make_recipe(slug, options)
+def agree(
+    found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, to: float = 1e-6
+) -> None:
+    """To 1e-6 of the largest entry of each parameter."""
+    assert found.keys() == want.keys()
+    assert max(float(x.abs().max()) for x in want.values()) > 1e-3
+    for name, grad in want.items():
+        assert_close(found[name], grad, rtol=0.0, atol=to * max(1.0, float(grad.abs().max())))

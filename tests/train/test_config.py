@@ -268,6 +268,7 @@ def test_folder_and_temperature():
 
 
 EXPECTED = {
+    "comparison",
     "quickstart",
     "isopo-gsm8k-qwen3-0.6b",
     "p3o-off-temperature",

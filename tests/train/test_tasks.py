@@ -1,5 +1,6 @@
 """Tasks: splits that never mix, problems that never change, complaints that name the place."""
 
+import importlib
 import json
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from proxpo.train.rewards import Outcome, RewardItem, RewardPool
 from proxpo.train.streams import derive, generator
 from proxpo.train.tasks import Problem, RewardSpec, fit_prompts, make_task
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, Sum, held_out
+from proxpo.train.tasks.calculator import calculate, solution
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -438,3 +440,34 @@ def test_bad_options(options, message):
     with pytest.raises(ProxpoError, match="task arithmetic") as caught:
         make_task("arithmetic", **options)
     assert message in str(caught.value)
+
+
+def test_chat_arithmetic_takes_the_last_number_unless_told_to_be_strict():
+    said = "12 + 34 = 46."
+    for strict, right in ((False, 1.0), (True, 0.0)):
+        spec = make_task("arithmetic-chat", strict=strict).reward
+        module, name = spec.where.split(":")
+        score = getattr(importlib.import_module(module), name)
+        assert score(said, "46", **spec.kwargs)["score"] == right
+        assert score("46", "46", **spec.kwargs)["score"] == 1.0
+        assert score("34 + 12 = 47", "46", **spec.kwargs)["score"] == 0.0
+
+
+def test_calculator_replies_to_calls_alone():
+    assert calculate("[17+26]") == ("=43\n", False)
+    assert calculate("[17-26]") == ("=-9\n", False)
+    assert calculate("43") == ("", False)
+    assert calculate("[17+26") == ("", True)
+    assert calculate("[17+26] ") == ("", True)
+    assert solution([17, 26, 35]) == ["[17+26]", "[43+35]", "78"]
+
+
+@pytest.mark.parametrize("level", ["default", "chain"])
+def test_calculator_problems_are_split_and_reproducible(level):
+    task = make_task(f"calculator:{level}")
+    trained = {task.train[i].prompt for i in range(2000)}
+    assert not trained & {p.prompt for p in task.test}
+    assert make_task(f"calculator:{level}").train[7] == task.train[7]
+    assert all(
+        sum(map(int, p.prompt.rstrip("?").split("+"))) == int(p.answer) for p in task.test[:50]
+    )

@@ -141,13 +141,15 @@ def arithmetic_chat(
     low: int | None = None,
     high: int | None = None,
     operations: str = "+",
+    strict: bool = False,
     held_out: float = 0.2,
     test_size: int = 500,
     seed: int = 0,
 ) -> Task:
     """`What is 12 + 34? Answer with the number only.`: for instruct models; low <= a, b <= high.
 
-    The last number of the response counts: "12 + 34 = 46" is as right as "46".
+    The last number of the response counts, so that "12 + 34 = 46" is as right as "46"; with
+    strict=True the number must stand alone.
     """
     bounds = (
         CHAT_LEVELS[level]["low"] if low is None else low,
@@ -167,7 +169,8 @@ def arithmetic_chat(
         return _ordered(stream, operations[sign], bounds, bounds)
 
     name = "arithmetic-chat" if level == "default" else f"arithmetic-chat:{level}"
-    return replace(_task(name, draw, Sum.chat, held_out, test_size, seed), reward=LAST_NUMBER)
+    task = _task(name, draw, Sum.chat, held_out, test_size, seed)
+    return task if strict else replace(task, reward=LAST_NUMBER)
 
 
 def _task(

@@ -53,8 +53,8 @@ def compare(asked: Asked) -> int:
     plan = make_plan(_wish(asked)) if given else None
     if plan is not None:
         _check_task(plan)
+    pool = _pool(asked)
     with opened(folder, plan) as plan:
-        pool = _pool(asked)
         console.print(_announced(plan, folder), soft_wrap=True)
         try:
             with _watch(console) as watch:
@@ -132,9 +132,8 @@ def _announced(plan: Plan, folder: Path) -> str:
 
 
 def _report(console: Console, plan: Plan, folder: Path) -> int:
-    from proxpo.report.comparison import write_comparison
+    from proxpo.cli.reporting import write_reports
 
-    page = write_comparison(folder)
     for one in plan.chosen:
         told = ", ".join(f"{key}={value}" for key, value in one.settings.items())
         console.print(f"chosen for {one.arm}: {told}", markup=False)
@@ -142,7 +141,7 @@ def _report(console: Console, plan: Plan, folder: Path) -> int:
     failed = [run for run, state in zip(plan.runs, states) if state.status == "failed"]
     if failed:
         console.print(f"{len(failed)} of {len(plan.runs)} runs failed; --retry-failed tries again")
-    console.print(f"report: {page}", soft_wrap=True)
+    write_reports([str(folder)], None)
     return 0 if any(state.status == "done" for state in states) else 1
 
 

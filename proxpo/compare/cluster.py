@@ -4,7 +4,6 @@ The comparison's folder must be on storage that every machine sees: a task that 
 continues from the checkpoint the lost one left there.
 """
 
-import contextlib
 import os
 import sys
 import time
@@ -18,10 +17,9 @@ from proxpo.errors import ProxpoError
 RETRIES = 3  # how often a run whose process or machine is lost is made again
 
 
-def _task(argv: list[str], folder: str, threads: int, where: str, path: list[str]) -> int:
+def _task(argv: list[str], folder: str, threads: int, where: str) -> int:
     """The body of a Ray task: the run in the worker's own process, so that both die together."""
     os.chdir(where)
-    sys.path[:] = [*sys.path, *(one for one in path if one not in sys.path)]
     return make_run(argv, Path(folder), threads)
 
 
@@ -46,7 +44,7 @@ class RayPool:
 
     def start(self, name: str, argv: Sequence[str], folder: Path) -> None:
         """Hand a run to Ray."""
-        given = (list(argv), str(folder), self.threads, os.getcwd(), _search_path())
+        given = (list(argv), str(folder), self.threads, os.getcwd())
         self._running[self._task.options(name=name).remote(*given)] = name
 
     def finished(self, timeout: float) -> list[tuple[str, str]]:
@@ -87,12 +85,6 @@ def _ray() -> Any:
     except ImportError:
         raise ProxpoError("--on ray needs Ray: pip install 'proxpo[ray]'") from None
     return ray
-
-
-def _search_path() -> list[str]:
-    with contextlib.suppress(OSError):
-        return [str(Path(one).resolve()) for one in sys.path if one]
-    return []
 
 
 __all__ = ["RayPool"]

@@ -22,13 +22,20 @@ function digits(x, share) {
 const withUnit = (x, share) => digits(x, share) + (share && x !== null ? " %" : "");
 function ticks(low, high, about) {
   const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].find(k => k * power >= raw) * power, found = [];
+  const step = [1, 2, 5, 10].find(k => k * power >= raw * (1 - 1e-9)) * power, found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
+  return found;
+}
+function powers(low, high) {
+  const found = [];
+  for (let p = Math.floor(low); p <= high; p++) for (const k of high - low > 2.5 ? [1] : [1, 3]) {
+    if (Math.log10(k) + p >= low && Math.log10(k) + p <= high) found.push(k * 10 ** p);
+  }
   return found;
 }
 function tickText(values, share) {
   const scaled = values.map(v => share ? 100 * v : v), gap = values.length > 1 ? Math.abs(scaled[1] - scaled[0]) : 1;
-  const places = Math.max(0, Math.min(8, -Math.floor(Math.log10(gap) + 1e-9) + (String(+gap.toPrecision(2)).includes("25") ? 1 : 0)));
+  const places = Math.max(0, Math.min(8, -Math.floor(Math.log10(gap) + 1e-9)));
   const top = Math.max(...scaled.map(Math.abs));
   return scaled.map(v => minus(top > 0 && top < 1e-3 ? v.toExponential(1) : v.toLocaleString("en", {minimumFractionDigits: places, maximumFractionDigits: places})));
 }
@@ -66,19 +73,20 @@ const runShown = i => shown(data.runs[i].arm) && !state.seedsOff.has(String(data
 
 // ---- frames: axes and the map from values to pixels
 function frame(fig, width, height, xs, ys, opts = {}) {
-  const share = fig.share, pad = opts.pad ?? .06;
-  let [y0, y1] = [Math.min(...ys), Math.max(...ys)], [x0, x1] = [Math.min(...xs), Math.max(...xs)];
+  const share = fig.share, pad = opts.pad ?? .06, bend = fig.log ? Math.log10 : y => y;
+  let [y0, y1] = [bend(Math.min(...ys)), bend(Math.max(...ys))], [x0, x1] = [Math.min(...xs), Math.max(...xs)];
   if (y0 === y1) { const e = Math.abs(y0) * .1 || 1; y0 -= e; y1 += e; }
-  const floor = y0 >= 0;
+  const floor = y0 >= 0 && !fig.log;
   y0 -= (y1 - y0) * pad; y1 += (y1 - y0) * pad;
   if (floor) y0 = Math.max(y0, 0);
   if (share) y1 = Math.min(y1, 1.005);
   if (x0 === x1) x1 = x0 + 1;
   if (opts.padX) { const e = (x1 - x0) * opts.padX; x0 = x0 >= 0 && x0 - e < 0 ? 0 - e * .3 : x0 - e; x1 += e; }
-  const yTicks = ticks(y0, y1, height > 280 ? 6 : 4.5), yText = tickText(yTicks, share);
+  const yTicks = fig.log ? powers(y0, y1) : ticks(y0, y1, height > 280 ? 6 : 4.5);
+  const yText = fig.log ? yTicks.map(t => digits(t)) : tickText(yTicks, share);
   const left = 12 + Math.max(...yText.map(t => t.length)) * 6.6 + (share ? 10 : 0), right = 12, top = 10, bottom = 34;
   const X = x => left + (x - x0) / (x1 - x0) * (width - left - right);
-  const Y = y => height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom);
+  const Y = y => height - bottom - (bend(y) - y0) / (y1 - y0) * (height - top - bottom);
   let svg = yTicks.map((t, i) => `<line class="gridline" x1="${left}" x2="${width - right}" y1="${Y(t).toFixed(1)}" y2="${Y(t).toFixed(1)}"/><text x="${left - 7}" y="${(Y(t) + 4).toFixed(1)}" text-anchor="end">${yText[i]}${share ? " %" : ""}</text>`).join("");
   if (!opts.names) {
     const xTicks = ticks(x0, x1, Math.max(3, width / 110)), xText = tickText(xTicks);

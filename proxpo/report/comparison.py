@@ -1,7 +1,7 @@
 """A comparison's report, drawn from its files alone: report.html, figures/, summary.json, .csv."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ def write_comparison(folder: str | Path, *, out: str | Path | None = None) -> Pa
 
 def write_report(analysis: Analysis, out: Path) -> Path:
     """Every file whole or not at all; the page comes last, when all it names is there."""
-    from proxpo.report.comparison_page import arm_names, comparison_page
+    from proxpo.report.comparison_page import comparison_page
     from proxpo.report.drawing import draw
-    from proxpo.report.figures import figures
+    from proxpo.report.gallery import figures
     from proxpo.report.summary import summary, summary_csv
+    from proxpo.report.tables import arm_names
 
     drawn = figures(analysis)
     (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -63,11 +64,16 @@ def gather(paths: Sequence[str], out: Path) -> Comparison:
             given.append(name)
     if len(whole) == 1 and len(paths) == 1:
         return whole[0]
-    named = [replace(r, name=n) for r, n in zip(runs, _arm_names(runs, given))]
+    differing = [{} if name else _differing(run, runs, given) for run, name in zip(runs, given)]
+    named = [
+        replace(run, name=name or _label(run, values), settings=values or run.settings)
+        for run, name, values in zip(runs, given, differing)
+    ]
     _refuse_twins(named)
     arms = {a.name: a for one in whole for a in one.arms}
-    for run in named:
-        arms.setdefault(run.name, Arm(name=run.name, method=run.method, family=run.method))
+    for run, values in zip(named, differing):
+        arm = Arm(name=run.name, method=run.method, family=run.method, varied=values)
+        arms.setdefault(run.name, arm)
     return Comparison(
         folder=out,
         title=" against ".join(arms) if len(arms) <= 4 else f"{len(arms)} arms",
@@ -88,23 +94,24 @@ def _named(text: str) -> tuple[str, Path]:
     return "", Path(text)
 
 
-def _arm_names(runs: Sequence[Run], given: Sequence[str]) -> list[str]:
-    """The name that was given, else the method and the settings in which its runs differ."""
-    found: list[str] = []
-    for run, name in zip(runs, given):
-        kin = [
-            other
-            for other, label in zip(runs, given)
-            if not label and other.source == run.source == "proxpo" and other.method == run.method
-        ]
-        flat = _flat(run.config)
-        differing = [
-            f"{key.rsplit('.', 1)[-1]}={value}"
-            for key, value in flat.items()
-            if len({str(_flat(other.config).get(key)) for other in kin}) > 1
-        ]
-        found.append(name or " ".join([run.name, *differing]))
-    return found
+def _differing(run: Run, runs: Sequence[Run], given: Sequence[str]) -> dict[str, Any]:
+    """The settings in which a run of proxpo differs from unnamed others of its method."""
+    if run.source != "proxpo":
+        return {}
+    kin = [
+        _flat(other.config)
+        for other, name in zip(runs, given)
+        if not name and other.source == "proxpo" and other.method == run.method
+    ]
+    return {
+        key.rsplit(".", 1)[-1]: value
+        for key, value in _flat(run.config).items()
+        if len({str(other.get(key)) for other in kin}) > 1
+    }
+
+
+def _label(run: Run, differing: Mapping[str, Any]) -> str:
+    return " ".join([run.name, *(f"{key}={value}" for key, value in differing.items())])
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -83,6 +83,8 @@ def _dress(axis: Any, figure: Figure) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(SOFT)
     axis.tick_params(colors=SOFT)
+    if figure.log:
+        axis.set_yscale("log")
     if figure.share:
         scored = axis.xaxis if figure.kind == "forest" else axis.yaxis
         scored.set_major_formatter(lambda value, _: f"{100 * value:g}")

@@ -27,13 +27,12 @@ class Quantity:
     key: str
     title: str
     variants: tuple[Variant, ...]
-    held_out: bool = False  # measured at evaluations, not at every step
+    free: bool = False  # its size depends on the method: drawn on a log scale where arms differ
 
 
 SCORE = Quantity(
     key="score",
     title="Validation score",
-    held_out=True,
     variants=(
         Variant("greedy accuracy, held out", ("proxpo/eval/accuracy",), True),
         Variant("validation score", ("val-core/*/acc/mean@*", "val-core/*", "eval_reward")),
@@ -43,7 +42,6 @@ SCORE = Quantity(
 KL = Quantity(
     key="kl",
     title="KL drift",
-    held_out=True,
     variants=(
         Variant("KL(π‖π₀), nats per response", ("proxpo/eval/kl",)),
         Variant("KL to the reference, nats per token", ("kl", "actor/kl_loss", "actor/kl")),
@@ -58,7 +56,6 @@ CURVES = (
     Quantity(
         key="sampled",
         title="Validation, sampled answers",
-        held_out=True,
         variants=(Variant("accuracy of sampled answers", ("proxpo/eval/avg@*",), True),),
     ),
     Quantity(
@@ -72,7 +69,6 @@ CURVES = (
     Quantity(
         key="entropy",
         title="Entropy",
-        held_out=True,
         variants=(
             Variant("nats per token, held out", ("proxpo/eval/entropy",)),
             Variant("nats per token, rollouts", ("entropy", "actor/entropy", "actor/entropy_loss")),
@@ -102,6 +98,7 @@ CURVES = (
     Quantity(
         key="grad_norm",
         title="Gradient norm",
+        free=True,
         variants=(Variant("before clipping", ("grad_norm", "actor/grad_norm")),),
     ),
     Quantity(
@@ -117,6 +114,7 @@ CURVES = (
     Quantity(
         key="step_kl",
         title="KL of one update",
+        free=True,
         variants=(
             Variant("nats", ("proxpo/gradient/kl",)),
             Variant("nats, of a unit step", ("proxpo/gradient/kl_unit_step",)),

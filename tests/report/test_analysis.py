@@ -13,7 +13,8 @@ import pytest
 
 from proxpo.report.analysis import analyse
 from proxpo.report.comparison import write_comparison
-from proxpo.report.figures import figures, thin
+from proxpo.report.figures import thin
+from proxpo.report.gallery import figures
 from proxpo.report.runs import Comparison, Run, read_comparison
 from proxpo.report.wording import caveats, claims, duration, number, ranking_lines
 

@@ -13,7 +13,7 @@ from proxpo.inspection import inspect_batch
 from proxpo.report.analysis import analyse
 from proxpo.report.comparison import write_report
 from proxpo.report.comparison_page import comparison_page
-from proxpo.report.figures import figures
+from proxpo.report.gallery import figures
 from proxpo.report.page import inspect_page
 from proxpo.report.runs import read_comparison
 from proxpo.settings import make_recipe

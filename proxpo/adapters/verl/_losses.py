@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from proxpo.errors import ProxpoError
 from proxpo.masked import masked_mean
 from proxpo.recipes import methods
 from proxpo.shapes import Bool, Float, Shaped, Tensor
-from proxpo.types import AllSum, Batch, Denominators, Loss, Recipe, Scope, Stage
+from proxpo.types import AllSum, Batch, Denominators, Loss, Recipe, Stage
 
 AVERAGES = {
     "token-mean": "token_mean",
@@ -92,7 +92,7 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[None]:
-    """verl calls losses under autocast, which would run a filter's matrix products in bfloat16."""
+    """verl calls losses under autocast, which would run a stage's matrix products in bfloat16."""
     return torch.autocast(like.device.type, enabled=False)
 
 
@@ -211,7 +211,9 @@ def sums(
         dist.all_reduce(total)
         return total * (ranks / dist.get_world_size())
 
-    def all_sum(x: Tensor, scope: Scope = "batch") -> Tensor:
+    def all_sum(x: Tensor, scope: Literal["batch", "microbatch", "rank"] = "batch") -> Tensor:
+        if scope == "rank":  # groups, which a rank holds whole
+            return x
         if scope == "batch" and recipe.name not in _SUMMED:
             _SUMMED.add(recipe.name)
             if bool(reduce(mask.sum().double()) < counts.tokens):

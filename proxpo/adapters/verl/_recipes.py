@@ -5,11 +5,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from proxpo.adapters.verl._host import our_engine
+from proxpo.aggregate import token_mean
+from proxpo.compose import count, policy_loss
 from proxpo.errors import ProxpoError, fold
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
-from proxpo.types import FIELDS, Clock, Recipe, Stage
+from proxpo.types import FIELDS, Batch, Clock, Recipe, Stage
 
 PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
@@ -91,7 +95,7 @@ def loss_refusal(recipe: Recipe, engine: bool) -> str:
             "VERL_ENGINE_VENDOR=proxpo in every process and actor_rollout_ref.actor.strategy=fsdp2"
         )
     given = LOSS_FIELDS | ENGINE_FIELDS if engine else LOSS_FIELDS
-    return _missing(recipe, LOSS_KINDS, given, "its policy losses")
+    return _missing(recipe, LOSS_KINDS, given, "its policy losses") or rehearse(recipe, given)
 
 
 def group_refusal(recipe: Recipe) -> str:
@@ -101,6 +105,25 @@ def group_refusal(recipe: Recipe) -> str:
     if recipe.advantage.name == "gae":  # its values may come from two fields, so it lists none
         return _line(recipe, recipe.advantage, "values", "its advantage estimators")
     return _missing(recipe, GROUP_KINDS, GROUP_FIELDS, "its advantage estimators")
+
+
+def rehearse(recipe: Recipe, given: set[str]) -> str:
+    """What the loss says to two made-up responses: some stages ask for more than they list."""
+    ones = torch.ones(2, 3)
+    fields = dict.fromkeys(given - {"mask", "advantages"}, -ones)
+    signs = torch.tensor([[1.0], [-1.0]]) * ones
+    batch = Batch(**fields, mask=ones.bool(), advantages=signs)
+    try:
+        policy_loss(
+            recipe.replace(aggregate=token_mean(), value=None),
+            batch,
+            denominators=count(batch),
+            state={},
+            clock=NO_CLOCK,
+        )
+    except ProxpoError as reason:
+        return f"verl: {recipe.name}: {str(reason).removeprefix('verl: ')}"
+    return ""
 
 
 def _missing(recipe: Recipe, kinds: tuple[str, ...], given: set[str], whom: str) -> str:

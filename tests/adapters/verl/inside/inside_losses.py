@@ -1,5 +1,6 @@
 """Loss modes and advantage estimators on verl's tensors, against proxpo's own and verl's own."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,18 +98,6 @@ def test_every_loss_mode_under_every_average(slug, mode):
     value, grad = call(slug, mode, batch)
     close(value, wanted[0])
     close(grad, wanted[1])
-
-
-@pytest.mark.parametrize("slug", LOSSES)
-def test_autocast_changes_nothing(slug):
-    """verl computes losses inside its autocast block; smoothed ratios are matrix products."""
-    _, batch = ready(slug)
-    batch = cast(batch, torch.float32)
-    wanted = call(slug, "token-mean", batch)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = call(slug, "token-mean", batch)
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
 
 
 def can_be_cut(recipe: proxpo.Recipe, batch: proxpo.Batch) -> bool:
@@ -282,20 +271,41 @@ def test_a_gradient_transform_under_an_engine_that_is_not_ours(monkeypatch):
         get_policy_loss_fn("proxpo_isopo")(*given)
 
 
-def test_a_stage_that_follows_the_run_is_refused():
-    """verl does not say how far the run is; 0 for ever would be a silent mistake."""
-
-    @proxpo.stage("weights", name="warm_up")
-    def warm_up():
-        return lambda batch, ctx: (torch.full_like(batch.logp, ctx.clock.step), {})
-
-    _, batch = ready("grpo")
-    OPTIONS["grpo"] = {"weights+": "warm_up"}
+@contextmanager
+def one_more_stage(name, apply):
+    """GRPO with a stage of a user's own among its weights."""
+    proxpo.stage("weights", name=name)(lambda: apply)
+    OPTIONS["grpo"] = {"weights+": name}
     try:
-        with pytest.raises(ValueError, match="asks for the run's step"):
-            call("grpo", "token-mean", batch)
+        yield
     finally:
         del OPTIONS["grpo"]
+
+
+def test_a_stage_that_follows_the_run_is_refused():
+    """verl does not say how far the run is; 0 for ever would be a silent mistake."""
+    _, batch = ready("grpo")
+
+    def warm(batch, ctx):
+        return torch.full_like(batch.logp, ctx.clock.step), {}
+
+    with one_more_stage("warm", warm), pytest.raises(ValueError, match="asks for the run's step"):
+        call("grpo", "token-mean", batch)
+
+
+def test_autocast_changes_nothing():
+    """verl computes losses inside its autocast block; matrix products would lose digits."""
+    batch = cast(ready("grpo")[1], torch.float32)
+
+    def mix(batch, ctx):
+        return batch.old_logp @ torch.eye(batch.mask.shape[1]), {}
+
+    with one_more_stage("mix", mix):
+        wanted = call("grpo", "token-mean", batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = call("grpo", "token-mean", batch)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
 
 
 def test_one_line_says_whose_average_it_is(capfd, monkeypatch):

@@ -45,6 +45,8 @@ FIELDS: dict[str, str] = {
     "ref_logp": "log-probability under the frozen reference policy, from a second model",
     "rollout_logp": "log-probability reported by the sampler when it drew the token",
     "prox_logp": "log-probability under the proximal policy, a recent snapshot of the learner",
+    "prev_logp": "log-probability under the policy before the last rollout's updates, from "
+    "schedule=reincarnation",
     "entropy": "entropy of the next-token distribution, from the trainer's forward pass",
     "values": "critic's value of each token, from a value head",
     "old_values": "critic's values at rollout time",
@@ -97,6 +99,7 @@ class Batch:
     ref_logp: Float[Tensor, "seq tok"] | None = None
     rollout_logp: Float[Tensor, "seq tok"] | None = None
     prox_logp: Float[Tensor, "seq tok"] | None = None
+    prev_logp: Float[Tensor, "seq tok"] | None = None
     entropy: Float[Tensor, "seq tok"] | None = None
     values: Float[Tensor, "seq tok"] | None = None
     old_values: Float[Tensor, "seq tok"] | None = None
@@ -179,10 +182,14 @@ class Denominators:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Where the run is: rollouts trained on so far, how many there will be, the rate in use."""
+    """Where the run is: rollouts trained on so far, how many there will be, the rate in use.
+
+    `updates` counts optimizer steps.
+    """
 
     step: int = 0
     steps: int | None = None
+    updates: int = 0
     learning_rate: float | None = None
 
 

@@ -24,10 +24,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 import proxpo
 from proxpo.adapters.verl import ProxpoEngine
 from proxpo.adapters.verl.engine import numbered
-from proxpo.gradients import isopo, isopo_ntk
+from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.logp import model_logp
 
 ALL = {"overlap": "all"}
+PROMA = {"gradient": "proma"}
 EVERY = slice(None)
 
 
@@ -124,6 +125,13 @@ def test_isopo_ntk_with_checkpointing():
     engine = make_engine(checkpointing=True)
     found, _ = backward(engine, make_data(micro=4), actor("proxpo_isopo_ntk"))
     close(found, own_isopo(isopo_ntk(), 4))
+
+
+def test_proma_remembers_the_earlier_micro_batches(engine):
+    engine.transform = None
+    found, _ = backward(engine, make_data(micro=2), actor("proxpo_isopo", options=PROMA))
+    engine.transform = None
+    close(found, own_isopo(proma(), 2))
 
 
 def test_static_padding_of_packed_rows_changes_nothing():

@@ -58,11 +58,14 @@ def shares_prompts(model: nn.Module) -> bool:
 def states_before(model: nn.Module, rows: Experience) -> Float[Tensor, "seq tok dim"]:
     """The hidden state, ready for the head, that each token of the responses is predicted from.
 
-    Where the mask is False it is 0.
+    It is 0 at padding.
     """
     tokens = rows.mask.shape[1]
     prompts = _prompts(rows, rows.input_ids.shape[1] - tokens)
-    said = _Said(rows.input_ids[:, -tokens:-1], rows.mask[:, 1:].flatten().nonzero()[:, 0])
+    said = _Said(
+        rows.input_ids[:, -tokens:-1],
+        rows.attention_mask[:, -tokens:][:, 1:].flatten().nonzero()[:, 0],  # a tool's words too
+    )
     weights = read(model, next(model.parameters()).dtype, rows.input_ids.shape[1])
     hidden = _run(weights, prompts, said)
     asked, answered = hidden.split([prompts.ids.numel(), len(said.run)])

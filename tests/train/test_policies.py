@@ -164,7 +164,7 @@ def test_lora_trains_the_adapter_alone_and_is_seeded(tmp_path):
     [
         ("tinny", "unknown model 'tinny'; did you mean 'tiny'"),
         ("./nowhere", "model './nowhere': no such folder"),
-        ("no-such-owner/no-such-model", "model 'no-such-owner/no-such-model': cannot be loaded"),
+        ("no-such-owner/no-such-model", "model 'no-such-owner/no-such-model' is no folder here"),
     ],
 )
 def test_missing_models_get_one_clear_line(name, message, monkeypatch):

@@ -60,9 +60,17 @@ def _norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def make_rows(
-    *, prompts: list[int], samples: list[int], lengths: list[int], shuffled: bool = False
+    *,
+    prompts: list[int],
+    samples: list[int],
+    lengths: list[int],
+    shuffled: bool = False,
+    tool: tuple[int, int] = (0, 0),
 ) -> Experience:
-    """Prompts of these lengths with so many samples each; row i has lengths[i % ...] tokens."""
+    """Prompts of these lengths with so many samples each; row i has lengths[i % ...] tokens.
+
+    tool: columns of a response that were not sampled: read, and not scored
+    """
     draw = torch.Generator().manual_seed(1)
     group = torch.arange(len(prompts)).repeat_interleave(torch.tensor(samples))
     longest, tokens, rows = max(prompts), max(lengths), len(group)
@@ -70,12 +78,14 @@ def make_rows(
     real = torch.arange(longest) >= longest - torch.tensor(prompts)[:, None]
     said = torch.randint(1, 30, (rows, tokens), generator=draw)
     cut = torch.tensor([lengths[i % len(lengths)] for i in range(rows)])
-    mask = torch.arange(tokens) < cut[:, None]
+    there = torch.arange(tokens) < cut[:, None]
+    mask = there.clone()
+    mask[:, slice(*tool)] = False
     order = torch.randperm(rows, generator=draw) if shuffled else torch.arange(rows)
     nothing = torch.zeros(rows)
     return Experience(
-        input_ids=torch.cat([(asked * real)[group], said * mask], dim=1)[order],
-        attention_mask=torch.cat([real[group], mask], dim=1)[order],
+        input_ids=torch.cat([(asked * real)[group], said * there], dim=1)[order],
+        attention_mask=torch.cat([real[group], there], dim=1)[order],
         mask=mask[order],
         rollout_logp=torch.zeros(rows, tokens),
         rewards=nothing,
@@ -94,6 +104,12 @@ ROWS = {
         "samples": [1, 5, 2],
         "lengths": [2, 4],
         "shuffled": True,
+    },
+    "a tool's words": {
+        "prompts": [3, 5],
+        "samples": [3, 3],
+        "lengths": [6, 4, 2],
+        "tool": (2, 4),
     },
     "one token": {"prompts": [3, 4], "samples": [2, 2], "lengths": [1]},
     "an empty response": {"prompts": [3, 4], "samples": [2, 2], "lengths": [0, 3]},

@@ -63,6 +63,16 @@ def seq_mean_token_mean(*, count_empty: bool = False):
 
 
 @stage("aggregate", takes=("loss",))
+def seq_sum_token_mean():
+    """Σ_i (1/L_i) Σ_t m x: DCPO's only-token-mean; more responses make a larger step."""
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return row_mean(x, batch.mask).sum(), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("loss",))
 def constant_length(*, max_tokens: float, count_empty: bool = False):
     """(1/B⁺) Σ_i Σ_t m x / K with a constant K: Dr. GRPO's unbiased average.
 

@@ -54,9 +54,9 @@ def group_sum(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Ten
 
 
 def group_sum_over_cuts(
-    x: Float[Tensor, " seq"], group: Int[Tensor, " seq"], *, all_sum: AllSum
-) -> Float[Tensor, " seq"]:
+    x: Float[Tensor, "seq col"], group: Int[Tensor, " seq"], *, all_sum: AllSum
+) -> Float[Tensor, "seq col"]:
     """Σ over the rows of the same group in all micro-batches of this rank; groups count from 0."""
     most = group.max() + 1 if len(group) else group.sum()
     width = int(all_sum(most, "rank"))  # of one table for all: at least the largest of them
-    return all_sum(x.new_zeros(width).index_add(0, group, x), "rank")[group]
+    return all_sum(x.new_zeros(width, x.shape[1]).index_add(0, group, x), "rank")[group]

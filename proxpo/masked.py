@@ -37,6 +37,19 @@ def row_mean(x: Shaped[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"]) -> Flo
     return valid.sum(dim=1) / mask.sum(dim=1).clamp(min=1).to(valid.dtype)
 
 
+def row_quantile(
+    x: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], q: float
+) -> Float[Tensor, " seq"]:
+    """Linearly interpolated quantile of each response's valid entries; 0 for an empty one."""
+    ordered = x.masked_fill(~mask, torch.inf).sort(dim=1).values
+    last = (mask.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    place = q * last.double()
+    low = place.floor().long()
+    high = torch.minimum(low + 1, last)
+    found = torch.lerp(ordered.gather(1, low), ordered.gather(1, high), (place - low).to(x.dtype))
+    return found[:, 0].masked_fill(~mask.any(dim=1), 0.0)
+
+
 def spread(
     per_row: Float[Tensor, " seq"], mask: Bool[Tensor, "seq tok"]
 ) -> Float[Tensor, "seq tok"]:
@@ -121,6 +134,7 @@ __all__ = [
     "moments",
     "packing",
     "row_mean",
+    "row_quantile",
     "row_sum",
     "spread",
     "suffix_sum",

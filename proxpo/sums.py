@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from proxpo.shapes import Tensor
-from proxpo.types import AllSum, Batch, Scope, local
+from proxpo.types import AllSum, Batch, Reach, local
 
 
 def over_ranks(group: Any = None) -> AllSum:
@@ -17,7 +17,7 @@ def over_ranks(group: Any = None) -> AllSum:
     Engines that average gradients over D ranks multiply each rank's loss by D.
     """
 
-    def all_sum(x: Tensor, scope: Scope = "batch") -> Tensor:
+    def all_sum(x: Tensor, scope: Reach = "batch") -> Tensor:
         if scope == "rank":
             return x
         total = x.detach().clone()
@@ -54,9 +54,9 @@ class _Probe:
     def __init__(self, totals: list[Tensor], ranks: AllSum):
         self.totals, self.ranks, self.calls = list(totals), ranks, 0
         self.next_sum: Tensor | None = None
-        self.scope: Scope = "batch"
+        self.scope: Reach = "batch"
 
-    def __call__(self, x: Tensor, scope: Scope = "batch") -> Tensor:
+    def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor:
         if scope == "microbatch":
             return self.ranks(x, scope)
         self.calls += 1
@@ -73,7 +73,7 @@ class _Replay:
     def __init__(self, totals: list[Tensor], ranks: AllSum):
         self.totals, self.ranks, self.calls = totals, ranks, 0
 
-    def __call__(self, x: Tensor, scope: Scope = "batch") -> Tensor:
+    def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor:
         if scope == "microbatch" or not self.totals:
             return self.ranks(x, scope)
         total = self.totals[self.calls % len(self.totals)]

@@ -19,7 +19,8 @@ from proxpo.shapes import Bool, Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
 State = dict[str, Tensor]
-Scope = Literal["batch", "microbatch", "rank"]
+Scope = Literal["batch", "microbatch"]
+Reach = Literal["batch", "microbatch", "rank"]
 
 
 @runtime_checkable
@@ -30,10 +31,10 @@ class AllSum(Protocol):
     "rank" for the sum over the micro-batches of this rank, which holds the groups it has whole.
     """
 
-    def __call__(self, x: Tensor, scope: Scope = "batch") -> Tensor: ...
+    def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor: ...
 
 
-def local(x: Tensor, scope: Scope = "batch") -> Tensor:
+def local(x: Tensor, scope: Reach = "batch") -> Tensor:
     """The batch at hand is the whole batch."""
     return x
 
@@ -357,6 +358,7 @@ __all__ = [
     "Denominators",
     "Loss",
     "Metrics",
+    "Reach",
     "Recipe",
     "Scope",
     "Shaped",

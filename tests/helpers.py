@@ -10,6 +10,7 @@ from torch import Tensor
 
 import proxpo
 from proxpo import Batch, Recipe
+from proxpo.types import ROWS
 
 VOCAB = 4
 WIDTH = 3  # of hidden states, features and Gaussian actions
@@ -286,14 +287,14 @@ def close(found: Any, expected: Any, *, rtol: float = 1e-11, atol: float = 1e-12
 def pad_columns(batch: Batch, columns: int, garbage: float = 0.0) -> Batch:
     """Masked columns on the right."""
 
-    def padded(x: Tensor) -> Tensor:
-        if x.shape[:2] != batch.mask.shape:
+    def padded(name: str, x: Tensor) -> Tensor:
+        if x.shape[:2] != batch.mask.shape or name in ROWS:
             return x
         fill = garbage if x.is_floating_point() else 0
         shape = (x.shape[0], columns, *x.shape[2:])
         return torch.cat([x, torch.full(shape, fill, dtype=x.dtype)], dim=1)
 
-    return Batch(**{k: padded(v) for k, v in batch.items()})
+    return Batch(**{k: padded(k, v) for k, v in batch.items()})
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
@@ -309,13 +310,13 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 def with_garbage(batch: Batch, garbage: float) -> Batch:
     """`garbage` at every masked position of every floating field."""
 
-    def spoilt(x: Tensor) -> Tensor:
-        if x.shape[:2] != batch.mask.shape or not x.is_floating_point():
+    def spoilt(name: str, x: Tensor) -> Tensor:
+        if x.shape[:2] != batch.mask.shape or name in ROWS or not x.is_floating_point():
             return x
         mask = batch.mask.reshape(batch.mask.shape + (1,) * (x.dim() - 2))
         return torch.where(mask, x, garbage)
 
-    return Batch(**{k: spoilt(v) for k, v in batch.items()})
+    return Batch(**{k: spoilt(k, v) for k, v in batch.items()})
 
 
 def crafted(log_ratio: Any, advantages: Any, *, mask: Any = None, **fields: Any) -> Batch:

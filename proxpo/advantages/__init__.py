@@ -15,6 +15,8 @@ from proxpo.advantages.returns import (
     token_rewards,
     whiten,
 )
+from proxpo.advantages.reweighted import reweighted_baseline
+from proxpo.advantages.visits import smooth_standardised
 
 __all__ = [
     "discounted_return",
@@ -25,7 +27,9 @@ __all__ = [
     "leave_one_out",
     "length_weighted_baseline",
     "raw_gae",
+    "reweighted_baseline",
     "rollout_values",
+    "smooth_standardised",
     "token_rewards",
     "whiten",
 ]

@@ -1,9 +1,11 @@
 """Advantages from the rewards of the other responses to the same prompt."""
 
+import math
 from typing import Literal
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.groups import GroupStats, group_stats
 from proxpo.masked import moments, spread
 from proxpo.shapes import Float, Tensor
@@ -21,14 +23,17 @@ def group_relative(
     eps: float = 1e-6,
     unbiased: bool = True,
     singleton: Singleton = "raw",
+    bound: float = math.inf,
 ):
-    """A_i = (r_i - mean_g) / (std_g + eps), one value per response.
+    """A_i = (r_i - mean_g) / (std_g + eps), one value per response, held within ±bound.
 
     scale="group" divides by the group's std (GRPO); "batch" by the std of all rewards (TRL);
     "centred" by the std of all centred rewards (ScaleRL); "none" does not divide (Dr. GRPO).
     A group of one: singleton="raw" keeps the reward (mean 0, std 1, as verl), "zero" gives 0.
     Responses without a reward (NaN) are left out of the statistics and get 0.
     """
+    if not bound > 0:
+        raise ProxpoError(f"group_relative: bound must be positive, got {bound}")
 
     def advantage(batch: Batch, ctx: Context) -> Result:
         stats = group_stats(batch.rewards, batch.group, unbiased=unbiased)
@@ -43,7 +48,8 @@ def group_relative(
                 filled, stats.scored[:, None], unbiased=unbiased, all_sum=ctx.all_sum
             )
             divisor = (variance.sqrt() + eps).expand_as(centred)
-        return spread(_single(centred / divisor, batch, stats, singleton), batch.mask), {}
+        out = _single(centred / divisor, batch, stats, singleton).clamp(-bound, bound)
+        return spread(out, batch.mask), {}
 
     return advantage
 

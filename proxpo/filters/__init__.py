@@ -5,5 +5,12 @@
 """
 
 from proxpo.filters.filters import fresh_enough, informative, not_truncated, reject
+from proxpo.filters.steps import noisy_steps
 
-__all__ = ["fresh_enough", "informative", "not_truncated", "reject"]
+__all__ = [
+    "fresh_enough",
+    "informative",
+    "noisy_steps",
+    "not_truncated",
+    "reject",
+]

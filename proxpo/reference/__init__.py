@@ -4,6 +4,7 @@ Slow and plain on purpose: tests hold the fast transforms against them, and they
 the exact step have been" on a model of a few thousand parameters.
 """
 
+from proxpo.reference.mdpo import mirror_step, off_policy_actor_loss, off_policy_value_target
 from proxpo.reference.minsr import minsr, minsr_damping, minsr_weights
 from proxpo.reference.npg import (
     fisher_exact,
@@ -32,8 +33,11 @@ __all__ = [
     "minsr",
     "minsr_damping",
     "minsr_weights",
+    "mirror_step",
     "natural_gradient",
     "natural_gradient_batch",
+    "off_policy_actor_loss",
+    "off_policy_value_target",
     "policy_gradient",
     "scores",
     "token_scores",

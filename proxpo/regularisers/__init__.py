@@ -1,15 +1,23 @@
 """Per-token penalties added to the policy loss, coefficient included."""
 
+from proxpo.regularisers.convex import kl_convex
+from proxpo.regularisers.dual import kl_dual
 from proxpo.regularisers.entropy import covariance_penalty, entropy_bonus
 from proxpo.regularisers.ess import ess_kl_from_old, ess_kl_full, two_anchor_kl
+from proxpo.regularisers.gaussian import gaussian_kl
 from proxpo.regularisers.kl import kl_from_old, kl_to_ref
+from proxpo.regularisers.mirror import mirror_kl
 
 __all__ = [
     "covariance_penalty",
     "entropy_bonus",
     "ess_kl_from_old",
     "ess_kl_full",
+    "gaussian_kl",
+    "kl_convex",
+    "kl_dual",
     "kl_from_old",
     "kl_to_ref",
+    "mirror_kl",
     "two_anchor_kl",
 ]

@@ -1,10 +1,12 @@
 """Per-token weights on the policy loss. `select` stages weigh the regularisers too."""
 
 from proxpo.weights.correction import behaviour, off_policy_mask, tis
+from proxpo.weights.steps import inverse_step
 from proxpo.weights.token import probability_reweight, probability_split, top_entropy
 
 __all__ = [
     "behaviour",
+    "inverse_step",
     "off_policy_mask",
     "probability_reweight",
     "probability_split",

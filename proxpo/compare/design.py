@@ -166,22 +166,24 @@ def _arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
 
 
 def _with_shared(wish: Wish, arms: list[Arm]) -> tuple[list[Arm], list[tuple[str, Any]]]:
-    """Settings of all runs: those of the run go to the base, those of a method to its arms."""
+    """Settings of all runs: those of the run go to the base, those of a method to its arms.
+
+    A later setting replaces an earlier one; what an arm sets itself stays.
+    """
     base: list[tuple[str, Any]] = []
-    for key, value in wish.base:
-        scope, colon, rest = key.partition(":")
-        chosen = [a for a in arms if not colon or a.method == method(scope).slug]
+    shared: dict[str, Settings] = {arm.name: {} for arm in arms}
+    for given, value in wish.base:
+        scope, colon, key = given.rpartition(":")
+        chosen = [arm for arm in arms if not colon or arm.method == method(scope).slug]
         if not chosen:
-            raise ProxpoError(f"--set {key}: {method(scope).slug} is not compared here")
-        paths = _paths(rest if colon else key, chosen)
-        name = rest if colon else key
+            raise ProxpoError(f"--set {given}: {method(scope).slug} is not compared here")
+        paths = _paths(key, chosen)
         if not colon and all(path[0] != "recipe" for path in paths.values()):
             base.append((".".join(next(iter(paths.values()))), value))
             continue
-        arms = [
-            replace(a, settings={name: value, **a.settings}) if a.name in paths else a for a in arms
-        ]
-    return arms, base
+        for name in paths:
+            shared[name][key] = value
+    return [replace(arm, settings={**shared[arm.name], **arm.settings}) for arm in arms], base
 
 
 def _base(source: str | None, pairs: Iterable[tuple[str, Any]]) -> Settings:

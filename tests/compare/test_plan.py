@@ -105,6 +105,14 @@ def test_a_setting_of_a_method_goes_to_the_arms_that_have_it():
     assert {config_of(plan, run).train.lr for run in plan.runs} == {1e-3}
 
 
+def test_a_later_setting_replaces_an_earlier_one_and_an_arm_keeps_its_own():
+    base = [("overlap", 16), ("lr", 1e-3), ("overlap", 8), ("isopo:p", -0.5), ("lr", 1e-5)]
+    plan = plan_of("isopo", "isopo:overlap=4", base=base)
+    assert [arm.settings["overlap"] for arm in plan.arms] == [8, 4]
+    assert [arm.settings["p"] for arm in plan.arms] == [-0.5, -0.5]
+    assert plan.base["train"]["lr"] == 1e-5
+
+
 def test_the_recipe_of_a_config_file_is_for_its_own_method():
     plan = plan_of("isopo", "grpo", config="quickstart")
     assert plan.arms[0].settings["overlap"] == 16

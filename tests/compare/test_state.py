@@ -1,0 +1,82 @@
+"""How a run stands and which setting is best, read from files alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from proxpo.compare.design import Wish, make_plan, parse_arm
+from proxpo.compare.plan import SCORE, Plan
+from proxpo.compare.runner import choose
+from proxpo.compare.state import last_words, state_of
+
+
+def written(folder: Path, *, steps: int, score: float | None, end: str = "done") -> None:
+    """The files of a run that has come so far."""
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "reward": 0.5} for step in range(steps + 1)]
+    rows[-1] |= {SCORE: score, "proxpo/eval/kl": 0.25}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if end == "done":
+        (folder / "summary.json").write_text(json.dumps({"steps": steps}))
+    if end == "failed":
+        (folder / "failure.json").write_text(json.dumps({"reason": "no memory"}))
+
+
+def test_a_run_is_done_when_it_says_so_and_has_all_its_steps(tmp_path):
+    assert state_of(tmp_path / "none", steps=3, score=SCORE).status == "waiting"
+    written(tmp_path / "done", steps=3, score=0.5)
+    found = state_of(tmp_path / "done", steps=3, score=SCORE)
+    assert (found.status, found.step, found.score, found.kl) == ("done", 3, 0.5, 0.25)
+    assert state_of(tmp_path / "done", steps=4, score=SCORE).status == "running"  # stopped early
+    written(tmp_path / "failed", steps=2, score=0.5, end="failed")
+    found = state_of(tmp_path / "failed", steps=3, score=SCORE)
+    assert (found.status, found.step, found.reason) == ("failed", 2, "no memory")
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    written(tmp_path / "cut", steps=3, score=0.5, end="")
+    file = tmp_path / "cut/metrics.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"step": 4, "rew')
+    found = state_of(tmp_path / "cut", steps=9, score=SCORE)
+    assert (found.status, found.step, found.score) == ("running", 3, 0.5)
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path):
+    written(tmp_path / "long", steps=20_000, score=0.5, end="")
+    found = state_of(tmp_path / "long", steps=9, score=SCORE)
+    assert (found.step, found.score) == (20_000, 0.5)
+
+
+def test_the_last_words_of_a_run_are_its_reason(tmp_path):
+    (tmp_path / "log.txt").write_text("loading\nproxpo: model 'x': no such folder\n\n")
+    assert last_words(tmp_path / "log.txt") == "model 'x': no such folder"
+    assert last_words(tmp_path / "none.txt") == ""
+
+
+@pytest.fixture
+def plan() -> Plan:
+    sweep = {"lr": (1e-5, 1e-4, 1e-3)}
+    arms = [parse_arm("grpo"), parse_arm("p3o")]
+    return make_plan(Wish(arms=arms, tune=2, sweep=sweep, base=[("steps", 3)]))
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ({1e-5: (0.1, 0.3), 1e-4: (0.2, 0.4), 1e-3: (0.9, -0.5)}, 1e-4),  # by the mean
+        ({1e-5: (0.1, 0.3), 1e-4: (0.2, 0.2), 1e-3: (0.1, 0.1)}, 1e-5),  # the first of equals
+        ({1e-5: (0.1, 0.1), 1e-4: (0.9, None), 1e-3: (0.2, 0.2)}, 1e-3),  # one run has failed
+    ],
+)
+def test_the_best_mean_on_the_tuning_seeds_is_chosen(scores, best, plan, tmp_path):
+    for run in plan.runs:
+        if run.arm == "grpo":
+            score = scores[run.settings["lr"]][run.seed - plan.seeds.tune[0]]
+            end = "failed" if score is None else "done"
+            written(tmp_path / run.folder, steps=3, score=score, end=end)
+    (chosen,) = choose(plan, tmp_path)  # p3o has no finished run and none is chosen
+    assert chosen.arm == "grpo"
+    assert chosen.settings == {"lr": best}
+    means = [None if None in pair else pytest.approx(sum(pair) / 2) for pair in scores.values()]
+    assert [value for _, value in chosen.scores] == means

@@ -120,6 +120,13 @@ def test_tuning_runs_are_never_averaged(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_short_tuning_run_shortens_no_budget():
+    runs = [run_of("a", 0, [0.5, 0.6, 0.7]), run_of("a", 9, [0.1, 0.99], role="tune")]
+    found = compared(*runs)
+    assert found.end == 20
+    assert max(found.targets) <= 0.7
+
+
 def test_runs_without_seeds_are_not_paired():
     a = [run_of("a", None, [0.5, 0.9]), run_of("a", None, [0.5, 0.91])]
     b = [run_of("b", None, [0.5, 0.6]), run_of("b", None, [0.5, 0.62])]

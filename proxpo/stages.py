@@ -27,13 +27,13 @@ def stage(
     needs: Needs = (),
     takes: Needs = (),
     gives: str = "",
-    whole_batch: bool = True,
+    whole_batch: bool | Callable[[Mapping[str, Any]], bool] = True,
     live: bool = False,
     prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
 ) -> Callable[[Callable[..., Any]], Factory]:
-    """Register a factory. `needs` and `takes` may depend on the options, as the callables do.
+    """Register a factory. `needs`, `takes` and `whole_batch` may depend on the options.
 
     whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
     so that cutting the batch differently changes its result. live=True marks an advantage that
@@ -54,7 +54,7 @@ def stage(
                 needs=needs(options) if callable(needs) else needs,
                 takes=takes(options) if callable(takes) else takes,
                 gives=gives,
-                whole_batch=whole_batch,
+                whole_batch=whole_batch(options) if callable(whole_batch) else whole_batch,
                 live=live,
                 prepare=functools.partial(prepare, options) if prepare else None,
                 init=functools.partial(init, options) if init else None,
@@ -118,6 +118,7 @@ def load_all() -> None:
         "rescaling",
         "rewards",
         "schedules",
+        "supervised",
         "transforms",
         "trust",
         "values",

@@ -82,6 +82,8 @@ FIELDS: dict[str, str] = {
     "group_tokens": "valid tokens of all responses to the same prompt, over the whole step",
     "refresh": "1 where each update computes the advantage anew, because it follows the current "
     "policy; set by the recipe when it computes the advantages",
+    "gate": "1 where a token's entropy lets its loss through; set by weights=entropy_gate",
+    "conflict": "weight of tokens shared by good and bad responses; set by weights=conflict_tokens",
     "advantages": "advantage per response or per token; computed by the recipe when absent",
 }
 
@@ -131,6 +133,8 @@ class Batch:
     truncated: Bool[Tensor, " seq"] | None = None
     group_tokens: Num[Tensor, " seq"] | None = None
     refresh: Bool[Tensor, " seq"] | None = None
+    gate: Bool[Tensor, "seq tok"] | None = None
+    conflict: Float[Tensor, "seq tok"] | None = None
     advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"] | None = None
 
     def replace(self, **changes: Any) -> "Batch":

@@ -1,11 +1,13 @@
 """Rewards -> advantages."""
 
+from proxpo.advantages.entropy import entropy_modulated, entropy_penalised
 from proxpo.advantages.group_relative import (
     group_process,
     group_relative,
     leave_one_out,
     length_weighted_baseline,
 )
+from proxpo.advantages.labels import signed_labels
 from proxpo.advantages.returns import (
     discounted_return,
     gae,
@@ -20,6 +22,8 @@ from proxpo.advantages.visits import smooth_standardised
 
 __all__ = [
     "discounted_return",
+    "entropy_modulated",
+    "entropy_penalised",
     "gae",
     "greedy_baseline",
     "group_process",
@@ -29,6 +33,7 @@ __all__ = [
     "raw_gae",
     "reweighted_baseline",
     "rollout_values",
+    "signed_labels",
     "smooth_standardised",
     "token_rewards",
     "whiten",

@@ -150,11 +150,11 @@ def gae(
 def raw_gae(batch: Batch, *, gamma: float, lam: float) -> Float[Tensor, "seq tok"]:
     """GAE before whitening; returns are this plus the values."""
     values = rollout_values(batch, by="advantage=gae")
-    delta = token_rewards(batch) + gamma * _next_valid(values, batch.mask) - values
+    delta = token_rewards(batch) + gamma * next_valid(values, batch.mask) - values
     return suffix_sum(delta, batch.mask, discount=gamma * lam)
 
 
-def _next_valid(
+def next_valid(
     x: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"]
 ) -> Float[Tensor, "seq tok"]:
     """x at the next valid token of the row; 0 after the last."""

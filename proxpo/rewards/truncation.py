@@ -1,0 +1,17 @@
+"""What a response is worth that did not end."""
+
+import torch
+
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+
+@stage("reward", needs=("rewards", "truncated"))
+def fail_truncated(*, reward: float = 0.0):
+    """r_i -> `reward` for a response cut at its length limit: over the budget is wrong."""
+
+    def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:
+        cut = batch.truncated & ~batch.rewards.isnan()
+        return batch.replace(rewards=torch.where(cut, reward, batch.rewards)), {}
+
+    return shape

@@ -1,15 +1,18 @@
 """Which prompts and which tokens take part. A filter shrinks the mask and every denominator.
 
 `prompts` stages decide on whole prompts before the loss (a trainer may resample what they refuse);
-`filter` stages take tokens or responses out of the batch.
+`filter` stages take tokens or responses out of the batch; `prune` stages do so once advantages are
+known.
 """
 
 from proxpo.filters.filters import fresh_enough, informative, not_truncated, reject
+from proxpo.filters.prune import largest_advantages
 from proxpo.filters.steps import noisy_steps
 
 __all__ = [
     "fresh_enough",
     "informative",
+    "largest_advantages",
     "noisy_steps",
     "not_truncated",
     "reject",

@@ -1,0 +1,52 @@
+"""The responses of one visit, arranged by prompt."""
+
+from typing import NamedTuple
+
+import torch
+
+from proxpo.outcomes import solved
+from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.types import Batch
+
+
+class Visits(NamedTuple):
+    """One row per prompt, its scored responses in their order; `there` marks the filled places."""
+
+    prompt_id: Int[Tensor, " prompt"]
+    right: Bool[Tensor, "prompt place"]
+    length: Float[Tensor, "prompt place"]
+    there: Bool[Tensor, "prompt place"]
+
+    @property
+    def size(self) -> Int[Tensor, " prompt"]:
+        return self.there.sum(dim=1)
+
+
+def visits(batch: Batch, *, by: str) -> Visits:
+    """What each prompt's responses were worth; a truncated response is wrong.
+
+    Responses without a reward are left out. Those without tokens, pruned ones for example, have
+    their outcome and the length 0.
+    """
+    prompt_id = batch.require("prompt_id", by=by)
+    right = solved(batch, by=by)
+    if batch.truncated is not None:
+        right = right & ~batch.truncated
+    scored = torch.ones_like(right) if batch.rewards is None else ~batch.rewards.isnan()
+    rows = scored.nonzero()[:, 0]
+    rows = rows[prompt_id[rows].argsort(stable=True)]
+    prompts, number, sizes = prompt_id[rows].unique_consecutive(
+        return_inverse=True, return_counts=True
+    )
+    place = torch.arange(len(rows), device=rows.device) - (sizes.cumsum(0) - sizes)[number]
+    blank = torch.zeros(len(prompts), int(sizes.max()) if len(sizes) else 0, device=rows.device)
+
+    def table(column: Tensor) -> Tensor:
+        return blank.to(column.dtype).index_put((number, place), column[rows])
+
+    return Visits(
+        prompts, table(right), table(batch.mask.sum(dim=1).double()), table(torch.ones_like(scored))
+    )
+
+
+__all__ = ["Visits", "visits"]

@@ -1,0 +1,39 @@
+from typing import Literal
+
+from proxpo.filters import largest_advantages
+from proxpo.recipes._registry import register
+from proxpo.recipes.grpo import grpo
+from proxpo.types import Recipe
+
+
+@register("cppo", paper="arXiv:2503.22342")
+def cppo(
+    *,
+    rate: float = 0.5,
+    pool: Literal["question", "batch"] = "question",
+    metric: Literal["smallest", "largest", "random"] = "smallest",
+    prompt_factor: float | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.04,
+    eps: float = 1e-4,
+) -> Recipe:
+    """CPPO: GRPO on the responses of largest |advantage| alone; the others cost no pass.
+
+        A_i = (r_i - mean_g)/(std_g + δ) over the full group,   k = ⌊G (1 - P)⌋
+        L = (1/k) Σ_{i∈I} (1/L_i) Σ_t [ max(-A r, -A clip(r, 1±ε)) + β k3(π, π_ref) ]
+
+    I holds the k responses of each prompt with the largest |A|; metric says what is pruned: the
+    smallest |A|, the largest, or any. pool="batch" lets the prompts of a batch compete, as both
+    released versions do: a prompt of equal rewards is dropped first. prompt_factor: how many times
+    the prompts are drawn to fill the room; by default 1/(1 - P), the paper's allocation; 1 draws no more.
+
+    Departures: ties go to the earlier response. One released version averages over tokens
+    (`--set aggregate=token_mean`). k = 0 leaves nothing to train on.
+
+    Reference: arXiv:2503.22342; lzhxmu/CPPO.
+    """
+    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, eps=eps)
+    factor = 1 / max(1 - rate, 1e-9) if prompt_factor is None else prompt_factor
+    pruned = largest_advantages(rate=rate, pool=pool, prune=metric, prompt_factor=factor)
+    return base.replace(prune=(pruned,))

@@ -1,0 +1,34 @@
+from proxpo.budgets import length_budget
+from proxpo.recipes._registry import register
+from proxpo.recipes.grpo import grpo
+from proxpo.rewards import fail_truncated
+from proxpo.types import Recipe
+
+
+@register("palu", paper="arXiv:2510.10168", confidence="paper formulas")
+def palu(
+    *,
+    target: float = 0.8,
+    tau: float = 0.5,
+    min_tokens: int = 1,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+    eps: float = 1e-6,
+) -> Recipe:
+    """PALU: shrink a prompt's length budget while it is solved often enough, else restore it.
+
+        L_q <- L_q - (Q_1 - Q_{1-τ})   if its pass rate was at least C (`target`),   else L_max
+        A_i, L as GRPO; a response that does not end within L_q is wrong
+
+    Q are quantiles of the lengths of the prompt's right responses at its last visit, interpolated;
+    L_max is the trainer's limit, also at the first visit. Equal lengths leave the budget alone.
+
+    Departures: restated from public reviews. Enforcing the budget by truncation, rounding down and
+    the lower bound of min_tokens are our choices. The base method is GRPO.
+
+    Reference: arXiv:2510.10168.
+    """
+    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, eps=eps)
+    lengths = length_budget(target=target, tau=tau, min_tokens=min_tokens)
+    return base.replace(budget=(lengths,), reward=(fail_truncated(),))

@@ -7,10 +7,9 @@ import torch
 from trl_runs import Watched, losses, questions, seen, trainer
 
 from proxpo.adapters.trl._step import ROW
-from proxpo.masked import masked_mean
 
-# Four updates on each rollout, so that ratios leave 1 and clips act.
-OFTEN = {"num_iterations": 4, "learning_rate": 3e-4}
+# Two updates on each rollout, so that ratios leave 1 and clips act.
+OFTEN = {"num_iterations": 2, "learning_rate": 1e-4}
 PLAIN = {"eps": 1e-4, "aggregate.count_empty": True}
 CASES = {
     "grpo": ("grpo", PLAIN, {}),
@@ -60,16 +59,20 @@ def test_the_loss_curve_is_that_of_trl(case, tmp_path):
     assert max(map(abs, losses(ours))) > 1e-3
 
 
-def test_two_optimizer_steps_share_a_rollout(tmp_path):
+@pytest.mark.parametrize("average", ["token", "prompt"])
+def test_two_optimizer_steps_share_a_rollout(average, tmp_path):
     """Each divides by its own tokens: on fresh data the loss is the mean of -A over them."""
-    options = {"prompts": None, "overlong": "off"}
-    held = {"steps_per_generation": 3, "max_steps": 2, "gradient_accumulation_steps": 1}
+    options = {"prompts": None, "overlong": "off", "average": average}
+    held = {"steps_per_generation": 3, "max_steps": 1, "gradient_accumulation_steps": 1}
     run = trainer(tmp_path, "dapo", options=options, kind=Watched, num_generations=4, **held)
     run.train()
-    mine = run._rollouts["train"][0].mine
-    first = mine.rows(run.parts[0][ROW])
-    expected = -masked_mean(first.advantages, first.mask)
+    first = run._rollouts["train"][0].mine.rows(run.parts[0][ROW])
+    groups = [first.group == g for g in first.group.unique()]
+    means = [-first.advantages[g][first.mask[g]].mean() for g in groups]
+    whole = -first.advantages[first.mask].mean()
+    expected = whole if average == "token" else torch.stack(means).mean()
     assert losses(run)[0] == pytest.approx(float(expected), rel=1e-5)
+    assert len(groups) > 1
     assert abs(float(expected)) > 1e-3
 
 

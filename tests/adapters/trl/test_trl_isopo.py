@@ -63,6 +63,8 @@ def test_gradients_are_those_of_the_own_loop(case, tmp_path):
     run, found = first_step(tmp_path, slug, options, **changes)
     want, transform = own_gradients(run.start, proxpo.make_recipe(slug, options), run.parts)
     agree(found, want)
+    if case == "ntk-by-prompt":
+        assert all(len(part["group"].unique()) == 1 for part in run.parts)
     mine, theirs = run._transform.state_dict(), transform.state_dict()
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():

@@ -1,6 +1,7 @@
 """Short real runs of TRL on the model in the box: few prompts, a handful of tokens."""
 
 import copy
+import gc
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._step import ROW
 from proxpo.train.models import load_policy
 
+gc.freeze()  # every run of a Trainer ends with a collection, which need not look at the libraries
 PAIRS = [(12 + 7 * n % 31, 34 - n) for n in range(24)]
 SMALL: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -27,6 +29,7 @@ SMALL: dict[str, Any] = {
     "report_to": [],
     "disable_tqdm": True,
     "save_strategy": "no",
+    "pad_to_multiple_of": None,  # as the own loop, which pads to the longest
     "seed": 3,
 }
 

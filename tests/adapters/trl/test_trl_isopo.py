@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_own_loop(case, tmp_path):
     slug, options, changes = CASES[case]
     run, found = first_step(tmp_path, slug, options, **changes)
     want, transform = own_gradients(run.start, proxpo.make_recipe(slug, options), run.parts)
-    agree(found, want)
+    agree(found, want, to=3e-6)  # float32: rewards and lengths are summed in another order
     if case == "ntk-by-prompt":
         assert all(len(part["group"].unique()) == 1 for part in run.parts)
     mine, theirs = run._transform.state_dict(), transform.state_dict()

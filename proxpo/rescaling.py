@@ -46,7 +46,8 @@ class ClippingBias:
         self, ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
     ) -> Float[Tensor, "seq tok"]:
         """1{clipped}·w·A: its aggregated gradient is C(θ)."""
-        adv, r = batch.advantages, ratio.detach()
+        adv = batch.require("advantages", by="rescale=clipping_bias")
+        r = ratio.detach()
         clipped = ((adv > 0) & (r > 1 + self.high)) | ((adv < 0) & (r < 1 - self.low))
         return torch.where(clipped, ratio * adv, 0.0)
 

@@ -1,0 +1,190 @@
+import math
+
+import pytest
+import torch
+from helpers import close, crafted, f64, make_batch, method, on_policy, policy_gradient
+
+import proxpo
+from proxpo import Batch
+from proxpo.trust.balanced import _sums
+
+SLUG = "bapo"
+STATISTICS = ("official", "paper", "gradient")
+
+
+def bounds(batch: Batch, **options: object) -> tuple[float, float]:
+    seen = proxpo.loss_fn(method(SLUG, **options))(batch).metrics
+    return round(float(seen["trust/low"]), 9), round(float(seen["trust/high"]), 9)
+
+
+def unbalanced(**fields: object) -> Batch:
+    """Many negative tokens near 1, few positive ones of which some are far above."""
+    z = [[0.0, 0.6, 0.9, 0.05], [0.0, -0.3, -0.6, 0.1]]
+    batch = crafted(z, [1.0, -1.4], **fields)
+    return batch.replace(rollout_logp=batch.old_logp)
+
+
+@pytest.mark.checks(SLUG, "target 0: the starting bounds, and PPO's clip with 0.8 and 1.2")
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_nothing_to_reach(statistic: str) -> None:
+    batch = make_batch(1, spread=0.6)
+    start = {"low_from": 0.8, "low_to": 0.8, "high_from": 1.2, "dual": None}
+    made = method(SLUG, statistic=statistic, target=0.0, **start)
+    plain = method("grpo", aggregate="token_mean")
+    close(policy_gradient(made, batch), policy_gradient(plain, batch))
+    assert bounds(batch, statistic=statistic, target=0.0) == (0.6, 1.2)
+
+
+@pytest.mark.checks(SLUG, "on-policy the statistic ignores the bounds: they stay or run to the end")
+@pytest.mark.parametrize("statistic", ["official", "paper"])
+def test_on_policy(statistic: str) -> None:
+    batch = on_policy(unbalanced())
+    end = {"official": (0.8, 2.0), "paper": (0.9, 3.0)}[statistic]
+    found = {bounds(batch, statistic=statistic, target=t) for t in (0.1, 0.3, 0.6, 0.9, 2.0)}
+    assert found == {(0.6, 1.2), end}
+
+
+@pytest.mark.checks(SLUG, "P does not fall with c_high, N does not fall with c_low")
+def test_monotone_sums() -> None:
+    batch = make_batch(1, spread=0.6)
+    batch = batch.replace(advantages=torch.linspace(-1, 1, 9).double()[:, None].expand(9, 6))
+    r = (batch.logp - batch.old_logp).exp()
+    lows, highs = [0.5, 0.6, 0.8, 0.95], [1.0, 1.1, 1.5, 3.0]
+    push, pull = _sums(r, batch, lows, highs, "official")
+    assert (push.diff() > 0).all()
+    assert (pull.diff() > 0).all()
+    a, m = batch.advantages, batch.mask
+    close(push[1], (torch.where(m & (a > 0), a, 0.0) * r.clamp(max=1.1)).sum())
+    close(pull[2], (torch.where(m & (a < 0), -a, 0.0) * r.clamp(min=0.8)).sum())
+    live, _ = _sums(r, batch, lows, highs, "gradient")
+    close(live[1], (torch.where(m & (a > 0) & (r < 1.1), a, 0.0) * r).sum())
+
+
+@pytest.mark.checks(SLUG, "official: c_low runs to its end before c_high moves")
+def test_official_order() -> None:
+    batch = unbalanced()
+    found = [bounds(batch, target=t) for t in torch.linspace(0.5, 1.3, 25).tolist()]
+    assert set(found) >= {(0.6, 1.2), (0.8, 2.0)}
+    assert all(low == 0.8 or high == 1.2 for low, high in found)
+    assert any(low == 0.8 and 1.2 < high < 2.0 for low, high in found)
+
+
+@pytest.mark.checks(SLUG, "raising c_low never helps the published statistics; 'gradient' it does")
+def test_c_low_moves_away_from_the_target() -> None:
+    batch = unbalanced()
+    official = {low for low, _ in (bounds(batch, target=t) for t in (0.5, 0.7, 0.8, 0.9, 1.0))}
+    assert official == {0.6, 0.8}
+    paper = {
+        bounds(batch, statistic="paper", target=t) for t in torch.linspace(0.3, 0.6, 30).tolist()
+    }
+    assert {low for low, _ in paper} == {0.6, 0.9}
+    narrow = {"statistic": "gradient", "high_to": 1.2, "low_from": 0.5, "low_to": 1.0}
+    stops = {bounds(batch, target=t, **narrow)[0] for t in torch.linspace(0.2, 0.6, 60).tolist()}
+    assert stops - {0.5, 1.0}
+
+
+@pytest.mark.checks(SLUG, "paper: c_high moves first")
+def test_paper_order() -> None:
+    batch = unbalanced()
+    found = [
+        bounds(batch, statistic="paper", target=t) for t in torch.linspace(0.3, 0.6, 30).tolist()
+    ]
+    assert any(low == 0.6 and 1.2 < high < 3.0 for low, high in found)
+    assert all(low == 0.6 or high == 3.0 for low, high in found)
+
+
+@pytest.mark.checks(SLUG, "the bounds never leave their range")
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_range(statistic: str) -> None:
+    for seed in range(4):
+        batch = make_batch(seed, spread=0.6)
+        low, high = bounds(batch, statistic=statistic, low_step=0.07, high_step=0.3, target=9.0)
+        assert 0.6 <= low <= (0.8 if statistic == "official" else 0.9)
+        assert 1.2 <= high <= (2.0 if statistic == "official" else 3.0)
+
+
+def test_only_the_official_search_truncates_its_last_step() -> None:
+    batch = make_batch(1, spread=0.6)
+    steps = {"low_step": 0.15, "high_step": 0.5, "target": 99.0}
+    assert bounds(batch, **steps) == (0.8, 2.0)
+    assert bounds(batch, statistic="paper", **steps) == (0.9, 2.7)
+
+
+@pytest.mark.checks(SLUG, "gradient -A·r/n on live tokens, 0 on clipped ones")
+def test_gradient() -> None:
+    batch = crafted([[0.0, 0.3], [-0.3, -0.9]], [1.0, -1.0])
+    made = method(SLUG, target=0.0, dual=None)
+    r = (batch.logp - batch.old_logp).exp()
+    close(policy_gradient(made, batch), f64([[-1.0, 0.0], [1.0, 0.0]]) * r / 4)
+
+
+@pytest.mark.checks(SLUG, "scaling all advantages leaves the bounds unchanged")
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_scale_of_advantages(statistic: str) -> None:
+    batch = unbalanced()
+    scaled = batch.replace(advantages=1000 * batch.advantages)
+    for target in (0.35, 0.42, 0.8, 0.9):
+        options = {"statistic": statistic, "target": target}
+        assert bounds(batch, **options) == bounds(scaled, **options)
+
+
+@pytest.mark.checks(SLUG, "no negative tokens, or all A = 0: start; no positive ones: the end")
+@pytest.mark.parametrize(("sign", "end"), [(1.0, False), (0.0, False), (-1.0, True)])
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_one_sided_batches(sign: float, end: bool, statistic: str) -> None:
+    batch = crafted([[0.1, 0.5], [-0.2, 0.0]], [sign, sign])
+    batch = batch.replace(rollout_logp=batch.old_logp)
+    stops = (0.8, 2.0) if statistic == "official" else (0.9, 3.0)
+    assert bounds(batch, statistic=statistic) == (stops if end else (0.6, 1.2))
+
+
+def test_paper_weighs_by_the_sampler() -> None:
+    batch = unbalanced()
+    doubled = batch.replace(
+        rollout_logp=batch.rollout_logp + torch.where(batch.advantages[:, None] > 0, 0.3, 0.0)
+    )
+    options = {"statistic": "paper", "target": 0.5}
+    assert bounds(batch, **options) != bounds(doubled, **options)
+    assert bounds(batch, target=0.9) == bounds(doubled, target=0.9)
+
+
+def test_microbatch_scope_searches_in_each_part() -> None:
+    batch = make_batch(1, spread=0.6)
+    whole, parts = (method(SLUG, target=0.9, scope=s) for s in ("batch", "microbatch"))
+    found = {}
+    for name, made in (("whole", whole), ("parts", parts)):
+        ready = proxpo.prepare(made, batch)
+        pieces = [ready.batch.rows(torch.tensor(r)) for r in ([0, 1, 2, 3], [4, 5, 6, 7, 8])]
+
+        def loss(part: Batch, all_sum: object, made: object = made, ready: object = ready):
+            return proxpo.policy_loss(
+                made, part, denominators=ready.denominators, all_sum=all_sum
+            ).metrics["trust/high"]
+
+        all_sum = proxpo.over_microbatches(loss, pieces)
+        found[name] = {float(loss(piece, all_sum=all_sum)) for piece in pieces}
+    assert len(found["whole"]) == 1
+    assert len(found["parts"]) == 2
+
+
+def test_defaults_of_each_statistic() -> None:
+    assert method(SLUG).trust.options["dual"] == 3.0
+    assert method(SLUG, statistic="paper").trust.options["dual"] is None
+    assert method(SLUG, statistic="paper", dual=2.0).trust.options["dual"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"low_step": 0.0},
+        {"high_to": math.inf},
+        {"high_from": 0.5},
+        {"low_from": -0.1},
+        {"low_from": 0.9},
+        {"high_step": 1e-9},
+        {"dual": 0.5},
+    ],
+)
+def test_refused(option: dict) -> None:
+    with pytest.raises(ValueError, match="balanced_clip"):
+        method(SLUG, **option)

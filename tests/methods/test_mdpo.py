@@ -1,0 +1,152 @@
+import pytest
+import torch
+from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, on_policy
+from helpers import policy_gradient as gradient_of
+
+import proxpo
+from proxpo import Batch
+from proxpo.kl import kl_exact
+from proxpo.reference import mirror_step, off_policy_actor_loss, off_policy_value_target
+from proxpo.regularisers.mirror import mirror_step_size
+from proxpo.types import Clock
+
+SLUG = "mdpo"
+
+
+@pytest.mark.checks(SLUG, "θ = θ_old: the KL has no gradient, the step is the policy gradient")
+@pytest.mark.parametrize("kl", ["sampled", "k3", "exact"])
+def test_first_inner_step(kl: str) -> None:
+    batch = on_policy(make_batch(1))
+    batch = batch.replace(old_vocab_logp=batch.vocab_logp)
+    _, grads = loss_and_gradients(method(SLUG, kl=kl), batch)
+    plain = method("grpo", trust="unclipped", aggregate="token_mean")
+    close(grads["logp"], gradient_of(plain, batch))
+    if kl == "exact":  # constant under the softmax: the sum of π (1 + 0)
+        slope = (
+            grads["vocab_logp"] - grads["vocab_logp"].sum(-1, keepdim=True) * batch.vocab_logp.exp()
+        )
+        close(slope, 0.0 * slope)
+
+
+@pytest.mark.checks(SLUG, "t → ∞: the unclipped surrogate; t → 0: only the pull of the KL")
+def test_limits_of_the_step_size() -> None:
+    batch = make_batch(1, spread=0.6)
+    plain = method("grpo", trust="unclipped", aggregate="token_mean")
+    close(gradient_of(method(SLUG, step_size=1e13), batch), gradient_of(plain, batch), rtol=1e-9)
+    d = batch.logp - batch.old_logp
+    pull = d.exp() * d * batch.mask / batch.mask.sum()
+    close(1e-9 * gradient_of(method(SLUG, step_size=1e-9), batch), pull, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.checks(SLUG, "gradient r(log r/t - A): 0 at log r = t·A, with the sign of the rest")
+@pytest.mark.parametrize("t", [0.25, 1.0])
+def test_zero_at_the_mirror_step(t: float) -> None:
+    a = f64([[1.0, -0.5, 0.3]])
+    made = method(SLUG, step_size=t)
+    close(gradient_of(made, crafted(t * a, a)), 0.0 * a)
+    for offset in (-0.2, 0.4):
+        found = gradient_of(made, crafted(t * a + offset, a))
+        close(found, (t * a + offset).exp() * offset / t / 3)
+        assert (found.sign() == f64(offset).sign()).all()
+
+
+@pytest.mark.checks(SLUG, "five actions, exact KL: descent ends at π ∝ π_old·exp(t·A)")
+def test_bandit_reaches_the_mirror_step() -> None:
+    """The sampled and the exact form, with every action in the batch in its old proportion."""
+    old, a, t = f64([0.1, 0.3, 0.2, 0.25, 0.15]).log(), f64([1.0, -1.0, 0.4, 0.0, 0.6]), 0.7
+    target = mirror_step(old, a, t)
+    close(target.exp(), (old + t * a).exp() / (old + t * a).exp().sum())
+    logits = target.clone().requires_grad_()
+
+    def objective(logp: torch.Tensor) -> torch.Tensor:
+        return -(logp.exp() @ a) + kl_exact(logp, old) / t
+
+    (slope,) = torch.autograd.grad(objective(logits.log_softmax(0)), logits)
+    close(slope, 0.0 * slope)
+    others = torch.randn(50, 5, generator=torch.Generator().manual_seed(0)).double()
+    for other in others.log_softmax(1):
+        assert objective(other) > objective(target)
+    # The recipe's own terms, weighed by π_old, have the same slope at any point.
+    point = (old + f64([0.3, -0.2, 0.1, 0.0, 0.5])).log_softmax(0)
+    batch = Batch(
+        logp=point[:, None], old_logp=old[:, None], mask=torch.ones(5, 1).bool(), advantages=a
+    )
+    per_action = 5 * gradient_of(method(SLUG, step_size=t), batch)[:, 0] * old.exp()
+    leaf = point.clone().requires_grad_()
+    (exact,) = torch.autograd.grad(objective(leaf), leaf)
+    p = point.exp()
+    close(per_action - p * per_action.sum(), exact - p * exact.sum())  # through the softmax
+
+
+@pytest.mark.checks(SLUG, "r log r - r + 1 is unbiased for KL(π‖π_old) on tokens of π_old, k3 not")
+def test_estimates_of_the_kl() -> None:
+    new, old = f64([0.5, 0.2, 0.3]), f64([0.2, 0.5, 0.3])
+    exact = (new * (new / old).log()).sum()
+    batch = crafted((new / old).log()[:, None], [0.0] * 3)
+    mean = {}
+    for kl in ("sampled", "k3"):
+        made = method(SLUG, kl=kl).regularisers[0]
+        values = made.apply(torch.ones_like(batch.logp), batch, proxpo.Context())[0][:, 0]
+        assert (values >= 0).all()
+        mean[kl] = (old * values).sum()
+    close(mean["sampled"], exact)
+    assert abs(mean["k3"] - exact) > 0.01
+
+
+@pytest.mark.checks(SLUG, "t_k = 1 - k/K falls to the floor; the released schedule starts above 1")
+def test_annealing() -> None:
+    sizes = [mirror_step_size(Clock(step=k, steps=10)) for k in range(11)]
+    close(sizes[:10], [1 - k / 10 for k in range(10)])
+    assert sizes[10] == 0.05
+    close(mirror_step_size(Clock(step=0, steps=10), anneal="code"), 1.1)
+    close(mirror_step_size(Clock(step=5, steps=10), start=0.4), 0.2)
+    assert mirror_step_size(Clock(step=5, steps=10), anneal="constant") == 1.0
+    assert mirror_step_size(Clock(step=5)) == 1.0  # a run of unknown length
+
+
+def test_the_clock_reaches_the_loss() -> None:
+    batch = make_batch(1, spread=0.4)
+    late = proxpo.loss_fn(method(SLUG))(batch, clock=Clock(step=3, steps=4))
+    close(late.value, proxpo.loss_fn(method(SLUG, step_size=0.25))(batch).value)
+    close(late.metrics["trust/step_size"], 0.25)
+
+
+def test_tsallis_tends_to_the_plain_logarithm() -> None:
+    batch = make_batch(1)
+    near = method(SLUG, tsallis=1 + 1e-7).regularisers[0]
+    found = near.apply(torch.ones_like(batch.logp), batch, proxpo.Context())[0]
+    close(found, batch.logp - batch.old_logp, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.checks(SLUG, "off-policy with κ = λ: SAC's actor loss λ log π - Q")
+def test_off_policy_actor() -> None:
+    logp, old, q = f64([-1.0, -2.0]), f64([-0.5, -3.0]), f64([0.3, 0.7])
+    close(off_policy_actor_loss(logp, old, q, kappa=0.2, lam=0.2), (0.2 * logp - q).mean())
+    found = off_policy_actor_loss(logp, old, q)
+    close(found, ((logp - 0.8 * old) - q).mean())
+    head = off_policy_actor_loss(
+        logp, old, q, mean=f64([[2.0], [0.0]]), log_std=f64([[1.0], [1.0]])
+    )
+    close(head - found, 1e-3 * (2.0 + 1.0))
+    close(off_policy_value_target(q, q - 0.1, logp), q - 0.1 - 0.2 * logp)
+
+
+def test_off_policy_optimum_is_the_regularised_mirror_step() -> None:
+    """argmin over π of the actor loss with all actions: π ∝ π_k^{(κ-λ)/κ}·exp(Q/κ)."""
+    old, q, kappa, lam = f64([0.2, 0.5, 0.3]).log(), f64([1.0, 0.0, 0.4]), 1.0, 0.2
+    best = ((kappa - lam) * old / kappa + q / kappa).log_softmax(0)
+
+    def expected(logp: torch.Tensor) -> torch.Tensor:
+        parts = [off_policy_actor_loss(*(x[None] for x in one), kappa=kappa, lam=lam)
+                 for one in zip(logp, old, q)]  # fmt: skip
+        return torch.stack(parts) @ logp.exp()
+
+    logits = best.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(expected(logits.log_softmax(0)), logits)
+    close(slope, 0.0 * slope)
+
+
+@pytest.mark.parametrize("option", [{"step_size": 0.0}, {"step_floor": 0.0}, {"tsallis": 1.0}])
+def test_refused(option: dict) -> None:
+    with pytest.raises(ValueError, match="mirror_kl"):
+        method(SLUG, **option)

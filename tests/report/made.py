@@ -14,7 +14,7 @@ def curve(gain, step, steps):
     return 0.5 + gain * (1 - math.exp(-4 * step / steps))
 
 
-BARE = ("step", "step_time", "proxpo/samples", "proxpo/eval/accuracy", "proxpo/eval/kl")
+BARE = ("step", "reward", "step_time", "proxpo/samples", "proxpo/eval/accuracy", "proxpo/eval/kl")
 
 
 def rows(gain, seed, *, steps, every, sharp=1.0, last=None, bare=False):

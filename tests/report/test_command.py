@@ -38,7 +38,7 @@ def test_a_comparison_is_drawn_again_the_same(tmp_path, capsys):
 
 def test_trl_verl_and_proxpo_side_by_side(tmp_path, capsys):
     for seed in (1, 2):
-        one_run(tmp_path / f"own{seed}", seed=seed, steps=4, every=2)
+        one_run(tmp_path / f"own{seed}", seed=seed, steps=4, every=2, bare=True)
         write_state(tmp_path / f"trl-seed{seed}", 4, every=1)
         write_verl(tmp_path / f"verl_seed{seed}.jsonl", 4)
     paths = [tmp_path / name for name in ("own1", "own2", "trl-seed1", "trl-seed2")]

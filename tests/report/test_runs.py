@@ -12,8 +12,8 @@ from proxpo.report.quantities import KL, SCORE, clock, phases, pick, samples, se
 from proxpo.report.runs import read_comparison, read_run
 
 
-def one_run(folder, *, steps=10, every=5, method="grpo", seed=1, **kind):
-    metrics = list(made.rows(0.3, seed, steps=steps, every=every))
+def one_run(folder, *, steps=10, every=5, method="grpo", seed=1, bare=False, **kind):
+    metrics = list(made.rows(0.3, seed, steps=steps, every=every, bare=bare))
     made.write_run(folder, made.config(method, seed, steps), metrics, **kind)
     return folder
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from methods.cases_tokens import TOKENS
 from methods.cases_trust import TRUST
 from torch import Tensor
 
@@ -130,6 +131,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kpo-skip": ("kpo", {"q": 0.1, "mask_mode": "skip", "clipped": False}),
     "ema-kpo": ("ema-kpo", {"q": 0.01, "clip_low": 0.02, "clip_high": 0.02}),
     "ema-kpo-fixed": ("ema-kpo", {"mode": "fixed", "alpha": 0.3, "mask_mode": "skip"}),
+    **TOKENS,
     **TRUST,
 }
 

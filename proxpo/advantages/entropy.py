@@ -117,7 +117,7 @@ def entropy_modulated(
         total, n = ctx.all_sum(torch.stack([g[there].sum(), there.sum().to(g.dtype)]))
         n = n.clamp(min=1)
         g = g / (total / n + tiny)
-        clear = next_valid((-k_future * scaled).exp(), there)
+        clear = next_valid((-k_future * scaled).exp().masked_fill(~there, 0.0), there)
         a = trajectory.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
         out = a[:, None] * g + bonus * clear
         mean = ctx.all_sum(out[there].sum()[None])[0] / n

@@ -157,7 +157,7 @@ def raw_gae(batch: Batch, *, gamma: float, lam: float) -> Float[Tensor, "seq tok
 def next_valid(
     x: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"]
 ) -> Float[Tensor, "seq tok"]:
-    """x at the next valid token of the row; 0 after the last."""
+    """x, 0 where masked, at the next valid entry of the row; 0 after the last."""
     if is_packed(mask):
         return torch.nn.functional.pad(x[:, 1:], (0, 1))
     order = packing(mask)

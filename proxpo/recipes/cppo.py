@@ -26,7 +26,7 @@ def cppo(
     I holds the k responses of each prompt with the largest |A|; metric says what is pruned: the
     smallest |A|, the largest, or any. pool="batch" lets the prompts of a batch compete, as both
     released versions do: a prompt of equal rewards is dropped first. prompt_factor: how many times
-    the prompts are drawn to fill the room; by default 1/(1 - P), the paper's allocation; 1 draws no more.
+    the prompts are drawn, to fill the room; by default 1/(1 - P), the paper's allocation.
 
     Departures: ties go to the earlier response. One released version averages over tokens
     (`--set aggregate=token_mean`). k = 0 leaves nothing to train on.

@@ -1,23 +1,16 @@
 """Tokens that good and bad responses to a prompt share at their beginning and at their end."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.groups import group_stats
-from proxpo.masked import masked_mean, row_mean, row_sum
+from proxpo.masked import is_packed, masked_mean, packing, row_mean
 from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
-
-
-class Runs(NamedTuple):
-    """The leading and the trailing run of conflict tokens of each response."""
-
-    leading: Bool[Tensor, "seq tok"]
-    trailing: Bool[Tensor, "seq tok"]
 
 
 def conflict_runs(
@@ -25,37 +18,45 @@ def conflict_runs(
     mask: Bool[Tensor, "seq tok"],
     group: Int[Tensor, " seq"],
     sign: Float[Tensor, " seq"],
-) -> Runs:
-    """Positions whose token a positive and a negative response of the group both have there.
+) -> tuple[Int[Tensor, " seq"], Int[Tensor, " seq"]]:
+    """Lengths of the leading and of the trailing run of conflict tokens of each response.
 
-    Positions count valid tokens, from the first for the leading run and from the last for the
-    trailing one; a run stops at the first token that is not in conflict.
+    A token is in conflict if a positive and a negative response of the group have it at the same
+    place, counted in valid tokens from the first one, or from the last one for the trailing run.
     """
-    place = mask.cumsum(1) - 1
-    from_end = mask.flip(1).cumsum(1).flip(1) - 1
-    ahead = mask & ~_shared(tokens, mask, place, group, sign)
-    behind = mask & ~_shared(tokens, mask, from_end, group, sign)
-    judged = mask & (sign != 0)[:, None]
-    return Runs(judged & (ahead.cumsum(1) == 0), judged & (behind.flip(1).cumsum(1).flip(1) == 0))
+    length = mask.sum(dim=1, keepdim=True)
+    step = torch.arange(mask.shape[1], device=mask.device)
+    packed = tokens if is_packed(mask) else tokens.gather(1, packing(mask))
+    reverse = packed.gather(1, (length - 1 - step).clamp(min=0))
+    members, valid = _members(group), step < length
+    ahead, behind = (_shared(x, valid, members, sign) for x in (packed, reverse))
+    judged = (sign != 0).long()
+    return judged * ahead.cumprod(1).sum(dim=1), judged * behind.cumprod(1).sum(dim=1)
+
+
+def _members(group: Int[Tensor, " seq"]) -> Int[Tensor, "place seq"]:
+    """For each row the rows of its group, one after another; small groups repeat their first."""
+    order = group.argsort(stable=True)
+    _, number, sizes = group[order].unique_consecutive(return_inverse=True, return_counts=True)
+    start = sizes.cumsum(0) - sizes
+    of_row = torch.empty_like(number).index_put((order,), number)
+    place = torch.arange(int(sizes.max()) if len(sizes) else 0, device=group.device)[:, None]
+    return order[start[of_row] + torch.where(place < sizes[of_row], place, 0)]
 
 
 def _shared(
-    tokens: Tensor, mask: Tensor, place: Tensor, group: Tensor, sign: Tensor
+    aligned: Int[Tensor, "seq tok"],
+    valid: Bool[Tensor, "seq tok"],
+    members: Int[Tensor, "place seq"],
+    sign: Float[Tensor, " seq"],
 ) -> Bool[Tensor, "seq tok"]:
-    """Whether the token occurs at this place in a response of each sign."""
-    shared = torch.zeros_like(mask)
-    if not mask.any():
-        return shared
-    ids = tokens[mask] - tokens[mask].min()
-    prompt = group.unique(return_inverse=True)[1][:, None].expand_as(mask)[mask]
-    key = (prompt * mask.shape[1] + place[mask]) * (ids.max() + 1) + ids
-    _, number = key.unique(return_inverse=True)
-    found = torch.zeros(int(number.max()) + 1, 2, dtype=torch.bool, device=mask.device)
-    signs = sign[:, None].expand_as(mask)[mask]
-    found[number[signs > 0], 0] = True
-    found[number[signs < 0], 1] = True
-    shared[mask] = found.all(dim=1)[number]
-    return shared
+    """Whether responses of both signs have the token at its place."""
+    good, bad = torch.zeros_like(valid), torch.zeros_like(valid)
+    for other in members:
+        same = (aligned == aligned[other]) & valid & valid[other]
+        good |= same & (sign[other] > 0)[:, None]
+        bad |= same & (sign[other] < 0)[:, None]
+    return good & bad
 
 
 def conflict_weights(
@@ -67,14 +68,13 @@ def conflict_weights(
     else:
         stats = group_stats(batch.rewards, batch.group)
         sign = torch.where(stats.scored, batch.rewards - stats.mean, 0.0).sign()
-    runs = conflict_runs(batch.tokens, batch.mask, batch.group, sign)
+    lead, trail = conflict_runs(batch.tokens, batch.mask, batch.group, sign)
+    place, from_end = batch.mask.cumsum(1), batch.mask.flip(1).cumsum(1).flip(1)
     inside = torch.where(sign > 0, boost, 0.0).to(batch.logp.dtype)[:, None]
-    weight = torch.ones_like(batch.logp)
-    for run in runs:
-        weight = torch.where(run, weight * inside, weight)
+    weight = torch.where(place <= lead[:, None], inside, torch.ones_like(inside))
+    weight = torch.where(from_end <= trail[:, None], weight * inside, weight)
     if divide:
-        longest = torch.maximum(*(row_sum(run, batch.mask) for run in runs))
-        weight = weight / longest.clamp(min=1).to(weight.dtype)[:, None]
+        weight = weight / torch.maximum(lead, trail).clamp(min=1).to(weight.dtype)[:, None]
     return {"conflict": weight}
 
 

@@ -821,6 +821,7 @@ REFERENCES: dict[str, Reference] = {
     ),
 }
 
-from methods.reference_trust import TRUST  # noqa: E402 - built from the loops above
+from methods.reference_tokens import TOKENS  # noqa: E402 - built from the loops above
+from methods.reference_trust import TRUST  # noqa: E402
 
-REFERENCES |= TRUST
+REFERENCES |= TOKENS | TRUST

@@ -51,7 +51,7 @@ def cut_loss(made: Recipe, batch: Batch, cut: list[list[int]]) -> tuple[Tensor, 
 
 def test_which_recipes_look_at_the_microbatch() -> None:
     slugs = {CASES[case][0] for case in PER_MICROBATCH}
-    assert slugs == {"clip-cov", "kl-cov", "entropy-80-20"}
+    assert slugs == {"clip-cov", "kl-cov", "entropy-80-20", "earl", "cppo"}
 
 
 @pytest.mark.parametrize("case", WHOLE_BATCH)

@@ -8,6 +8,10 @@ class ProxpoError(ValueError):
     """A mistake in the input, the options or the combination of stages; never a bug of proxpo."""
 
 
+class NotFiniteError(ProxpoError):
+    """A gradient that holds NaN or infinity, where it must not be used."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise."""
     valid = sorted(valid)

@@ -19,7 +19,7 @@ from proxpo.gradients.proma import proma
 from proxpo.masked import row_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import AllSum, Batch, Denominators, Loss, Recipe, local
+from proxpo.types import AllSum, Batch, Clock, Denominators, Loss, Recipe, local
 
 
 def _gradient_stage(factory: Callable[..., Any]) -> None:
@@ -52,6 +52,7 @@ def objective(
     state: States | None = None,
     all_sum: AllSum = local,
     generator: torch.Generator | None = None,
+    clock: Clock | None = None,
 ) -> Objective:
     """The recipe's policy term on a prepared batch, taken apart for a gradient transform.
 
@@ -67,6 +68,7 @@ def objective(
         state=state,
         all_sum=all_sum,
         generator=generator,
+        clock=clock,
     )
     (slope,) = torch.autograd.grad(loss.value, logp)
     advantages = per_response(recipe, batch)[:, None]

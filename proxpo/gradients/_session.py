@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._layout import Layout
 from proxpo.gradients._norms import Picks
 from proxpo.gradients._rows import Dense, OneHot, Outer, join
@@ -278,7 +278,7 @@ class Session:
         if bool(torch.isfinite(torch.cat([weights for _, weights in self._weights])).all()):
             return
         name = next(n for n, w in self._weights if not bool(torch.isfinite(w).all()))
-        raise ProxpoError(
+        raise NotFiniteError(
             f"gradients.applied: the gradient of {name} is not finite: its input or the gradient "
             "of its output holds NaN or infinity; p.grad must not be used"
         )

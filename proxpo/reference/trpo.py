@@ -33,6 +33,7 @@ class TrpoStep:
     old_surrogate: float
     shrinks: int
     reason: str = ""
+    gradient_norm: float = 0.0
 
 
 def trpo_step(
@@ -57,10 +58,10 @@ def trpo_step(
     surrogate = surrogate_at(policy, samples, advantages, weights, theta)
     value, pullback = pull(surrogate, theta)
     gradient = pullback(torch.ones_like(value))
-    nothing = torch.zeros_like(theta)
+    nothing, norm = torch.zeros_like(theta), float(gradient.norm())
 
     def refused(reason: str) -> TrpoStep:
-        return TrpoStep(False, nothing, 0.0, float(value), float(value), 0, reason)
+        return TrpoStep(False, nothing, 0.0, float(value), float(value), 0, reason, norm)
 
     if not bool(gradient.any()):
         return refused("zero gradient")
@@ -76,7 +77,7 @@ def trpo_step(
         new = float(surrogate(theta + step))
         if kl < delta and new > float(value):
             policy.load(theta + step)
-            return TrpoStep(True, step, kl, new, float(value), shrinks)
+            return TrpoStep(True, step, kl, new, float(value), shrinks, "", norm)
     return refused(f"no improvement inside the trust region in {searches} trials")
 
 

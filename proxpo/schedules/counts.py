@@ -1,18 +1,44 @@
-"""How many updates a rollout gets. A schedule's function answers for one rollout."""
+"""Schedules that only count: how many steps, on how much of the rollout."""
+
+from typing import Literal
 
 import torch
 
+from proxpo.errors import ProxpoError
+from proxpo.schedules._types import Updates
 from proxpo.stages import stage
+from proxpo.types import Context, Metrics, State
+
+Result = tuple[State, Metrics]
 
 
 @stage("schedule")
 def single_update():
     """One update on the whole rollout batch, so that the data are on-policy (OPO, ReMax)."""
 
-    def updates(on_policy: int, generator: torch.Generator | None = None) -> tuple[int, int]:
-        return 1, 0
+    def schedule(updates: Updates, ctx: Context) -> Result:
+        updates.step(1, parts=1, only=True)
+        return {}, {}
 
-    return updates
+    return schedule
+
+
+@stage("schedule")
+def inner_steps(*, steps: int = 10, on: Literal["whole", "parts"] = "whole"):
+    """`steps` optimizer steps on each rollout, whatever the trainer's settings say.
+
+    on="whole": each on the whole rollout (MDPO's m inner steps, arXiv:2005.09814). on="parts": each
+    on its own share of the prompts, so that one large rollout feeds many small steps (RAPID's
+    horizon H, arXiv:2510.03515).
+    """
+    if steps < 1:
+        raise ProxpoError(f"inner_steps: steps is at least 1, got {steps}")
+
+    def schedule(updates: Updates, ctx: Context) -> Result:
+        updates.step(steps, parts=1 if on == "whole" else steps, only=True)
+        return {}, {}
+
+    return schedule
 
 
 @stage("schedule")
@@ -25,7 +51,15 @@ def poisson_replay(
     large as the number of parallel environments (prompts here).
     """
 
-    def updates(on_policy: int, generator: torch.Generator | None = None) -> tuple[int, int]:
-        return on_policy, int(torch.poisson(torch.tensor(float(ratio)), generator=generator))
+    def schedule(updates: Updates, ctx: Context) -> Result:
+        replayed = int(torch.poisson(torch.tensor(float(ratio)), generator=ctx.generator))
+        updates.keep(samples=capacity)
+        updates.step(updates.count, only=not replayed)
+        for _ in range(replayed):
+            updates.replay()
+        return {}, {}
 
-    return updates
+    return schedule
+
+
+__all__ = ["inner_steps", "poisson_replay", "single_update"]

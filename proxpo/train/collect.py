@@ -1,22 +1,28 @@
-"""From prompts to experience: sample, score, and sample others where a recipe wants them."""
+"""From prompts to experience: share out the budget, sample, score, and draw other prompts.
+
+A recipe's `budget` stages say how many responses a prompt gets and how long they may be, its
+`prompts` stages which prompts are worth training on.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Bool, Tensor
+from proxpo.shapes import Bool, Float, Tensor
+from proxpo.train.episodes import Episodes, play
 from proxpo.train.experience import Experience, join
-from proxpo.train.grading import grade, is_correct
+from proxpo.train.grading import grade, is_correct, span_values
+from proxpo.train.learner import needs
 from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardPool
-from proxpo.train.rollouts import Rollout, Samples, inputs
-from proxpo.train.streams import derive, generator
+from proxpo.train.rollouts import Rollout
+from proxpo.train.streams import derive, generator, turn_seed
 from proxpo.train.tasks import Problem, Task
-from proxpo.types import Batch, Context, Recipe
+from proxpo.types import Batch, Budget, Clock, Context, Recipe, State
 
 Told = Callable[[str, int, int], None]  # phase, done, total
 
@@ -55,6 +61,22 @@ class Sampling:
     max_prompt: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Who samples what, for whom: the parts of the run that a rollout needs."""
+
+    policy: Policy
+    rollout: Rollout
+    task: Task
+    pool: RewardPool
+    recipe: Recipe
+    how: Sampling
+    seed: int
+    state: Mapping[str, State] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+    told: Told = lambda phase, done, total: None
+
+
 class Collected(NamedTuple):
     """A rollout ready for training, what was seen, and a few responses to show."""
 
@@ -64,40 +86,26 @@ class Collected(NamedTuple):
 
 
 def collect(
-    *,
-    policy: Policy,
-    rollout: Rollout,
-    task: Task,
-    pool: RewardPool,
-    source: Source,
-    recipe: Recipe,
-    prompts: int,
-    how: Sampling,
-    seed: int,
-    step: int,
-    version: int,
-    greedy: bool,
-    told: Told,
+    sampler: Sampler, source: Source, *, prompts: int, step: int, version: int
 ) -> Collected:
     """`prompts` prompts with `how.samples` responses each, all of them to the recipe's liking.
 
-    A recipe's prompt filters decide which prompts are kept; others are drawn in their place, for as
-    many rounds as the filter allows.
+    Prompt filters decide which prompts are kept; others are drawn in their place, for as many
+    rounds as the filter allows. `step` numbers the rollout, `version` the policy that samples.
     """
-    keep = _prompt_filter(recipe)
+    recipe = sampler.recipe
+    prompts = round(prompts * _factor(recipe))
     rounds = max((stage.options.get("max_rounds", 1) for stage in recipe.prompts), default=1)
     kept: list[Experience] = []
     seen: list[_Round] = []
     for number in range(rounds):
-        missing = prompts - sum(len(part.mask) for part in kept) // how.samples
+        missing = prompts - sum(len(part.group.unique()) for part in kept)
         if missing <= 0:
             break
-        path = (seed, "sample", step, number)
-        drawn = _draw(
-            policy, rollout, task, pool, source.take(missing), how, path, version, greedy, told
-        )
+        path = (sampler.seed, "sample", step, number)
+        drawn = _draw(sampler, source.take(missing), path, version)
         seen.append(drawn)
-        good = keep(drawn.experience).nonzero()[:, 0]
+        good = _worth(sampler, drawn.experience).nonzero()[:, 0]
         if len(good):
             kept.append(drawn.experience.rows(good))
     if not kept:
@@ -105,71 +113,99 @@ def collect(
             f"{recipe.name}: no prompt was worth training on in {rounds} rounds of {prompts} (all "
             "answers right or all wrong): choose another difficulty, or --set prompts=none"
         )
-    experience = join(kept)
-    most = prompts * how.samples
-    full = experience.rows(
-        torch.arange(min(most, len(experience.mask)), device=experience.mask.device)
-    )
-    return Collected(full, _metrics(seen, how), _shown(seen[0], step))
+    return Collected(join(kept), _metrics(seen), _shown(seen[0], step))
 
 
 class _Round(NamedTuple):
     experience: Experience
     problems: list[Problem]
-    texts: list[str]
+    episodes: Episodes
     outcomes: list[Outcome]
+    metrics: dict[str, float]
 
 
-def _draw(
-    policy: Policy,
-    rollout: Rollout,
-    task: Task,
-    pool: RewardPool,
-    problems: list[Problem],
-    how: Sampling,
-    path: tuple,
-    version: int,
-    greedy: bool,
-    told: Told,
-) -> _Round:
+def _draw(sampler: Sampler, problems: list[Problem], path: tuple, version: int) -> _Round:
     """One round: responses to these problems, scored."""
-    repeated = [problem for problem in problems for _ in range(how.samples)]
+    policy, task, how, told = sampler.policy, sampler.task, sampler.how, sampler.told
     ids = [task.encode(problem, policy.tokenizer, limit=how.max_prompt) for problem in problems]
-    prompts = [prompt for prompt in ids for _ in range(how.samples)]
-    samples = rollout.sample(
-        prompts,
-        seeds=[derive(*path, i // how.samples, i % how.samples) for i in range(len(prompts))],
-        max_tokens=how.max_tokens,
+    budget, metrics = _budget(sampler, problems, path)
+    which = [i for i, n in enumerate(budget.samples.tolist()) for _ in range(n)]
+    place = [j for n in budget.samples.tolist() for j in range(n)]
+    limits = budget.max_tokens.tolist()
+    episodes = play(
+        policy,
+        sampler.rollout,
+        task,
+        [ids[i] for i in which],
+        seeds=lambda row, turn: turn_seed((*path, which[row], place[row]), turn),
+        max_tokens=[limits[i] for i in which],
         temperature=how.temperature,
         top_p=how.top_p,
         progress=lambda done, total: told("sampling", done, total),
     )
-    texts, outcomes = grade(
-        policy, pool, repeated, samples, progress=lambda done, total: told("scoring", done, total)
+    repeated = [problems[i] for i in which]
+    outcomes = grade(
+        sampler.pool,
+        repeated,
+        episodes,
+        progress=lambda done, total: told("scoring", done, total),
     )
-    experience = _experience(policy, samples, outcomes, how, path, version)
-    if greedy:
-        best = rollout.sample(ids, seeds=[0] * len(ids), max_tokens=how.max_tokens, temperature=0.0)
-        _, greedy_outcomes = grade(policy, pool, problems, best)
-        rewards = torch.tensor([o.reward for o in greedy_outcomes]).to(policy.device)
-        experience = Experience(
-            **experience.tensors(), greedy_rewards=rewards.repeat_interleave(how.samples)
+    experience = _experience(sampler, problems, which, episodes, outcomes, path, version)
+    return _Round(experience, repeated, episodes, outcomes, metrics)
+
+
+def _budget(
+    sampler: Sampler, problems: list[Problem], path: tuple
+) -> tuple[Budget, dict[str, float]]:
+    """The even share, as the recipe's budget stages change it."""
+    how, device = sampler.how, sampler.policy.device
+    numbers = torch.tensor([problem.index for problem in problems], device=device)
+    budget = Budget(
+        prompt_id=numbers,
+        samples=torch.full_like(numbers, how.samples),
+        max_tokens=torch.full_like(numbers, how.max_tokens),
+    )
+    metrics: dict[str, float] = {}
+    for stage in sampler.recipe.budget:
+        budget, seen = stage.apply(budget, _context(sampler, f"budget.{stage.name}", path))
+        metrics |= {name: float(value) for name, value in seen.items()}
+    samples, most = budget.samples, budget.max_tokens
+    if not bool((samples >= 0).all()) or not bool(samples.any()) or not bool((most >= 1).all()):
+        raise ProxpoError(
+            f"{sampler.recipe.name}: the budget must give no prompt fewer than 0 samples or 1 "
+            f"token, and some prompt a sample; got samples {samples.tolist()[:8]}, tokens "
+            f"{most.tolist()[:8]}"
         )
-    return _Round(experience, repeated, texts, outcomes)
+    return budget.replace(max_tokens=most.clamp(max=how.max_tokens)), metrics
+
+
+def _factor(recipe: Recipe) -> float:
+    """By how much a recipe that prunes responses draws more prompts, to fill the room it makes."""
+    stages = (*recipe.budget, *recipe.prune)
+    return max((float(one.options.get("prompt_factor") or 1) for one in stages), default=1.0)
+
+
+def _context(sampler: Sampler, place: str, path: tuple) -> Context:
+    return Context(
+        state=sampler.state.get(place, {}),
+        clock=sampler.clock,
+        generator=generator(*path, place),
+    )
 
 
 def _experience(
-    policy: Policy,
-    samples: Samples,
+    sampler: Sampler,
+    problems: list[Problem],
+    which: list[int],
+    episodes: Episodes,
     outcomes: list[Outcome],
-    how: Sampling,
     path: tuple,
     version: int,
 ) -> Experience:
-    given = inputs(samples, policy.pad_id)
-    device = policy.device
-    prompts = len(outcomes) // how.samples
-    first = derive(*path, "group") % 2**40
+    policy, samples = sampler.policy, episodes.samples
+    given, device = episodes.inputs(policy.pad_id), policy.device
+    number = torch.tensor(which, device=device)
+    index = torch.tensor([problem.index for problem in problems], device=device)
     rewards = torch.tensor([outcome.reward for outcome in outcomes], device=device)
     right = [is_correct(outcome) for outcome in outcomes]
     return Experience(
@@ -180,61 +216,129 @@ def _experience(
         rewards=rewards,
         correct=torch.tensor(right, device=device),
         truncated=~samples.finished,
-        group=(first + torch.arange(prompts, device=device)).repeat_interleave(how.samples),
+        group=derive(*path, "group") % 2**40 + number,
         version=torch.full_like(rewards, version, dtype=torch.long),
+        prompt_id=index[number],
+        **_extras(sampler, problems, which, episodes, outcomes),
     )
 
 
-def _prompt_filter(recipe: Recipe) -> Callable[[Experience], Bool[Tensor, " seq"]]:
-    def keep(rows: Experience) -> Bool[Tensor, " seq"]:
-        batch = Batch(
-            logp=rows.rollout_logp,
-            mask=rows.mask,
-            rewards=rows.rewards,
-            group=rows.group,
-            correct=rows.correct,
-        )
-        kept = torch.ones_like(rows.truncated)
-        for stage in recipe.prompts:
-            kept = kept & stage.apply(batch, Context())[0]
-        return kept
+def _extras(
+    sampler: Sampler,
+    problems: list[Problem],
+    which: list[int],
+    episodes: Episodes,
+    outcomes: list[Outcome],
+) -> dict[str, Tensor]:
+    """What only some recipes read, and what costs something to have."""
+    wanted, device, found = needs(sampler.recipe), sampler.policy.device, {}
+    if "greedy_rewards" in wanted:
+        found["greedy_rewards"] = _greedy(sampler, problems)[torch.tensor(which, device=device)]
+    if "turn" in wanted:
+        found["turn"] = episodes.turn
+    if "void" in wanted:
+        found["void"] = episodes.void
+    if "duration" in wanted:
+        spent = [a + one.seconds for a, one in zip(episodes.seconds, outcomes)]
+        found["duration"] = torch.tensor(spent, device=device)
+    if "span_rewards" in wanted:
+        if not any(one.spans for one in outcomes):
+            raise ProxpoError(
+                f"{sampler.recipe.name} needs the batch field 'span_rewards', and the reward "
+                f'{sampler.pool.spec.where} marks no spans: return {{"score": ..., "spans": '
+                "[[start, end, value], ...]}, in characters of the response"
+            )
+        found["span_rewards"] = span_values(sampler.policy, episodes, outcomes)
+    return found
 
-    return keep
+
+def _greedy(sampler: Sampler, problems: list[Problem]) -> Float[Tensor, " prompt"]:
+    """The reward of the likeliest response to each prompt."""
+    policy, task, how = sampler.policy, sampler.task, sampler.how
+    best = play(
+        policy,
+        sampler.rollout,
+        task,
+        [task.encode(problem, policy.tokenizer, limit=how.max_prompt) for problem in problems],
+        seeds=lambda row, turn: 0,
+        max_tokens=how.max_tokens,
+        temperature=0.0,
+    )
+    outcomes = grade(sampler.pool, problems, best)
+    return torch.tensor([outcome.reward for outcome in outcomes], device=policy.device)
 
 
-def _metrics(seen: list[_Round], how: Sampling) -> dict[str, float]:
+def _worth(sampler: Sampler, rows: Experience) -> Bool[Tensor, " seq"]:
+    """Which rows the recipe's prompt filters keep."""
+    batch = Batch(
+        logp=rows.rollout_logp,
+        mask=rows.mask,
+        rewards=rows.rewards,
+        group=rows.group,
+        prompt_id=rows.prompt_id,
+        correct=rows.correct,
+        truncated=rows.truncated,
+    )
+    kept = torch.ones_like(rows.truncated)
+    for stage in sampler.recipe.prompts:
+        kept = kept & stage.apply(batch, Context(clock=sampler.clock))[0]
+    return kept
+
+
+def _metrics(seen: list[_Round]) -> dict[str, float]:
     """TRL's names where TRL has one; taken over everything sampled, kept or not."""
     outcomes = [outcome for part in seen for outcome in part.outcomes]
     status = Counter(outcome.status for outcome in outcomes)
-    rewards = torch.cat([part.experience.rewards for part in seen]).float().cpu()
+
+    def column(name: str) -> Tensor:
+        return torch.cat([getattr(part.experience, name) for part in seen]).cpu()
+
+    rewards = column("rewards").float()
     scored = rewards[~rewards.isnan()]
     lengths = torch.cat([part.experience.mask.sum(1) for part in seen]).float().cpu()
-    truncated = torch.cat([part.experience.truncated for part in seen]).float().cpu()
-    grouped = rewards.view(-1, how.samples)
-    flat = (grouped == grouped[:, :1]).all(dim=1).float()
     spread = scored.std() if len(scored) > 1 else torch.tensor(0.0)
-    right = torch.cat([part.experience.correct for part in seen]).float().cpu()
     return {
         "reward": float(scored.mean()) if len(scored) else float("nan"),
         "reward_std": float(spread),
-        "frac_reward_zero_std": float(flat.mean()),
+        "frac_reward_zero_std": _flat(rewards, column("group")),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(truncated.mean()),
-        "proxpo/train_accuracy": float(right.mean()),
+        "completions/clipped_ratio": float(column("truncated").float().mean()),
+        "proxpo/train_accuracy": float(column("correct").float().mean()),
         "proxpo/rounds": float(len(seen)),
         "proxpo/samples": float(len(outcomes)),
         "proxpo/tokens": float(lengths.sum()),
         **{f"proxpo/reward_{name}": float(status[name]) for name in ("timeout", "error", "nan")},
+        **_turns(seen),
+        **seen[-1].metrics,
     }
 
 
+def _flat(rewards: Tensor, group: Tensor) -> float:
+    """Share of prompts all of whose responses earned the same."""
+    prompts, index = group.unique(return_inverse=True)
+    low, high = (
+        rewards.new_zeros(len(prompts)).scatter_reduce(0, index, rewards, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    return float((low == high).float().mean())
+
+
+def _turns(seen: list[_Round]) -> dict[str, float]:
+    """How many turns the episodes took, where there is more than one."""
+    last = torch.cat([part.episodes.turn.amax(dim=1) for part in seen]).float().cpu()
+    if not bool(last.any()):
+        return {}
+    void = torch.cat([part.episodes.void for part in seen]).float().cpu()
+    return {"proxpo/turns": float(last.mean()) + 1, "proxpo/void": float(void.mean())}
+
+
 def _shown(part: _Round, step: int) -> list[dict]:
-    rows = zip(part.problems, part.texts, part.outcomes)
+    rows = zip(part.problems, part.episodes.texts, part.outcomes)
     return [
         {"step": step, "prompt": p.prompt, "completion": t, "answer": p.answer, "reward": o.reward}
         for p, t, o in list(rows)[:2]
     ]
 
 
-__all__ = ["Collected", "Sampling", "Source", "collect"]
+__all__ = ["Collected", "Sampler", "Sampling", "Source", "collect"]

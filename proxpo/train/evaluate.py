@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from proxpo.shapes import Float, Tensor
+from proxpo.train.episodes import Episodes, play
 from proxpo.train.grading import grade, is_correct
 from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardPool
-from proxpo.train.rollouts import Rollout, Samples, inputs
-from proxpo.train.streams import derive
+from proxpo.train.rollouts import Rollout
+from proxpo.train.streams import turn_seed
 from proxpo.train.tasks import Problem, Task
 
 
@@ -41,44 +42,57 @@ def evaluate(
     With no samples (k = 0), KL and entropy are those along the greedy answers.
     """
     prompts = [task.encode(problem, policy.tokenizer) for problem in exam.problems]
-    best = rollout.sample(
-        prompts, seeds=[0] * len(prompts), max_tokens=exam.max_tokens, temperature=0.0
+    best = play(
+        policy,
+        rollout,
+        task,
+        prompts,
+        seeds=lambda row, turn: 0,
+        max_tokens=exam.max_tokens,
+        temperature=0.0,
     )
-    texts, outcomes = grade(policy, pool, exam.problems, best)
-    greedy = _right(outcomes)
-    drawn: Samples = best
+    greedy = _right(grade(pool, exam.problems, best))
+    drawn: Episodes = best
     chances: dict[str, float] = {}
     if exam.samples:
-        drawn, chances = _drawn(policy, rollout, pool, exam, prompts)
+        drawn, chances = _drawn(policy, rollout, task, pool, exam, prompts)
     kl, entropy = distance(policy, initial, drawn, exam)
     numbers = {
         "eval/accuracy": float(greedy.mean()),
         **chances,
         "eval/entropy": entropy,
-        "eval/mean_length": float(drawn.mask.sum(dim=1).float().mean()),
+        "eval/mean_length": float(drawn.samples.mask.sum(dim=1).float().mean()),
     }
     if initial is not None:
         numbers["eval/kl"] = kl
     shown = [
         {"prompt": p.prompt, "completion": t, "answer": p.answer, "correct": bool(r)}
-        for p, t, r in list(zip(exam.problems, texts, greedy))[:8]
+        for p, t, r in list(zip(exam.problems, best.texts, greedy))[:8]
     ]
     return numbers, shown
 
 
 def _drawn(
-    policy: Policy, rollout: Rollout, pool: RewardPool, exam: Examination, prompts: list[list[int]]
-) -> tuple[Samples, dict[str, float]]:
+    policy: Policy,
+    rollout: Rollout,
+    task: Task,
+    pool: RewardPool,
+    exam: Examination,
+    prompts: list[list[int]],
+) -> tuple[Episodes, dict[str, float]]:
     """k answers to every problem, and how often they are right."""
     k = exam.samples
-    drawn = rollout.sample(
+    drawn = play(
+        policy,
+        rollout,
+        task,
         [prompt for prompt in prompts for _ in range(k)],
-        seeds=[derive(exam.seed, "eval", i // k, i % k) for i in range(k * len(prompts))],
+        seeds=lambda row, turn: turn_seed((exam.seed, "eval", row // k, row % k), turn),
         max_tokens=exam.max_tokens,
         temperature=exam.temperature,
     )
     repeated = [problem for problem in exam.problems for _ in range(k)]
-    sampled = _right(grade(policy, pool, repeated, drawn)[1])
+    sampled = _right(grade(pool, repeated, drawn))
     hits = sampled.view(-1, k).sum(dim=1)
     chances = {f"eval/pass@{n}": pass_at(hits, k, n) for n in _powers(k)}
     return drawn, {f"eval/avg@{k}": float(sampled.mean()), **chances}
@@ -93,13 +107,13 @@ def pass_at(hits: Float[Tensor, " problem"], samples: int, k: int) -> float:
 
 @torch.no_grad()
 def distance(
-    policy: Policy, initial: nn.Module | None, samples: Samples, exam: Examination
+    policy: Policy, initial: nn.Module | None, episodes: Episodes, exam: Examination
 ) -> tuple[float, float]:
     """KL(π‖π_initial) in nats per response and entropy per token, exact over the vocabulary.
 
     The contexts are those the current policy has just sampled.
     """
-    given = inputs(samples, policy.pad_id)
+    given, samples = episodes.inputs(policy.pad_id), episodes.samples
     kl = entropy = 0.0
     for rows in torch.arange(len(samples.mask)).split(exam.micro_batch):
         ids, attention = given.input_ids[rows], given.attention_mask[rows]

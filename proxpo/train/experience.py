@@ -8,13 +8,16 @@ from torch.nn.functional import pad
 
 from proxpo.shapes import Bool, Float, Int, Tensor
 
+WHOLE = ("input_ids", "attention_mask")  # fields over the prompt and the response
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
     """B sequences: prompts padded on the left, responses on the right (the last `tok` columns).
 
     group numbers are unique over the run, so that rows of several rollouts can be mixed.
-    `version` is the number of optimizer steps the sampling policy had made.
+    `version` is the number of optimizer steps the sampling policy had made. A tool's words are in
+    `attention_mask` and not in `mask`.
     """
 
     input_ids: Int[Tensor, "seq pos"]
@@ -27,6 +30,11 @@ class Experience:
     group: Int[Tensor, " seq"]
     version: Int[Tensor, " seq"]
     greedy_rewards: Float[Tensor, " seq"] | None = None
+    prompt_id: Int[Tensor, " seq"] | None = None
+    turn: Int[Tensor, "seq tok"] | None = None
+    span_rewards: Float[Tensor, "seq tok"] | None = None
+    void: Bool[Tensor, " seq"] | None = None
+    duration: Float[Tensor, " seq"] | None = None
 
     def rows(self, index: Int[Tensor, " row"]) -> "Experience":
         """The sequences `index`, cut to the columns they use."""
@@ -54,7 +62,7 @@ def join(parts: Sequence[Experience]) -> Experience:
             return value
         right = tokens - part.mask.shape[1]
         left = prompt - (part.input_ids.shape[1] - part.mask.shape[1])
-        return pad(value, (left if name in ("input_ids", "attention_mask") else 0, right))
+        return pad(value, (left if name in WHOLE else 0, right))
 
     names = parts[0].tensors()
     merged = {
@@ -75,8 +83,11 @@ def _trimmed(rows: Experience) -> Experience:
         rows,
         input_ids=rows.input_ids[:, first:last],
         attention_mask=rows.attention_mask[:, first:last],
-        mask=rows.mask[:, :used],
-        rollout_logp=rows.rollout_logp[:, :used],
+        **{
+            name: value[:, :used]
+            for name, value in rows.tensors().items()
+            if value.dim() == 2 and name not in WHOLE
+        },
     )
 
 

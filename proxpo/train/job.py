@@ -19,10 +19,12 @@ from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
 from proxpo.train.learner import Learner, needs
 from proxpo.train.models import Policy, load_policy, save_policy
+from proxpo.train.refusals import check_fields
 from proxpo.train.rewards import RewardPool
 from proxpo.train.rollouts import Rollout, make_rollout
 from proxpo.train.streams import derive, generator
 from proxpo.train.tasks import Task, fit_prompts, make_task
+from proxpo.types import Clock
 
 
 @dataclass(kw_only=True)
@@ -49,6 +51,18 @@ class Job:
     def policy(self) -> Policy:
         return self.learner.policy
 
+    @property
+    def clock(self) -> Clock:
+        """Where the run is, for stages that follow it."""
+        learner = self.learner
+        rate = learner.optimizer.param_groups[0]["lr"]
+        return Clock(
+            step=self.step,
+            steps=self.config.train.steps,
+            updates=learner.version,
+            learning_rate=float(rate),
+        )
+
     def close(self) -> None:
         self.pool.close()
         self.rollout.close()
@@ -67,6 +81,7 @@ def build(config: Config) -> Job:
     if config.model.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable()
     task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
+    check_fields(recipe, task)
     task = fit_prompts(
         task, policy.tokenizer, limit=config.rollout.max_prompt, drop=config.task.drop_long
     )

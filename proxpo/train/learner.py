@@ -10,13 +10,27 @@ from torch import nn
 
 from proxpo.compose import count, policy_loss
 from proxpo.logp import model_logp, token_logp
-from proxpo.shapes import Int, Tensor
+from proxpo.rescaling import measured_loss
+from proxpo.shapes import Float, Int, Tensor
 from proxpo.sums import over_microbatches
 from proxpo.train.experience import Experience
 from proxpo.train.models import Policy
 from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.transforms import objective, per_response
-from proxpo.types import ROWS, AllSum, Batch, Denominators, Loss, Metrics, Recipe, State, local
+from proxpo.types import (
+    ROWS,
+    AllSum,
+    Batch,
+    Clock,
+    Loss,
+    Metrics,
+    Reach,
+    Recipe,
+    State,
+    local,
+)
+
+STATES = {"hidden", "vocab_logp", "old_vocab_logp"}  # fields read off the states before the head
 
 
 @dataclass(kw_only=True)
@@ -64,25 +78,50 @@ def cuts(rows: int, size: int, device: torch.device) -> Iterator[Int[Tensor, " r
 def forward(
     learner: Learner, rows: Experience, *, how: Pass, model: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """logp of the response tokens, and entropy and values where the recipe reads them.
+    """logp of the response tokens, and what else of the policy's numbers the recipe reads.
 
     Prompts run once for all their responses where that comes to the same; gradient transforms work
     in the model's own modules, on whole sequences.
     """
-    wanted = needs(learner.recipe)
+    wanted = needs(learner.recipe) if model is None else set()
     own, model = model is None, model or learner.policy.model
-    options = {"temperature": how.temperature, "entropy": own and "entropy" in wanted}
+    options = {"temperature": how.temperature, "entropy": "entropy" in wanted}
     shared = learner.transform is None and shares_prompts(model)
     find = _shared if shared else _whole
+    states_wanted = own and (learner.critic is not None or bool(wanted & STATES))
     with learner.policy.autocast():
-        found, states = find(model, rows, options, hidden=own and learner.critic is not None)
-    out = dict(found._asdict()) if options["entropy"] else {"logp": found}
-    if states is not None:
+        found, states = find(model, rows, options, hidden=states_wanted)
+        out = dict(found._asdict()) if options["entropy"] else {"logp": found}
+        if wanted & {"vocab_logp", "old_vocab_logp"}:
+            out["vocab_logp"] = _vocabulary(model, rows, states if shared else None, how)
+    if own and learner.critic is not None:
         # The critic does not move the policy.
         out["values"] = learner.critic(states.detach().float())[..., 0]
+    if wanted & {"hidden"}:
+        out["hidden"] = states.detach().float()
     if own and how.fresh:
         out["old_logp"] = out["logp"].detach()
     return out
+
+
+def _vocabulary(
+    model: Any, rows: Experience, states: Tensor | None, how: Pass
+) -> Float[Tensor, "seq tok vocab"]:
+    """log π of every token of the vocabulary, from the states that enter the head or a whole run.
+
+    All of it is held at once: rows x tokens x vocabulary.
+    """
+    if states is not None:
+        head = model.get_output_embeddings()
+        logits = nn.functional.linear(states, head.weight, head.bias)
+    else:
+        width = rows.mask.shape[1]
+        places = (rows.attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        given = {"attention_mask": rows.attention_mask, "position_ids": places}
+        logits = model(input_ids=rows.input_ids, use_cache=False, **given).logits[
+            :, -width - 1 : -1
+        ]
+    return (logits.float() / how.temperature).log_softmax(dim=-1)
 
 
 def _shared(
@@ -114,38 +153,93 @@ def score(
     parts = []
     for index in cuts(len(rows.mask), how.micro_batch, rows.mask.device):
         found = forward(learner, rows.rows(index), how=how, model=model)
-        parts.append({k: nn.functional.pad(v, (0, width - v.shape[1])) for k, v in found.items()})
+        parts.append({name: widened(value, width) for name, value in found.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def gradients(
-    learner: Learner, recipe: Recipe, rows: Experience, batch: Batch, *, how: Pass, seed: int
+    learner: Learner,
+    recipe: Recipe,
+    rows: Experience,
+    batch: Batch,
+    *,
+    how: Pass,
+    seed: int,
+    clock: Clock | None = None,
 ) -> Metrics:
     """Backward of one mini-batch, micro-batch by micro-batch; the metrics of the whole.
 
     `batch` holds what is fixed for the rollout; the micro-batches share its denominators, so they
-    add up to the gradient of the mini-batch in one piece.
+    add up to the gradient of the mini-batch in one piece. Responses without a token to train on
+    count in the denominators and cost nothing.
     """
+    fixed: dict[str, Any] = {"denominators": count(batch), "state": learner.state, "clock": clock}
+    rows, batch = _filled(recipe, rows, batch)
     batch = _narrow(batch, rows.mask.shape[1])
     parts = list(cuts(len(batch.mask), how.micro_batch, batch.mask.device))
-    denominators = count(batch)
-    all_sum = _sums(learner, recipe, rows, batch, parts, denominators, how)
+    fixed["all_sum"] = _sums(learner, recipe, rows, batch, parts, how, fixed)
     share = [float(batch.mask[part].sum()) for part in parts]
     totals: Metrics = {}
     for number, part in enumerate(parts):
-        generator = torch.Generator(device="cpu").manual_seed((seed + number) % 2**63)
-        options = {
-            "denominators": denominators,
-            "state": learner.state,
-            "all_sum": all_sum,
-            "generator": generator,
-        }
+        options = fixed | {"generator": _draws(seed, number)}
         loss = _backward(learner, recipe, rows.rows(part), batch.rows(part), how, options)
         weight = share[number] / max(sum(share), 1.0)
         for name, value in loss.metrics.items():
-            totals[name] = totals.get(name, 0.0) + weight * value.detach().float()
+            now, before = value.detach().float(), totals.get(name)
+            if name.endswith("_max"):
+                totals[name] = now if before is None else torch.maximum(before, now)
+            else:
+                totals[name] = weight * now if before is None else before + weight * now
         totals["loss"] = totals.get("loss", 0.0) + loss.value.detach().float()
+    if recipe.rescale is not None:
+        totals |= _rescaled(learner, recipe, rows, batch, parts, how, fixed, seed)
     return totals
+
+
+def _draws(seed: int, number: int) -> torch.Generator:
+    return torch.Generator(device="cpu").manual_seed((seed + number) % 2**63)
+
+
+def _filled(recipe: Recipe, rows: Experience, batch: Batch) -> tuple[Experience, Batch]:
+    """The responses with a token to train on; all of them where they are compared with others."""
+    filled = batch.mask.any(dim=1)
+    compared = recipe.trust.gives == "log_ratio" or (recipe.advantage and recipe.advantage.live)
+    if compared or bool(filled.all()):
+        return rows, batch
+    index = filled.nonzero()[:, 0] if bool(filled.any()) else filled.nonzero().new_zeros(1)
+    return rows.rows(index), batch.rows(index)
+
+
+def _rescaled(
+    learner: Learner,
+    recipe: Recipe,
+    rows: Experience,
+    batch: Batch,
+    parts: list[Tensor],
+    how: Pass,
+    fixed: dict[str, Any],
+    seed: int,
+) -> Metrics:
+    """A second backward pass measures what the rescale stage asks for; all gradients are scaled."""
+    assert recipe.rescale is not None
+    trained = learner.trainable()
+    found = [p.grad for p in trained]
+    for p in trained:
+        p.grad = None
+    for number, part in enumerate(parts):
+        cut = rows.rows(part)
+        narrow = _narrow(batch.rows(part), cut.mask.shape[1])
+        now = narrow.replace(**forward(learner, cut, how=how))
+        value = measured_loss(recipe, now, **(fixed | {"generator": _draws(seed, number)}))
+        if value.requires_grad:
+            value.backward()
+    squares = [p.grad.double().square().sum() for p in trained if p.grad is not None]
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    factor = recipe.rescale.apply.factor(norm)  # type: ignore[attr-defined]
+    for p, grad in zip(trained, found):
+        p.grad = None if grad is None else grad.mul_(factor)
+    seen = {"rescale/norm": norm, "rescale/factor": factor}
+    return {name: torch.tensor(value) for name, value in seen.items()}
 
 
 def _backward(
@@ -186,28 +280,33 @@ def _sums(
     rows: Experience,
     batch: Batch,
     parts: list[Tensor],
-    denominators: Denominators,
     how: Pass,
+    fixed: dict[str, Any],
 ) -> AllSum:
     """Statistics over all micro-batches, for recipes that ask for any; else nothing to do."""
     asked: list[Tensor] = []
 
-    def probe(x: Tensor, scope: str = "batch") -> Tensor:
+    def probe(x: Tensor, scope: Reach = "batch") -> Tensor:
         asked.append(x)
         return x
 
     if len(parts) > 1:
-        policy_loss(recipe, batch, denominators=denominators, state=learner.state, all_sum=probe)
+        policy_loss(recipe, batch, all_sum=probe, **fixed)
     if not asked:
         return local
     found = score(learner, rows, how=how)
     pieces = [batch.replace(**found).rows(part) for part in parts]
 
     def run(piece: Batch, *, all_sum: AllSum) -> Loss:
-        known: dict[str, Any] = {"denominators": denominators, "state": learner.state}
-        return policy_loss(recipe, piece, all_sum=all_sum, **known)
+        return policy_loss(recipe, piece, all_sum=all_sum, **fixed)
 
     return over_microbatches(run, pieces)
+
+
+def widened(x: Tensor, tokens: int) -> Tensor:
+    """Padded on the right to this many tokens."""
+    behind = [0, 0] * (x.dim() - 2)
+    return nn.functional.pad(x, (*behind, 0, tokens - x.shape[1]))
 
 
 def _narrow(batch: Batch, tokens: int) -> Batch:
@@ -230,4 +329,4 @@ def _entering(head: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-__all__ = ["Learner", "Pass", "forward", "gradients", "needs", "score"]
+__all__ = ["Learner", "Pass", "forward", "gradients", "needs", "score", "widened"]

@@ -10,14 +10,13 @@ from typing import Any
 from proxpo.errors import ProxpoError
 from proxpo.train import folder
 from proxpo.train.checkpoint import load_latest, stop_on_signal
-from proxpo.train.collect import Collected, Sampling, collect
+from proxpo.train.collect import Collected, Sampler, Sampling, collect
 from proxpo.train.config import Config, as_dict, changes, write_config
 from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import finish
 from proxpo.train.job import Job, build, restore, save
-from proxpo.train.learner import needs
 from proxpo.train.rollouts import agreement
 from proxpo.train.sinks import JsonLines, Sinks, make_sinks, public_names
 from proxpo.train.update import update
@@ -180,15 +179,13 @@ def _step(job: Job, at: Progress, ask: Told, told: Told, samples: JsonLines) -> 
 
 
 def _sample(job: Job, number: int, told: Told) -> Collected:
-    rollout = job.config.rollout
-    return collect(
+    rollout, learner = job.config.rollout, job.learner
+    sampler = Sampler(
         policy=job.policy,
         rollout=job.rollout,
         task=job.task,
         pool=job.pool,
-        source=job.source,
-        recipe=job.learner.recipe,
-        prompts=rollout.prompts_per_step,
+        recipe=learner.recipe,
         how=Sampling(
             samples=rollout.samples_per_prompt,
             max_tokens=rollout.max_tokens,
@@ -197,10 +194,16 @@ def _sample(job: Job, number: int, told: Told) -> Collected:
             max_prompt=rollout.max_prompt,
         ),
         seed=job.config.seed,
-        step=number,
-        version=job.learner.version,
-        greedy="greedy_rewards" in needs(job.learner.recipe),
+        state=learner.state,
+        clock=job.clock,
         told=told,
+    )
+    return collect(
+        sampler,
+        job.source,
+        prompts=rollout.prompts_per_step,
+        step=number,
+        version=learner.version,
     )
 
 

@@ -21,6 +21,12 @@ def derive(seed: int, *path: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def turn_seed(path: tuple[int | str, ...], turn: int) -> int:
+    """The seed of a response's turn; the first has that of the response itself."""
+    seed, *rest = path
+    return derive(int(seed), *rest, *([turn] if turn else []))
+
+
 def generator(seed: int, *path: int | str, device: str | torch.device = "cpu") -> torch.Generator:
     """A torch generator seeded with `derive(seed, *path)`."""
     made = torch.Generator(device=device)
@@ -28,4 +34,4 @@ def generator(seed: int, *path: int | str, device: str | torch.device = "cpu") -
     return made
 
 
-__all__ = ["derive", "generator"]
+__all__ = ["derive", "generator", "turn_seed"]

@@ -245,7 +245,7 @@ def test_micro_batches_change_the_weights_by_rounding_alone(slug, tmp_path):
 def test_old_log_probs_of_fresh_data_need_no_pass_of_their_own(tmp_path, monkeypatch):
     """One update on one's own samples: the shortcut gives the numbers of the separate pass."""
     train(config_of(tmp_path / "late", "steps=2", method="grpo"))
-    monkeypatch.setattr("proxpo.train.update._scores_late", lambda recipe: False)
+    monkeypatch.setattr("proxpo.train.steps.scores_late", lambda recipe: False)
     train(config_of(tmp_path / "early", "steps=2", method="grpo"))
     late, early = weights_of(tmp_path / "late", 2), weights_of(tmp_path / "early", 2)
     assert all(torch.equal(late[name], value) for name, value in early.items())

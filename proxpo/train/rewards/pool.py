@@ -40,12 +40,17 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reward, or NaN with the reason; `correct` where the function tells right from wrong."""
+    """A reward, or NaN with the reason; `correct` where the function tells right from wrong.
+
+    seconds: how long the function took; spans: (start, end, value) of the characters it marked
+    """
 
     reward: float
     correct: bool | None = None
     status: Status = "ok"
     detail: str = ""
+    seconds: float = 0.0
+    spans: tuple[tuple[int, int, float], ...] = ()
 
 
 class RewardPool:
@@ -219,10 +224,11 @@ class RewardPool:
         status: Status,
         detail: str,
     ) -> None:
-        number = one.job
+        number, seconds = one.job, time.monotonic() - one.since
         self._replace(one, selector)
         if number is not None:
-            batch.settle(number, {"reward": None, "status": status, "detail": detail})
+            lost = {"reward": None, "status": status, "detail": detail, "seconds": seconds}
+            batch.settle(number, lost)
 
     def _replace(self, one: Worker, selector: selectors.BaseSelector) -> None:
         selector.unregister(one.socket)
@@ -266,7 +272,14 @@ class _Batch:
     def settle(self, number: int, message: Mapping[str, Any]) -> None:
         reward = math.nan if message["reward"] is None else message["reward"]
         status = message["status"]
-        outcome = Outcome(reward, message.get("correct"), status, message["detail"])
+        outcome = Outcome(
+            reward,
+            message.get("correct"),
+            status,
+            message["detail"],
+            message.get("seconds", 0.0),
+            tuple((a, b, x) for a, b, x in message.get("spans", ())),
+        )
         self._found[number] = outcome
         self._failed += status != "ok"
         if self.progress is not None:

@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,11 +43,14 @@ def load(where: str) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def call(score: Callable[[Mapping[str, Any]], Any], item: Mapping[str, Any]) -> dict[str, Any]:
-    """The outcome of one sample as plain data; never raises."""
+    """The outcome of one sample as plain data, and how long it took; never raises."""
+    started = time.perf_counter()
     try:
-        return _judged(*_value(score(item)))
+        value = score(item)
+        found = _judged(*_value(value)) | _marks(value)
     except BaseException as error:
-        return _failed("error", describe(error))
+        found = _failed("error", describe(error))
+    return found | {"seconds": time.perf_counter() - started}
 
 
 def describe(error: BaseException) -> str:
@@ -141,6 +145,17 @@ def _value(value: Any) -> tuple[Any, bool | None]:
         raise KeyError(f"returned a dict without 'score': {', '.join(map(str, value))}"[:DETAIL])
     right = value.get("acc")
     return value["score"], None if right is None else bool(right)
+
+
+def _marks(value: Any) -> dict[str, Any]:
+    """What the function marked in the text: [[start, end, value], ...] in characters."""
+    if not isinstance(value, Mapping) or not value.get("spans"):
+        return {}
+    spans = [(int(a), int(b), float(x)) for a, b, x in value["spans"]]
+    for start, end, mark in spans:
+        if not (0 <= start <= end and math.isfinite(mark)):
+            raise ValueError(f"span [{start}, {end}, {mark}] is not [start, end, value]")
+    return {"spans": spans}
 
 
 def _judged(value: Any, correct: bool | None) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+import math
+from typing import Literal
+
+from proxpo.advantages import group_relative
+from proxpo.aggregate import token_mean
+from proxpo.ratios import token
+from proxpo.recipes._registry import register
+from proxpo.regularisers import entropy_bonus, kl_dual
+from proxpo.schedules import fixup
+from proxpo.trust import unclipped
+from proxpo.types import Recipe
+
+
+@register("fixpo", paper="arXiv:2312.05405")
+def fixpo(
+    *,
+    radius: float = 0.2,
+    beta: float = 1.0,
+    margin: float = 2.0,
+    beta_lr: float = 0.01,
+    statistic: Literal["max", "mean"] = "max",
+    kl: Literal["exact", "sampled"] = "exact",
+    every: Literal["epoch", "last"] = "epoch",
+    fixup_rows: int = 1024,
+    max_fixup_passes: int = 100,
+    entropy_coef: float = 0.0,
+) -> Recipe:
+    """FixPO: a KL penalty with a Lagrange multiplier, and after each epoch steps on the KL alone.
+
+        L = (1/N) Σ [ -r A + β KL(π_old‖π) ],   β ← Adam on β·(ε - C max KL),  β ≥ 0
+        fix-up: descend β·mean KL on every part with max KL > ε, until one pass finds none
+
+    The KL is exact over the vocabulary (vocab_logp, old_vocab_logp), so the region holds on every
+    token of the rollout. kl="sampled" needs neither and guarantees nothing.
+
+    Departures: advantages are GRPO's and there is no critic. The released loop has no end; here
+    max_fixup_passes bounds it, after which the last weights inside the region come back.
+
+    Reference: Zentner et al., arXiv:2312.05405.
+    """
+    penalty = kl_dual(
+        coef=beta, radius=radius, margin=margin, lr=beta_lr, statistic=statistic, kl=kl
+    )
+    return Recipe(
+        advantage=group_relative(),
+        ratio=token(limit=math.inf),
+        trust=unclipped(),
+        regularisers=(penalty, entropy_bonus(coef=entropy_coef)) if entropy_coef else (penalty,),
+        aggregate=token_mean(),
+        schedule=fixup(every=every, rows=fixup_rows, max_passes=max_fixup_passes),
+    )

@@ -1,0 +1,43 @@
+from proxpo.recipes._registry import register
+from proxpo.recipes.grpo import grpo
+from proxpo.schedules import fast_slow
+from proxpo.types import Recipe
+
+
+@register("sfpo", paper="arXiv:2510.04072", confidence="paper formulas")
+def sfpo(
+    *,
+    steps: int = 3,
+    alpha: float = 0.8,
+    trigger: float | None = 2.0,
+    window: int = 20,
+    latch: bool = True,
+    restore_optimizer: bool = False,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+) -> Recipe:
+    """SFPO: K fast steps on a batch, a pull back towards the start, one more step from there.
+
+        θ_{k+1} = θ_k - η ∇L(θ_k), k < K;   θ̃ = θ₀ + α(θ_K - θ₀);   θ' = θ̃ - η ∇L(θ̃)
+
+    L is GRPO's; `schedule=fast_slow` gives any other recipe the same steps. α becomes 0, one plain
+    update, once the entropy leaves its recent mean by `trigger` standard deviations.
+
+    Departures: no code was released. trigger, window, and that the entropy judged is not part of
+    its own window are our choices; latch=False lets α come back. One optimizer runs through all
+    steps, as the paper's memory figures say; restore_optimizer=True puts its moments back.
+
+    Reference: arXiv:2510.04072.
+    """
+    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef)
+    return base.replace(
+        schedule=fast_slow(
+            steps=steps,
+            alpha=alpha,
+            trigger=trigger,
+            window=window,
+            latch=latch,
+            restore_optimizer=restore_optimizer,
+        )
+    )

@@ -1,0 +1,175 @@
+"""The recipe's view of a rollout: who brings which field of the batch."""
+
+from typing import Any
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.shapes import Int, Tensor
+from proxpo.train.config import Config
+from proxpo.train.experience import Experience
+from proxpo.train.job import Job
+from proxpo.train.learner import Pass, needs, score, widened
+from proxpo.types import FIELDS, Batch, Recipe
+
+OLD = "old_vocab_logp"
+
+# What a pass of the policy, of the critic or of the reference brings, before the first update.
+SCORED = frozenset(
+    {
+        "old_logp",
+        "prox_logp",
+        "prev_logp",
+        "ref_logp",
+        "entropy",
+        "values",
+        "old_values",
+        "returns",
+        "vocab_logp",
+        "old_vocab_logp",
+        "hidden",
+        "features",
+    }
+)
+
+
+def batch_of(job: Job, rows: Experience, *, late: bool = False) -> Batch:
+    """The recipe's view of a rollout: what was sampled, and what every policy says to it.
+
+    late: where the data are the current policy's own, `old_logp` is left to the update itself.
+    """
+    return Batch(mask=rows.mask, **sampled(job, rows), **scored(job, rows, late=late))
+
+
+def sampled(job: Job, rows: Experience) -> dict[str, Any]:
+    """The fields that the rollout has left behind; absent ones are None."""
+    age = job.learner.version - rows.version
+    return {
+        "rollout_logp": rows.rollout_logp,
+        "rewards": rows.rewards,
+        "group": rows.group,
+        "prompt_id": rows.prompt_id,
+        "correct": rows.correct,
+        "truncated": rows.truncated,
+        "lag": age[:, None].expand_as(rows.mask),
+        "greedy_rewards": rows.greedy_rewards,
+        "turn": rows.turn,
+        "void": rows.void,
+        "duration": rows.duration,
+        "span_rewards": rows.span_rewards,
+        "tokens": rows.input_ids[:, -rows.mask.shape[1] :],
+    }
+
+
+def scored(job: Job, rows: Experience, *, late: bool = False) -> dict[str, Any]:
+    """The fields that the models have to be run for."""
+    learner, how = job.learner, pass_of(job.config, len(rows.mask))
+    wanted = needs(learner.recipe)
+    stale = is_stale(job, rows)
+    late = late and not stale
+    current = (
+        score(learner, rows, how=how)
+        if _needs_scores(wanted - {"old_logp"} if late else wanted, stale)
+        else {}
+    )
+    logp = current.get("logp", rows.rollout_logp)
+    # The behaviour policy: the sampler's own numbers where it was another policy than the trainer's
+    # of this moment; the trainer's otherwise, which are free of the sampler's rounding.
+    known: dict[str, Any] = {
+        "logp": logp,
+        "prox_logp": logp,
+        "old_logp": rows.rollout_logp if stale or "prox_logp" in wanted else logp,
+    }
+    if late and not current:
+        known["old_logp"] = None
+    known |= {name: current[name] for name in ("entropy", "hidden") if name in current}
+    if "values" in current:
+        known["old_values"] = known["values"] = current["values"]
+    if "vocab_logp" in current:
+        known["vocab_logp"] = current["vocab_logp"]
+        known[OLD] = current["vocab_logp"]
+        if stale and OLD in wanted:
+            raise ProxpoError(
+                f"{learner.recipe.name} needs the batch field '{OLD}' ({FIELDS[OLD]}), "
+                "which is known for fresh data only: no replay, no lag, and training at the "
+                "temperature of sampling with top_p=1"
+            )
+    if learner.reference is not None:
+        known["ref_logp"] = score(learner, rows, how=how, model=learner.reference)["logp"]
+    if "features" in wanted:
+        known["features"] = _features(job, rows, how)
+    return known
+
+
+def scored_where(job: Job, rows: Experience, index: Int[Tensor, " row"]) -> dict[str, Any]:
+    """`scored` of some rows, in the places of all; 0 elsewhere."""
+    width, count = rows.mask.shape[1], len(rows.mask)
+
+    def spread(value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        value = value if value.dim() == 1 or value.shape[1] == width else widened(value, width)
+        return value.new_zeros(count, *value.shape[1:]).index_copy(0, index, value)
+
+    return {name: spread(value) for name, value in scored(job, rows.rows(index)).items()}
+
+
+def pass_of(config: Config, rows: int) -> Pass:
+    return Pass(
+        temperature=config.train_temperature, micro_batch=config.train.micro_batch or max(rows, 1)
+    )
+
+
+def is_stale(job: Job, rows: Experience) -> bool:
+    """Whether another policy than the present one has sampled some of these rows."""
+    config = job.config
+    other = config.train_temperature != config.rollout.temperature or config.rollout.top_p != 1.0
+    return other or bool((rows.version != job.learner.version).any())
+
+
+def _needs_scores(wanted: set[str], stale: bool) -> bool:
+    fresh_old = "old_logp" in wanted and not stale
+    return fresh_old or bool(wanted & (SCORED - {"old_logp", "ref_logp", "prev_logp", "features"}))
+
+
+@torch.no_grad()
+def _features(job: Job, rows: Experience, how: Pass) -> Tensor:
+    """d log π/d hidden, averaged over each response, a micro-batch at a time."""
+    from proxpo.logp import score_features
+
+    raise NotImplementedError(score_features)
+
+
+def scores_late(recipe: Recipe) -> bool:
+    """Whether nothing reads `old_logp` before the update: no reward, filter or advantage does."""
+    return not recipe.passes and not any("old_logp" in one.needs for one in _early(recipe))
+
+
+def judges_first(recipe: Recipe) -> bool:
+    """Whether the rows that leave are known before any model has run, so that they cost nothing."""
+    early = _early(recipe)
+    return (
+        bool(recipe.prune or recipe.filter)
+        and not recipe.passes
+        and recipe.fresh is None
+        and not any(SCORED & set(one.needs) for one in early)
+        and not any(one.prepare or one.live for _, one in recipe.stages())
+    )
+
+
+def _early(recipe: Recipe) -> list[Any]:
+    """The stages that run once per rollout, before the first update."""
+    found = [*recipe.reward, *recipe.filter, recipe.advantage, *recipe.prune]
+    return [one for one in found if one is not None]
+
+
+__all__ = [
+    "batch_of",
+    "is_stale",
+    "judges_first",
+    "pass_of",
+    "sampled",
+    "scored",
+    "scored_where",
+    "scores_late",
+]

@@ -1,0 +1,304 @@
+"""One rollout in the hands of a schedule: the trainer's side of `proxpo.schedules.Updates`."""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from proxpo.compose import prepare
+from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.reference.policy import Policy, Samples
+from proxpo.shapes import Float, Int, Tensor
+from proxpo.train.config import Config
+from proxpo.train.experience import Experience
+from proxpo.train.fields import (
+    batch_of,
+    judges_first,
+    pass_of,
+    sampled,
+    scored_where,
+    scores_late,
+)
+from proxpo.train.job import Job
+from proxpo.train.learner import Learner, Pass, gradients, score, widened
+from proxpo.train.replay import mixture, share_of
+from proxpo.train.streams import derive, generator
+from proxpo.types import Batch, Metrics, Recipe
+
+MOST_SKIPPED = 5  # updates in a row without a finite gradient before the run stops
+
+
+class Ready(NamedTuple):
+    """A prepared rollout, and how its log-probabilities are to be computed."""
+
+    batch: Batch
+    metrics: Metrics
+    how: Pass
+
+
+class Steps:
+    """What a schedule may do with a rollout (see `Updates`), and what it has done so far."""
+
+    def __init__(
+        self, job: Job, rows: Experience, *, path: tuple[int | str, ...], fresh: bool = True
+    ) -> None:
+        self.job, self.rows, self.path, self.fresh = job, rows, path, fresh
+        self.count = job.config.updates
+        self.parts = job.config.train.mini_batches
+        self.recipe = job.learner.recipe
+        self.seen: dict[str, list[float]] = defaultdict(list)
+        self.room = {"samples": 0, "rollouts": 0}
+        self.last: Metrics = {}
+        self._late = False
+        self._done = self._others = self._replayed = 0
+        self._fields: dict[str, Tensor] = {}
+        self._ready: dict[str, Ready] = {}
+        self._advanced: set[str] = set()
+
+    @property
+    def variants(self) -> tuple[Recipe, ...]:
+        """The losses of a step: the recipe's passes, or its variant for fresh data, or itself."""
+        recipe = self.recipe
+        if not self.fresh:
+            return (recipe,)
+        return recipe.passes or (recipe.fresh or recipe,)
+
+    def step(
+        self,
+        n: int = 1,
+        *,
+        parts: int | None = None,
+        recipe: Recipe | None = None,
+        rows: Int[Tensor, " row"] | None = None,
+        only: bool = False,
+    ) -> Metrics:
+        self._late = only and n == 1 and scores_late(self.recipe)
+        parts = self.parts if parts is None else parts
+        for variant in (recipe,) if recipe is not None else self.variants:
+            ready = self._prepared(self.variants[0] if recipe is not None else variant)
+            for number in range(self._done, self._done + n):
+                index, seed = self._part(number, parts) if rows is None else self._given(rows)
+                self.last = self._descend(variant, ready, index, seed)
+                if recipe is None:
+                    self._note(self.last)
+        self._done += n if rows is None else 0
+        return self.last
+
+    def replay(self) -> None:
+        job = self.job
+        if not job.past:
+            return
+        draw = self._chance
+        old = job.past[int(torch.randint(len(job.past), (), generator=draw))]
+        path = ("replay", job.step, self._replayed)
+        steps = Steps(job, old, path=path, fresh=False)
+        steps.step(1, parts=1)
+        steps.finish()
+        self._replayed += 1
+        for name, values in steps.seen.items():
+            self.seen[name] += values
+
+    def mix(self, *, share: float, rollouts: int) -> None:
+        if self._ready:
+            raise ProxpoError("a schedule may mix in earlier rollouts before its first step only")
+        draw = generator(self.job.config.seed, "mix", self.job.step)
+        self.rows = mixture(self.rows, self.job.past[-rollouts:], share, draw)
+
+    def keep(self, *, samples: int = 0, rollouts: int = 0) -> None:
+        self.room = {"samples": samples, "rollouts": rollouts}
+
+    @property
+    def batch(self) -> Batch:
+        return self._prepared(self.variants[0]).batch
+
+    @torch.no_grad()
+    def now(self, rows: Int[Tensor, " row"]) -> Batch:
+        ready, model = self._prepared(self.variants[0]), self.job.policy.model
+        index = rows.to(ready.batch.mask.device)
+        training = model.training
+        model.eval()
+        try:
+            how = replace(ready.how, fresh=False)
+            found = score(self.job.learner, self.rows.rows(index), how=how)
+        finally:
+            model.train(training)
+        width = ready.batch.mask.shape[1]
+        wide = {name: widened(value, width) for name, value in found.items()}
+        return ready.batch.rows(index).replace(**wide).clean()
+
+    def add(self, **fields: Float[Tensor, "seq tok"]) -> None:
+        self._fields |= fields
+        for name, ready in self._ready.items():
+            batch = ready.batch.replace(**fields).clean(*fields)
+            self._ready[name] = ready._replace(batch=batch)
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.job.learner.trainable()]
+
+    @torch.no_grad()
+    def load(self, weights: list[Tensor]) -> None:
+        for p, value in zip(self.job.learner.trainable(), weights, strict=True):
+            p.copy_(value)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return copy.deepcopy(self.job.learner.optimizer.state_dict())
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self.job.learner.optimizer.load_state_dict(state)
+
+    def logp(self, weights: list[Tensor]) -> Float[Tensor, "seq tok"]:
+        learner, present = self.job.learner, self.weights()
+        how = pass_of(self.job.config, len(self.rows.mask))
+        self.load(weights)
+        try:
+            return score(learner, self.rows, how=how, model=self.job.policy.model)["logp"]
+        finally:
+            self.load(present)
+
+    def advance(self, place: str, metrics: Metrics) -> None:
+        learner, stages = self.job.learner, dict(self.recipe.stages())
+        update = stages[place].update
+        if update is None:
+            raise ProxpoError(f"{self.recipe.name}: {place} has no state to advance")
+        changed = update(learner.state[place], self.batch, metrics)
+        learner.state = {**learner.state, place: changed}
+        self._advanced.add(place)
+
+    def exact(self) -> tuple[Policy, Samples]:
+        batch, rows, width = self.batch, self.rows, self.rows.mask.shape[1]
+        places = (rows.attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        given = {"attention_mask": rows.attention_mask, "position_ids": places, "use_cache": False}
+        temperature = self.job.config.train_temperature
+
+        def read(model: Any, inputs: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.MATH):  # the others know no forward-mode derivative
+                logits = model(input_ids=inputs, **given).logits
+            return logits[:, -width - 1 : -1].float() / temperature
+
+        samples = Samples(rows.input_ids, rows.input_ids[:, -width:], batch.mask)
+        return Policy(self.job.policy.model, read), samples
+
+    def finish(self, schedule: Mapping[str, Tensor] | None = None) -> None:
+        """The state of every stage after the rollout; those already advanced stay as they are."""
+        learner, before = self.job.learner, self.job.learner.state
+        for variant in self.variants:
+            ready = self._prepared(variant)
+            seen = {**self.last, **ready.metrics}
+            learner.state = variant.update_state(learner.state, ready.batch, seen) or learner.state
+        fixed = {place: before[place] for place in self._advanced}
+        if schedule is not None and "schedule" in before:
+            fixed["schedule"] = dict(schedule)
+        learner.state = {**before, **learner.state, **fixed}
+
+    @cached_property
+    def _chance(self) -> torch.Generator:
+        return generator(self.job.config.seed, "replay", self.job.step)
+
+    def _prepared(self, variant: Recipe) -> Ready:
+        """The rollout as this loss sees it; computed once, at the policy of that moment."""
+        name = str(self.variants.index(variant))
+        if name not in self._ready:
+            self._ready[name] = self._prepare(variant)
+        return self._ready[name]
+
+    def _prepare(self, variant: Recipe) -> Ready:
+        job, rows = self.job, self.rows
+        how = pass_of(job.config, len(rows.mask))
+        seed = derive(job.config.seed, *self.path, "prepare")
+        options = {
+            "state": job.learner.state,
+            "generator": torch.Generator().manual_seed(seed),
+            "clock": job.clock,
+        }
+        if judges_first(variant) and not self._late:
+            bare = Batch(logp=rows.rollout_logp, mask=rows.mask, **sampled(job, rows))
+            ready = prepare(variant, bare, **options)
+            index = ready.batch.mask.any(dim=1).nonzero()[:, 0]
+            found = scored_where(job, rows, index) | self._fields if len(index) else {}
+            batch = ready.batch.replace(**found).clean(*found)
+            return Ready(batch, ready.metrics, how)
+        batch = batch_of(job, rows, late=self._late).replace(**self._fields)
+        how = replace(how, fresh=batch.old_logp is None)
+        if batch.old_logp is None:
+            batch = batch.replace(old_logp=batch.logp)
+        ready = prepare(variant, batch, **options)
+        return Ready(ready.batch, ready.metrics, how)
+
+    def _part(self, number: int, parts: int) -> tuple[Tensor, int]:
+        """Rows of the next mini-batch of the shuffled prompts, and the seed of its draws."""
+        epoch, part = divmod(number, parts)
+        shuffle = generator(self.job.config.seed, *self.path, epoch)
+        index = share_of(self.rows, shuffle, parts, part)
+        return index, derive(self.job.config.seed, *self.path, "noise", number)
+
+    def _given(self, rows: Int[Tensor, " row"]) -> tuple[Tensor, int]:
+        self._others += 1
+        seed = derive(self.job.config.seed, *self.path, "other", self._others)
+        return rows.to(self.rows.group.device), seed
+
+    def _descend(self, recipe: Recipe, ready: Ready, index: Tensor, seed: int) -> Metrics:
+        """Backward, clip, check, step."""
+        job = self.job
+        learner = job.learner
+        set_rate(learner, job.config, job.step)
+        rows, batch = self.rows.rows(index), ready.batch.rows(index)
+        try:
+            metrics = gradients(
+                learner, recipe, rows, batch, how=ready.how, seed=seed, clock=job.clock
+            )
+        except NotFiniteError:  # a transform that would not go on; elsewhere the norm tells
+            metrics = {"loss": torch.tensor(math.nan)}
+            learner.optimizer.zero_grad(set_to_none=True)
+            norm = optimizer_step(job, finite=False)
+        else:
+            norm = optimizer_step(job)
+        return {**ready.metrics, **metrics, "grad_norm": torch.tensor(norm)}
+
+    def _note(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self.seen[name].append(float(value))
+
+
+def optimizer_step(job: Job, *, finite: bool = True) -> float:
+    """Clip, check, step. A gradient that is not finite is dropped, counted, and told."""
+    learner, clip = job.learner, job.config.train.grad_clip
+    norm = math.nan
+    if finite:
+        norm = float(torch.nn.utils.clip_grad_norm_(learner.trainable(), clip or math.inf))
+    if math.isfinite(norm):
+        learner.optimizer.step()
+        job.skipped = 0
+    else:
+        job.skipped += 1
+    learner.optimizer.zero_grad(set_to_none=True)
+    if learner.transform is not None:
+        learner.transform.step()
+    learner.version += 1
+    if job.skipped >= MOST_SKIPPED:
+        raise ProxpoError(
+            f"step {job.step}: the gradient was not finite in {MOST_SKIPPED} updates in a row; the "
+            "last checkpoint is from before: lower lr, or set train.grad_clip"
+        )
+    return norm
+
+
+def set_rate(learner: Learner, config: Config, step: int) -> None:
+    """Warm-up, then constant, linear or cosine decay over the run's steps."""
+    train = config.train
+    factor = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
+    done = step / train.steps
+    factor *= {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+        train.lr_schedule
+    ]
+    for group in learner.optimizer.param_groups:
+        group.setdefault("base_lr", group["lr"])
+        group["lr"] = group["base_lr"] * factor
+
+
+__all__ = ["MOST_SKIPPED", "Steps", "optimizer_step", "set_rate"]

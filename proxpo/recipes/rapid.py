@@ -5,6 +5,7 @@ from proxpo.advantages import reweighted_baseline
 from proxpo.aggregate import seq_mean_token_sum
 from proxpo.ratios import sequence, token
 from proxpo.recipes._registry import register
+from proxpo.schedules import inner_steps
 from proxpo.trust import score_function
 from proxpo.types import Recipe
 
@@ -17,19 +18,22 @@ def rapid(
     importance_weighted_baseline: bool = True,
     self_normalised_baseline: bool = False,
     normalize_std: bool = False,
+    horizon: int = 4,
 ) -> Recipe:
     """RAPID: one large rollout, many small steps on it, capped weights in gradient and baseline.
 
         w_k = sg[min(π(y_k)/π_old(y_k), η)],   V̂ = (1/K) Σ_j w_j R_j,   A_k = R_k - V̂
         L = -(1/B) Σ_k w_k A_k Σ_t log π
 
-    No KL and no PPO clip; η = 2. Weights and baseline follow the current policy in every update. A
-    group of one teaches nothing. Off-policy, equal rewards c leave A = c(1 - mean w): the price of
-    the weighted baseline.
+    No KL and no PPO clip; η = 2. A rollout feeds `horizon` steps, each on its own share of the
+    prompts. Weights and baseline follow the current policy in every update. A group of one teaches
+    nothing. Off-policy, equal rewards c leave A = c(1 - mean w): the price of the weighted
+    baseline.
 
     Departures: reconstructed from the abstract and public reviews. That weights are of whole
-    responses, that A is not divided by the std, and 1/K in V̂ are our choices: weight_level="token",
-    normalize_std=True, self_normalised_baseline=True (Σ w R/Σ w), or no weights in V̂ at all.
+    responses, that A is not divided by the std, 1/K in V̂ and the horizon are our choices:
+    weight_level="token", normalize_std=True, self_normalised_baseline=True (Σ w R/Σ w), or no
+    weights in V̂ at all.
 
     Reference: arXiv:2510.03515 (abstract).
     """
@@ -46,4 +50,5 @@ def rapid(
         else sequence(normalise=False, limit=20.0),
         trust=score_function(cap=cap),
         aggregate=seq_mean_token_sum(),
+        schedule=inner_steps(steps=horizon, on="parts"),
     )

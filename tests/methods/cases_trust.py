@@ -8,14 +8,14 @@ TRUST: dict[str, tuple[str, dict[str, Any]]] = {
         "dcpo",
         {"history": False, "agg": "token-mean", "clip_low": 0.02, "clip_high": 0.03, "dual": 1.2},
     ),
-    "bapo": ("bapo", {"target": 0.9, "dual": 1.1}),
+    "bapo": ("bapo", {"target": 1.45, "dual": 1.1}),
     "bapo-paper": (
         "bapo",
-        {"statistic": "paper", "target": 0.47, "low_from": 0.8, "high_from": 1.01},
+        {"statistic": "paper", "target": 0.53, "low_from": 0.8, "high_from": 1.01},
     ),
     "bapo-gradient": (
         "bapo",
-        {"statistic": "gradient", "target": 0.6, "low_from": 0.7, "low_to": 1.0, "high_from": 1.0},
+        {"statistic": "gradient", "target": 0.5, "low_from": 0.7, "low_to": 1.0, "high_from": 1.0},
     ),
     "aspo": ("aspo", {}),
     "aspo-capped": (

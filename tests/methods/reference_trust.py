@@ -306,12 +306,12 @@ def guard_tokens(b: Batch) -> torch.Tensor:
 TRUST: dict[str, Reference] = {
     "dcpo": dcpo,
     "dcpo-code": lambda b: token_mean(dcpo_terms(b, 0.02, 0.03, dual=1.2), b),
-    "bapo": lambda b: bapo(b, lambda b, a: searched_official(b, a, 0.9), dual=1.1),
+    "bapo": lambda b: bapo(b, lambda b, a: searched_official(b, a, 1.45), dual=1.1),
     "bapo-paper": lambda b: bapo(
-        b, lambda b, a: searched_paper(b, a, share_paper, 0.47, (0.8, 1.01), (0.9, 3.0))
+        b, lambda b, a: searched_paper(b, a, share_paper, 0.53, (0.8, 1.01), (0.9, 3.0))
     ),
     "bapo-gradient": lambda b: bapo(
-        b, lambda b, a: searched_paper(b, a, share_gradient, 0.6, (0.7, 1.0), (1.0, 3.0))
+        b, lambda b, a: searched_paper(b, a, share_gradient, 0.5, (0.7, 1.0), (1.0, 3.0))
     ),
     "aspo": lambda b: token_mean(plus(aspo_terms(b), (0.001, k3(b, b.ref_logp))), b),
     "aspo-capped": lambda b: seq_mean_token_mean(aspo_terms(b, eps=0.1, c_pos=1.1, c_neg=1.2), b),

@@ -150,3 +150,8 @@ def test_off_policy_optimum_is_the_regularised_mirror_step() -> None:
 def test_refused(option: dict) -> None:
     with pytest.raises(ValueError, match="mirror_kl"):
         method(SLUG, **option)
+
+
+def test_ten_steps_on_the_whole_rollout() -> None:
+    assert method(SLUG).schedule.options == {"steps": 10, "on": "whole"}
+    assert method(SLUG, steps=3).schedule.options["steps"] == 3

@@ -124,3 +124,7 @@ def test_other_recipes_can_have_the_baseline() -> None:
 def test_refused(cap: float) -> None:
     with pytest.raises(ValueError, match="cap must be positive"):
         method(SLUG, cap=cap)
+
+
+def test_a_rollout_feeds_several_small_steps() -> None:
+    assert method(SLUG, horizon=8).schedule.options == {"steps": 8, "on": "parts"}

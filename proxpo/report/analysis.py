@@ -142,6 +142,11 @@ class Analysis:
     def variant(self) -> Variant:
         return self.score.variant if self.score else Variant("no score found", ())
 
+    @property
+    def names(self) -> dict[int, str]:
+        """What each run calls the score, by its position."""
+        return self.score.names if self.score else {}
+
     def pair(self, a: str, b: str, measure: str = "final") -> Pair | None:
         return next(
             (one for one in self.pairs if (one.a, one.b, one.measure) == (a, b, measure)), None
@@ -156,7 +161,8 @@ def analyse(comparison: Comparison) -> Analysis:
     scores = {i: series(runs[i], name) for i, name in (score.names if score else {}).items()}
     used = [i for i, run in enumerate(runs) if _counts(run) and i in scores]
     end = min((scores[i].steps[-1] for i in used), default=math.nan)
-    targets = _targets([[scores[i] for i in used if runs[i].name == a.name] for a in _arms(runs)])
+    within = {i: Series(*(part[scores[i].steps <= end] for part in scores[i])) for i in used}
+    targets = _targets([[within[i] for i in used if runs[i].name == a.name] for a in _arms(runs)])
     drift = {i: series(runs[i], name) for i, name in (kl.names if kl else {}).items()}
     measured = {i: measure(runs[i], scores[i], drift.get(i), end, targets) for i in used}
     share = score is not None and score.variant.share

@@ -21,8 +21,8 @@ def curves(analysis: Analysis, wanted: Sequence[Quantity], section: str) -> list
 def _curve_figure(analysis: Analysis, quantity: Quantity, section: str) -> Figure | None:
     runs = analysis.comparison.runs
     picked = analysis.score if quantity is SCORE else pick(quantity, runs)
-    if picked is None:
-        return None
+    if picked is None or (quantity is not SCORE and picked.names == analysis.names):
+        return None  # not measured, or drawn as the score already
     data, averaged = [], 1.0
     for result in analysis.arms:
         own = {
@@ -43,7 +43,7 @@ def _curve_figure(analysis: Analysis, quantity: Quantity, section: str) -> Figur
         words.append(f"Not measured by {', '.join(missing)}.")
     return Figure(
         key=quantity.key,
-        title=quantity.title,
+        title=picked.variant.title or quantity.title,
         kind="curves",
         caption=" ".join(words),
         x="step",

@@ -20,6 +20,7 @@ class Variant(NamedTuple):
     label: str
     names: tuple[str, ...]
     share: bool = False  # between 0 and 1, shown in per cent
+    title: str = ""  # where the quantity's own would mislead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,11 @@ SCORE = Quantity(
     variants=(
         Variant("greedy accuracy, held out", ("proxpo/eval/accuracy",), True),
         Variant("validation score", ("val-core/*/acc/mean@*", "val-core/*", "eval_reward")),
-        Variant("training reward", ("reward", "critic/rewards/mean", "critic/score/mean")),
+        Variant(
+            "training reward",
+            ("reward", "critic/rewards/mean", "critic/score/mean"),
+            title="Training reward",
+        ),
     ),
 )
 KL = Quantity(

@@ -141,6 +141,7 @@ def test_different_lengths_are_compared_at_the_common_step():
     found = compared(run_of("a", 0, [0.5, 0.6, 0.9]), run_of("b", 0, [0.5, 0.7]))
     assert found.end == 10
     assert [one.arm.name for one in found.arms] == ["b", "a"]
+    assert max(found.targets) <= 0.7  # what lies past the common step is not asked for
     assert any("compared at step 10" in note for note in found.notes)
 
 

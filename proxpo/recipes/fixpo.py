@@ -20,7 +20,7 @@ def fixpo(
     beta_lr: float = 0.01,
     statistic: Literal["max", "mean"] = "max",
     kl: Literal["exact", "sampled"] = "exact",
-    every: Literal["epoch", "last"] = "epoch",
+    fixup_every: Literal["epoch", "last"] = "epoch",
     fixup_rows: int = 1024,
     max_fixup_passes: int = 100,
     entropy_coef: float = 0.0,
@@ -47,5 +47,5 @@ def fixpo(
         trust=unclipped(),
         regularisers=(penalty, entropy_bonus(coef=entropy_coef)) if entropy_coef else (penalty,),
         aggregate=token_mean(),
-        schedule=fixup(every=every, rows=fixup_rows, max_passes=max_fixup_passes),
+        schedule=fixup(every=fixup_every, rows=fixup_rows, max_passes=max_fixup_passes),
     )

@@ -19,14 +19,14 @@ def mdpo(
     step_size: float = 1.0,
     step_floor: float = 0.05,
     anneal: Literal["linear", "code", "constant"] = "linear",
-    steps: int = 10,
+    updates: int = 10,
 ) -> Recipe:
     """MDPO: several gradient steps on the ratio surrogate with a KL to the previous policy.
 
         L = (1/N) Σ [ -A r + (1/t_k)(r log r - r + 1) ],   t_k = max(1 - k/K, 0.05)
 
     The gradient -r(A - log r/t_k) is 0 exactly at the mirror step, log r = t_k A. Each rollout gets
-    `steps` optimizer steps on the whole of it; k counts rollouts of K in the run, and where K is
+    `updates` optimizer steps on the whole of it; k counts rollouts of K in the run, and where K is
     not known t stays at step_size. kl="exact" takes KL(π‖π_old) over
     the whole vocabulary, as the paper does for its actions; "k3" is biased on tokens of π_old.
     tsallis=q: differences of q-logarithms of the sampled token instead.
@@ -46,5 +46,5 @@ def mdpo(
         trust=unclipped(),
         regularisers=(proximal,),
         aggregate=token_mean(),
-        schedule=inner_steps(steps=steps),
+        schedule=inner_steps(steps=updates),
     )

@@ -7,7 +7,7 @@ from proxpo.types import Recipe
 @register("sfpo", paper="arXiv:2510.04072", confidence="paper formulas")
 def sfpo(
     *,
-    steps: int = 3,
+    fast_steps: int = 3,
     alpha: float = 0.8,
     trigger: float | None = 2.0,
     window: int = 20,
@@ -33,7 +33,7 @@ def sfpo(
     base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef)
     return base.replace(
         schedule=fast_slow(
-            steps=steps,
+            steps=fast_steps,
             alpha=alpha,
             trigger=trigger,
             window=window,

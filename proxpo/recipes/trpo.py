@@ -46,6 +46,6 @@ def trpo(
         advantage=group_relative(),
         ratio=token(limit=math.inf),
         trust=unclipped(),
-        aggregate=token_mean() if average == "token" else seq_mean_token_sum(count_empty=True),
+        aggregate=token_mean() if average == "token" else seq_mean_token_sum(),
         schedule=search,
     )

@@ -44,7 +44,8 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     name: str = setting(
-        "arithmetic", "arithmetic[:LEVEL], arithmetic-chat, gsm8k[:PATH], reasoning-gym:NAME, FILE"
+        "arithmetic",
+        "arithmetic[:LEVEL], arithmetic-chat, calculator, gsm8k[:PATH], reasoning-gym:NAME, FILE",
     )
     options: dict = setting({}, "options of the task, such as digits or held_out")
     reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
@@ -63,7 +64,7 @@ class RolloutConfig:
     prompts_per_step: int = setting(64, "prompts a step", low=1)
     samples_per_prompt: int = setting(8, "responses to each prompt", low=1)
     max_prompt: int = setting(512, "longest prompt, in tokens", low=1)
-    max_tokens: int = setting(8, "longest response, in tokens", low=1)
+    max_tokens: int = setting(8, "longest response, or turn of one, in tokens", low=1)
     temperature: float = setting(1.0, "sampling temperature", above=0)
     top_p: float = setting(1.0, "nucleus of the sampling distribution", above=0, high=1)
 

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import torch
-
 from proxpo.errors import ProxpoError
 from proxpo.shapes import Int, Tensor
 from proxpo.train.config import Config
 from proxpo.train.experience import Experience
 from proxpo.train.job import Job
-from proxpo.train.learner import Pass, needs, score, widened
+from proxpo.train.learner import Pass, features, needs, score, widened
 from proxpo.types import FIELDS, Batch, Recipe
 
 OLD = "old_vocab_logp"
@@ -97,7 +95,7 @@ def scored(job: Job, rows: Experience, *, late: bool = False) -> dict[str, Any]:
     if learner.reference is not None:
         known["ref_logp"] = score(learner, rows, how=how, model=learner.reference)["logp"]
     if "features" in wanted:
-        known["features"] = _features(job, rows, how)
+        known["features"] = features(learner, rows, how=how)
     return known
 
 
@@ -130,14 +128,6 @@ def is_stale(job: Job, rows: Experience) -> bool:
 def _needs_scores(wanted: set[str], stale: bool) -> bool:
     fresh_old = "old_logp" in wanted and not stale
     return fresh_old or bool(wanted & (SCORED - {"old_logp", "ref_logp", "prev_logp", "features"}))
-
-
-@torch.no_grad()
-def _features(job: Job, rows: Experience, how: Pass) -> Tensor:
-    """d log π/d hidden, averaged over each response, a micro-batch at a time."""
-    from proxpo.logp import score_features
-
-    raise NotImplementedError(score_features)
 
 
 def scores_late(recipe: Recipe) -> bool:

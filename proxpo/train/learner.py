@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from proxpo.compose import count, policy_loss
-from proxpo.logp import model_logp, token_logp
+from proxpo.logp import model_logp, score_features, token_logp
 from proxpo.rescaling import measured_loss
 from proxpo.shapes import Float, Int, Tensor
 from proxpo.sums import over_microbatches
@@ -155,6 +155,31 @@ def score(
         found = forward(learner, rows.rows(index), how=how, model=model)
         parts.append({name: widened(value, width) for name, value in found.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@torch.no_grad()
+def features(learner: Learner, rows: Experience, *, how: Pass) -> Float[Tensor, "seq dim"]:
+    """d log π/d hidden, averaged over each response, a micro-batch at a time."""
+    model = learner.policy.model
+    find, head = _shared if shares_prompts(model) else _whole, model.get_output_embeddings()
+    parts = []
+    for index in cuts(len(rows.mask), how.micro_batch, rows.mask.device):
+        some = rows.rows(index)
+        with learner.policy.autocast():
+            options = {"temperature": how.temperature, "entropy": False}
+            _, states = find(model, some, options, hidden=True)
+        targets = some.input_ids[:, -some.mask.shape[1] :]
+        parts.append(
+            score_features(
+                states,
+                head.weight,
+                targets,
+                some.mask,
+                bias=head.bias,
+                temperature=how.temperature,
+            )
+        )
+    return torch.cat(parts)
 
 
 def gradients(
@@ -329,4 +354,4 @@ def _entering(head: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-__all__ = ["Learner", "Pass", "forward", "gradients", "needs", "score", "widened"]
+__all__ = ["Learner", "Pass", "features", "forward", "gradients", "needs", "score", "widened"]

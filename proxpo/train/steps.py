@@ -55,7 +55,7 @@ class Steps:
         self.seen: dict[str, list[float]] = defaultdict(list)
         self.room = {"samples": 0, "rollouts": 0}
         self.last: Metrics = {}
-        self._late = False
+        self._late = self._exact = False
         self._done = self._others = self._replayed = 0
         self._fields: dict[str, Tensor] = {}
         self._ready: dict[str, Ready] = {}
@@ -171,6 +171,7 @@ class Steps:
         self._advanced.add(place)
 
     def exact(self) -> tuple[Policy, Samples]:
+        self._exact = True
         batch, rows, width = self.batch, self.rows, self.rows.mask.shape[1]
         places = (rows.attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
         given = {"attention_mask": rows.attention_mask, "position_ids": places, "use_cache": False}
@@ -187,6 +188,7 @@ class Steps:
     def finish(self, schedule: Mapping[str, Tensor] | None = None) -> None:
         """The state of every stage after the rollout; those already advanced stay as they are."""
         learner, before = self.job.learner, self.job.learner.state
+        learner.version += self._exact  # the schedule has moved the weights by itself
         for variant in self.variants:
             ready = self._prepared(variant)
             seen = {**self.last, **ready.metrics}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from methods.cases_fields import FIELDS
 from methods.cases_tokens import TOKENS
 from methods.cases_trust import TRUST
 from torch import Tensor
@@ -133,6 +134,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ema-kpo-fixed": ("ema-kpo", {"mode": "fixed", "alpha": 0.3, "mask_mode": "skip"}),
     **TOKENS,
     **TRUST,
+    **FIELDS,
 }
 
 

@@ -1,0 +1,39 @@
+"""Prompts that are neither too easy nor too hard."""
+
+from proxpo.errors import ProxpoError
+from proxpo.groups import group_stats, group_sum
+from proxpo.outcomes import solved
+from proxpo.shapes import Bool, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+
+@stage("prompts", needs=("group", "rewards"))
+def within_reach(
+    *,
+    low: float = 0.1,
+    high: float = 0.9,
+    min_std: float = 1e-3,
+    min_responses: int = 4,
+    generation_factor: int = 3,
+    max_rounds: int = 10,
+):
+    """Keep a prompt iff low ≤ share solved ≤ high and its rewards' std is at least min_std.
+
+    min_responses: how many responses with tokens and a reward it needs. A trainer draws
+    `generation_factor` times the prompts it needs and tries at most `max_rounds` times. SimpleTIR's
+    released recipe.
+    """
+    if not 0 <= low <= high <= 1:
+        raise ProxpoError(f"within_reach: need 0 ≤ low ≤ high ≤ 1, got {low}, {high}")
+
+    def keep(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, " seq"], Metrics]:
+        usable = batch.mask.any(dim=1) & ~batch.rewards.isnan()
+        stats = group_stats(batch.rewards.masked_fill(~usable, float("nan")), batch.group)
+        right = solved(batch, by="prompts=within_reach") & usable
+        share = group_sum(right.double(), batch.group) / stats.size.double().clamp(min=1)
+        kept = (share >= low) & (share <= high) & (stats.std >= min_std)
+        kept = kept & (stats.size >= min_responses)
+        return kept, {"prompts/kept": kept.to(batch.logp.dtype).mean()}
+
+    return keep

@@ -1,0 +1,46 @@
+from typing import Literal
+
+from proxpo.aggregate import token_mean
+from proxpo.filters import not_truncated, void_turns, within_reach
+from proxpo.recipes._registry import register
+from proxpo.recipes.grpo import grpo
+from proxpo.rewards import usable_only
+from proxpo.types import Recipe
+
+
+@register("simpletir", paper="arXiv:2509.02479")
+def simpletir(
+    *,
+    filter_void: bool = True,
+    statistics: Literal["all", "nonvoid"] = "all",
+    drop_truncated: bool = False,
+    group_filter: Literal["resample", "off"] = "off",
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual: float | None = 3.0,
+    eps: float = 1e-6,
+    kl_coef: float = 0.0,
+) -> Recipe:
+    """SimpleTIR: multi-turn GRPO without the responses that contain a void turn.
+
+        A_i = (r_i - mean_g)/(std_g + δ),   M_it = m_it·[no turn of i is void]
+        L = Σ M max(-A r, -A clip(r, 1-0.2, 1+0.28)) / Σ M,   held below 3|A| where A < 0
+
+    A turn is void if it neither holds a complete code block nor an answer (proxpo.filters.is_void);
+    such turns carry very improbable tokens. Void responses stay in the group's statistics
+    (statistics="nonvoid": they do not), those without a token do not; drop_truncated also takes out
+    over-long ones. group_filter="resample": the released recipe's choice of prompts.
+
+    Departures: the token mean is that of the whole step, the released one of a micro-batch. The
+    paper filters responses out; the released code, followed here, zeroes their loss.
+
+    Reference: arXiv:2509.02479; ltzheng/SimpleTIR.
+    """
+    base = grpo(clip_low=clip_low, clip_high=clip_high, dual=dual, eps=eps, kl_coef=kl_coef)
+    return base.replace(
+        prompts=(within_reach(),) if group_filter == "resample" else (),
+        reward=(usable_only(truncated=drop_truncated, void=statistics == "nonvoid"),),
+        filter=(not_truncated(),) if drop_truncated else (),
+        prune=(void_turns(),) if filter_void else (),
+        aggregate=token_mean(),
+    )

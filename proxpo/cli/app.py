@@ -244,6 +244,37 @@ def report_command(
     write_reports(runs, out)
 
 
+@app.command("sparsity")
+def sparsity_command(
+    before: Annotated[
+        str, typer.Argument(metavar="BEFORE", help="A .safetensors file or a folder of them.")
+    ],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The same weights, trained.")],
+    other: Annotated[
+        str | None,
+        typer.Option("--against", metavar="OTHER", help="A second run from BEFORE: the overlap."),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="bfloat16, float16, float32, float64, or stored: what to compare in."),
+    ] = "bfloat16",
+    tol: Annotated[
+        float, typer.Option(metavar="T", help="Changes up to this size do not count.")
+    ] = 1e-5,
+    only: Annotated[
+        str, typer.Option(metavar="REGEX", help="Only weights whose name contains this.")
+    ] = "",
+    rank: Annotated[bool, typer.Option("--rank", help="Also the rank of each change.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Which share of the weights training has changed, and where; in a stated dtype."""
+    from proxpo.cli.sparsity import show_sparsity
+
+    show_sparsity(
+        before, after, other=other, dtype=dtype, tol=tol, only=only, rank=rank, as_json=as_json
+    )
+
+
 @app.command("doctor")
 def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,

@@ -1,0 +1,58 @@
+"""Weights in safetensors files, of which one tensor at a time is in memory."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from proxpo.errors import ProxpoError
+from proxpo.shapes import Tensor
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """name -> tensor, read when asked for."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def stored_weights(path: str | Path) -> StoredWeights:
+    """The weights in a .safetensors file or in a folder of them: a model's, shards included.
+
+    A checkpoint of `proxpo train` holds the model in its subfolder `model`.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files: dict[str, Any] = {}
+    for file in _files(Path(path)):
+        try:
+            opened = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ProxpoError(f"{file}: not a safetensors file: {error}") from None
+        files |= dict.fromkeys(opened.keys(), opened)
+    return StoredWeights(files)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ProxpoError(f"{path}: no such file or folder")
+    if path.is_file():
+        return [path]
+    if (path / "model").is_dir():
+        path = path / "model"
+    found = sorted(path.glob("*.safetensors"))
+    found = [one for one in found if "model" in one.stem] or found
+    if not found:
+        raise ProxpoError(
+            f"{path}: holds no .safetensors file; save the weights of a model there "
+            "(model.save_pretrained does)"
+        )
+    return found

@@ -65,6 +65,8 @@ def _as(value: Any, kind: Any) -> tuple[bool, Any]:
         return whole, int(value) if whole else value
     if kind in (bool, str, type(None)):
         return isinstance(value, kind), value
+    if typing.get_origin(kind) is Callable:
+        return callable(value), value
     return not _words(kind), value
 
 

@@ -122,7 +122,7 @@ def entropy_modulated(
         out = a[:, None] * g + bonus * clear
         mean = ctx.all_sum(out[there].sum()[None])[0] / n
         final = torch.where(there, out - mean, 0.0).gather(1, index)
-        return torch.where(batch.mask, final, 0.0), {"advantage/step_entropy": h[there].mean()}
+        return torch.where(batch.mask, final, 0.0), {"advantage/steps": n}
 
     return advantage
 

@@ -66,7 +66,8 @@ def test_only_that_case_counts_empty_rows() -> None:
     close(tall, value * 9 / 12)
 
 
-@every_case
+# Where |A| ties, as in every group of two, pruning keeps the earlier row: test_cppo.py.
+@pytest.mark.parametrize("case", [case for case in CASES if not recipe(case).prune])
 @few
 @given(specs, st.randoms(use_true_random=False))
 def test_permuting_sequences(case: str, spec: Spec, random: object) -> None:

@@ -14,6 +14,7 @@ from proxpo.types import AllSum, Batch, Context, Metrics
 
 Score = Literal["leave_one_out", "standardised", "centred", "plain"]
 Row = Float[Tensor, " seq"]
+NAME = "aggregate=labelled_scores"
 
 
 class Members(NamedTuple):
@@ -61,7 +62,7 @@ def pulled_back(e: Row, psi: Row, s: Row, at: Members, score: Score, eps: float)
 
 
 def _numbered(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-    return {"group": batch.group.unique(return_inverse=True)[1]}
+    return {"group": batch.require("group", by=NAME).unique(return_inverse=True)[1]}
 
 
 @stage("aggregate", takes=("log_ratio",), needs=("rewards", "group"), prepare=_numbered)
@@ -88,10 +89,10 @@ def labelled_scores(
         x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
     ) -> tuple[Float[Tensor, ""], Metrics]:
         proxy = beta * (row_mean if per == "mean" else row_sum)(x, batch.mask)
-        one = (~batch.rewards.isnan()).to(x.dtype)
-        blank = Members(one, one, batch.group, ctx.all_sum)
+        one = (~batch.require("rewards", by=NAME).isnan()).to(x.dtype)
+        blank = Members(one, one, batch.require("group", by=NAME), ctx.all_sum)
         at = blank._replace(n=blank.sums(one)[0])
-        a = row_mean(batch.advantages, batch.mask) * one
+        a = row_mean(batch.require("advantages", by=NAME), batch.mask) * one
         r = proxy.detach()
         psi, s = scores(r, at, score, eps)
         agree = a.sign() * psi

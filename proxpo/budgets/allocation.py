@@ -11,7 +11,7 @@ Counts = Int[Tensor, " prompt"]
 Rates = Float[Tensor, " prompt"]
 
 
-def knapsack_value(n: Float[Tensor, "*shape"], p: Float[Tensor, "*shape"]) -> Tensor:
+def knapsack_value(n: Float[Tensor, "..."], p: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Value(N, p) = [1 - p^N - (1-p)^N]·p(1-p)²: chance of a mixed group times what it teaches."""
     return (1 - p**n - (1 - p) ** n) * p * (1 - p) ** 2
 

@@ -1,0 +1,154 @@
+import math
+
+import pytest
+import torch
+from helpers import advantages, close, f64, loss_and_gradients, make_batch, method, policy_gradient
+
+import proxpo
+from proxpo import Batch
+from proxpo.filters.prune import keep_best
+
+SLUG = "cppo"
+
+
+def distinct(seed: int = 1, **options: int) -> Batch:
+    """Rewards without ties of |A|: squares over the row numbers, shuffled."""
+    batch = make_batch(seed, **options)
+    order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(seed))
+    return batch.replace(rewards=order.double() ** 2 / 50)
+
+
+def kept(batch: Batch, **options: object) -> torch.Tensor:
+    return proxpo.prepare(method(SLUG, **options), batch).batch.mask.any(dim=1)
+
+
+@pytest.mark.checks(SLUG, "P = 0 is GRPO")
+@pytest.mark.parametrize("pool", ["question", "batch"])
+def test_no_pruning(pool: str) -> None:
+    batch = make_batch(1)
+    base = method("grpo", kl_coef=0.04, eps=1e-4)
+    found = loss_and_gradients(method(SLUG, rate=0, pool=pool), batch)
+    for ours, theirs in zip(found, loss_and_gradients(base, batch)):
+        close(ours, theirs)
+
+
+@pytest.mark.checks(SLUG, "pruned: gradient exactly 0; kept: the advantage of the full group")
+def test_gradient() -> None:
+    batch = distinct(size=4)
+    rows = kept(batch)
+    assert rows.sum() == 6
+    grad = policy_gradient(method(SLUG), batch)
+    assert grad[~rows].eq(0).all()
+    base = method("grpo", eps=1e-4, kl_coef=0.04)
+    close(advantages(method(SLUG), batch)[rows], advantages(base, batch)[rows])
+    close(grad[rows], policy_gradient(base, batch)[rows] * 2)  # 1/k instead of 1/G
+
+
+@pytest.mark.checks(SLUG, "the kept are those of largest |A|, per question or pooled; both signs")
+@pytest.mark.parametrize("pool", ["question", "batch"])
+@pytest.mark.parametrize("rate", [0.25, 0.5, 0.75])
+def test_which(pool: str, rate: float) -> None:
+    batch = distinct(2, size=4)
+    a = advantages(method("grpo", eps=1e-4), batch)
+    size = a.abs().amax(1)
+    rows = kept(batch, rate=rate, pool=pool)
+    pools = batch.group.unique() if pool == "question" else [None]
+    for one in pools:
+        members = torch.ones_like(rows) if one is None else batch.group == one
+        assert rows[members].sum() == round(int(members.sum()) * (1 - rate))
+        assert size[members & rows].min() > size[members & ~rows].max()
+    if rate == 0.25:
+        assert (a[rows] > 0).any()
+        assert (a[rows] < 0).any()
+
+
+@pytest.mark.checks(SLUG, "metric=largest keeps the complement at P = 1/2")
+@pytest.mark.parametrize("pool", ["question", "batch"])
+def test_complement(pool: str) -> None:
+    batch = distinct(3, size=4)
+    rows = kept(batch, pool=pool)
+    assert torch.equal(kept(batch, pool=pool, metric="largest"), ~rows)
+
+
+@pytest.mark.checks(SLUG, "scaling the rewards of a group leaves the kept set")
+def test_scale() -> None:
+    batch = distinct(4, size=4)
+    scaled = batch.replace(rewards=torch.where(batch.group == 1, 7 * batch.rewards, batch.rewards))
+    assert torch.equal(kept(scaled), kept(batch))
+
+
+@pytest.mark.checks(SLUG, "the divisor counts the kept alone: responses, or their tokens")
+def test_divisor() -> None:
+    batch = distinct(5, size=4)
+    rows = kept(batch)
+    alone = batch.replace(advantages=advantages(method(SLUG), batch)).rows(rows.nonzero()[:, 0])
+    for options in ({}, {"aggregate": "token_mean"}):
+        found = loss_and_gradients(method(SLUG, **options), batch)[0]
+        base = method("grpo", kl_coef=0.04, eps=1e-4, **options)
+        close(found, loss_and_gradients(base, alone)[0])
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "most"),
+    [(6, 2 / 3, 2), (16, 0.9375, 1), (10, 0.9, 1), (3, 0.5, 1), (2, 0.6, 0)],
+)
+def test_counts_survive_rounding(size: int, rate: float, most: int) -> None:
+    present, group = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.int64)
+    assert keep_best(torch.rand(size), present, group, rate=rate).sum() == most
+
+
+def test_ties_go_to_the_earlier_row_and_empty_rows_do_not_count() -> None:
+    group = torch.tensor([5, 2, 5, 2, 5, 2])
+    present = torch.tensor([True, True, True, True, False, True])
+    found = keep_best(torch.ones(6), present, group, rate=0.5)
+    assert found.tolist() == [True, True, False, False, False, False]
+
+
+def test_pooled_pruning_drops_equal_rewards_first() -> None:
+    batch = distinct(6, size=4)
+    batch = batch.replace(rewards=torch.where(batch.group == 2, 1.0, batch.rewards))
+    pooled = kept(batch, pool="batch", rate=1 / 3)
+    assert torch.equal(pooled, batch.group != 2)
+    assert kept(batch, pool="question")[batch.group == 2].sum() == 2
+
+
+def test_permuting_responses_permutes_the_kept() -> None:
+    batch = distinct(7, size=4)
+    order = torch.randperm(len(batch.mask))
+    assert torch.equal(kept(batch.rows(order)), kept(batch)[order])
+
+
+def test_random_draws_from_the_generator() -> None:
+    batch, made = distinct(8, size=4), method(SLUG, metric="random")
+
+    def drawn(seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return proxpo.prepare(made, batch, generator=generator).batch.mask.any(1)
+
+    assert torch.equal(drawn(1), drawn(1))
+    found = torch.stack([drawn(seed) for seed in range(200)]).double()
+    assert found.sum(1).eq(6).all()
+    assert (found.mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(200)
+
+
+def test_nothing_kept_is_nothing_learnt() -> None:
+    value, grads = loss_and_gradients(method(SLUG, rate=0.9), distinct(9, size=4))
+    assert value == 0
+    assert grads["logp"].eq(0).all()
+
+
+def test_allocation_and_use_in_other_recipes() -> None:
+    assert method(SLUG, rate=0.75).prune[0].options["prompt_factor"] == 4
+    assert method(SLUG, prompt_factor=1).prune[0].options["prompt_factor"] == 1
+    made = method("p3o", **{"prune": "largest_advantages", "prune.rate": 0.5, "reward": "dither"})
+    batch = distinct(1, size=4)
+    ready = proxpo.prepare(made, batch, generator=torch.Generator().manual_seed(0))
+    assert ready.batch.mask.any(1).sum() == 6
+    for options in ({"rate": 1.0}, {"prompt_factor": 0.5}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            method(SLUG, **options)
+
+
+def test_advantages_given_per_response() -> None:
+    batch = distinct(1, size=4).replace(advantages=f64([3, -2, 1, 0.5] * 3))
+    assert kept(batch).tolist() == [True, True, False, False] * 3

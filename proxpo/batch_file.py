@@ -25,7 +25,7 @@ MAX_JSON_BYTES = 256 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE = Path(__file__).parent / "data" / "sample_batch.json"
 
-BOOLS = ("mask", "step_end", "correct", "truncated", "void")
+BOOLS = ("mask", "step_end", "correct", "truncated", "void", "refresh", "gate")
 INTEGERS = ("tokens", "turn", "group", "prompt_id")
 PER_RESPONSE = (
     "rewards",
@@ -37,11 +37,12 @@ PER_RESPONSE = (
     "void",
     "duration",
     "group_tokens",
+    "refresh",
 )
 PER_VOCABULARY = ("vocab_logp", "old_vocab_logp")
 THREE_AXES = {
     **dict.fromkeys(PER_VOCABULARY, "vocabulary"),
-    **dict.fromkeys(("hidden", "mean", "old_mean"), "units"),
+    **dict.fromkeys(("hidden", "mean", "old_mean", "ref_mean"), "units"),
 }
 MAY_BE_TEXT = ("group", "tokens")
 

@@ -47,8 +47,8 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
     given = batch.advantages
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     logp = doubled.pop("logp").detach().clone().requires_grad_()
-    ready = prepare(recipe, Batch(logp=logp, **doubled))
     generator = torch.Generator().manual_seed(seed)
+    ready = prepare(recipe, Batch(logp=logp, **doubled), generator=generator)
     loss, seen = policy_loss(
         recipe, ready.batch, denominators=ready.denominators, generator=generator
     )

@@ -25,6 +25,7 @@ RESPONSES = (
     ("38 + 46", 0.0, "38 + 40 = 78 , 78 + 6 = 85 . The answer is 85 <end>"),
 )
 GREEDY = {"17 + 25": 1.0, "38 + 46": 0.0}
+PROMPT_ID = {"17 + 25": 412, "38 + 46": 97}
 
 
 def make() -> dict[str, Any]:
@@ -37,7 +38,30 @@ def make() -> dict[str, Any]:
     batch["greedy_rewards"] = [GREEDY[prompt] for prompt, _, _ in RESPONSES]
     batch["correct"] = [int(reward) for _, reward, _ in RESPONSES]
     batch["truncated"] = [int(text.endswith("…")) for _, _, text in RESPONSES]
+    # An earlier policy, and what an environment adds: a turn per sentence, a critic's mark on the
+    # answer, seconds.
+    older = zip(batch["old_logp"], batch["ref_logp"])
+    batch["prev_logp"] = [[round((a + b) / 2, 4) for a, b in zip(*pair)] for pair in older]
+    batch["prompt_id"] = [PROMPT_ID[prompt] for prompt, _, _ in RESPONSES]
+    batch["turn"] = [_sentences(text.split()) for _, _, text in RESPONSES]
+    batch["span_rewards"] = [_marks(text.split(), reward) for _, reward, text in RESPONSES]
+    batch["duration"] = [round(0.4 + 0.05 * len(text.split()), 2) for _, _, text in RESPONSES]
+    batch["void"] = [int(text.endswith("…")) for _, _, text in RESPONSES]
     return batch
+
+
+def _sentences(words: list[str]) -> list[int]:
+    """Number of the sentence each token belongs to."""
+    ends = [word == "." for word in words]
+    return [sum(ends[:t]) for t in range(len(words))] + [0] * (TOKENS - len(words))
+
+
+def _marks(words: list[str], reward: float) -> list[float]:
+    """+1 or -1 on the answer, which stands before the end."""
+    marks = [0.0] * TOKENS
+    if words[-1] == "<end>":
+        marks[len(words) - 2] = 1.0 if reward else -1.0
+    return marks
 
 
 def _row(draw: random.Random, reward: float, words: list[str]) -> dict[str, list[Any]]:

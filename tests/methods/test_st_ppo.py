@@ -242,3 +242,12 @@ def test_no_rescale_stage_is_said() -> None:
     ready = proxpo.prepare(method("ppo"), make_batch(1))
     with pytest.raises(ValueError, match="ppo: there is no rescale stage"):
         measured_loss(method("ppo"), ready.batch, denominators=ready.denominators)
+
+
+def test_only_the_policy_term_is_measured() -> None:
+    batch = make_batch(2, spread=0.6)
+    found = []
+    for made in (method(SLUG), method(SLUG, kl_coef=0.7)):
+        ready = proxpo.prepare(made, batch)
+        found.append(measured_loss(made, ready.batch, denominators=ready.denominators))
+    close(found[0], found[1])

@@ -75,12 +75,12 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
     return advantage
 
 
-Steps = Literal["turn", "mask", "response"]
+Split = Literal["turn", "mask", "response"]
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     base = ("rewards", "group", "entropy")
-    return (*base, "turn") if options["steps"] == "turn" else base
+    return (*base, "turn") if options["split"] == "turn" else base
 
 
 @stage("advantage", needs=_needs)
@@ -89,7 +89,7 @@ def entropy_modulated(
     k: float = 1.0,
     k_future: float = 1.0,
     bonus: float = 0.1,
-    steps: Steps = "turn",
+    split: Split = "turn",
     scale: Literal["group", "batch", "centred", "none"] = "group",
     eps: float = 1e-6,
     tiny: float = 1e-8,
@@ -109,7 +109,7 @@ def entropy_modulated(
     def advantage(batch: Batch, ctx: Context) -> Result:
         trajectory, _ = base.apply(batch, ctx)
         index = torch.zeros_like(batch.mask, dtype=torch.int64)
-        index = index if steps == "response" else turn_index(batch, steps)
+        index = index if split == "response" else turn_index(batch, split)
         h, there = _steps(batch, index)
         high, low = (f(h[there], all_sum=ctx.all_sum) for f in (batch_max, batch_min))
         scaled = (h - low) / (high - low + tiny)

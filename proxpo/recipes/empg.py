@@ -12,7 +12,7 @@ def empg(
     k: float = 1.0,
     k_future: float = 1.0,
     bonus: float = 0.1,
-    steps: Literal["turn", "mask", "response"] = "turn",
+    split: Literal["turn", "mask", "response"] = "turn",
     scale: Literal["group", "batch", "centred", "none"] = "group",
     eps: float = 1e-6,
     clip_low: float = 0.2,
@@ -25,7 +25,7 @@ def empg(
         A_it = A_i g_it + ζ exp(-k' H̃_i,t+1) - mean over all steps,   then GRPO's loss
 
     H is the mean entropy of a step's tokens under the policy that sampled them. ζ (`bonus`) is not
-    paid for the last step. steps="response": one step each, so that only g and the centring act;
+    paid for the last step. split="response": one step each, so that only g and the centring act;
     "mask": runs of valid tokens are steps. Groups of equal rewards still get the bonus.
 
     Departures: the paper's values per task are not known; k = k' = 1, ζ = 0.1 are those of a
@@ -37,6 +37,6 @@ def empg(
     base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef)
     return base.replace(
         advantage=entropy_modulated(
-            k=k, k_future=k_future, bonus=bonus, steps=steps, scale=scale, eps=eps
+            k=k, k_future=k_future, bonus=bonus, split=split, scale=scale, eps=eps
         )
     )

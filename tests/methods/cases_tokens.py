@@ -21,8 +21,8 @@ TOKENS: dict[str, tuple[str, dict[str, Any]]] = {
     "gtpo-code": ("gtpo", {"code_compat": True}),
     "redit": ("redit", {"noise": 0.0}),  # with noise: test_redit.py
     "empg": ("empg", {}),
-    "empg-response": ("empg", {"steps": "response", "scale": "none", "k": 2.0}),
-    "empg-runs": ("empg", {"steps": "mask", "bonus": 0.5, "k_future": 3.0, "kl_coef": 0.1}),
+    "empg-response": ("empg", {"split": "response", "scale": "none", "k": 2.0}),
+    "empg-runs": ("empg", {"split": "mask", "bonus": 0.5, "k_future": 3.0, "kl_coef": 0.1}),
     "earl": ("earl", {}),
     "earl-gated": ("earl", {"normalize": "gated", "share": 0.5, "kl_coef": 0.1}),
     "earl-batch": ("earl", {"level": "batch", "share": 0.4}),

@@ -118,7 +118,7 @@ def test_turns_must_be_given_or_chosen() -> None:
     batch = make_batch(1).replace(turn=None)
     with pytest.raises(ValueError, match="'turn' \\(number of the turn"):
         proxpo.prepare(method(SLUG), batch)
-    proxpo.prepare(method(SLUG, steps="response"), batch)
+    proxpo.prepare(method(SLUG, split="response"), batch)
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -50,7 +50,6 @@ class Updates(Protocol):
         """Remember earlier rollouts: this many, or as many as have this many samples."""
         ...
 
-    @property
     def batch(self) -> Batch:
         """The prepared rollout, with the policy's numbers from before the first step."""
         ...

@@ -44,7 +44,7 @@ def fast_slow(
         )
 
     def schedule(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
-        batch = updates.batch
+        batch = updates.batch()
         entropy = masked_mean(batch.entropy, batch.mask, all_sum=ctx.all_sum).double().cpu()
         past = ctx.state["entropies"]
         z = z_score(entropy, past[-window:] if len(past) >= window else past[:0])
@@ -61,7 +61,10 @@ def fast_slow(
         updates.step(1, parts=1, only=not (share and steps))
         kept = torch.cat([past, entropy[None]])[-window:]
         state = {"entropies": kept, "off": torch.tensor(off)}
-        return state, {"schedule/alpha": torch.tensor(share), "schedule/entropy_z": z}
+        return state, {
+            "schedule/alpha": torch.tensor(share, dtype=torch.float64),
+            "schedule/entropy_z": z,
+        }
 
     return schedule
 

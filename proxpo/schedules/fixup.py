@@ -56,7 +56,7 @@ def fixup(
             else:
                 updates.load(inside)
                 reached = 0.0
-        last = largest(updates, penalty, torch.arange(len(updates.batch.mask)).split(rows))
+        last = largest(updates, penalty, torch.arange(len(updates.batch().mask)).split(rows))
         seen = {"reached": reached, "steps": done, "passes": passes, "kl_max": last}
         return {}, {f"fixup/{name}": torch.tensor(float(x)) for name, x in seen.items()}
 
@@ -77,7 +77,7 @@ def dual_penalty(recipe: Recipe) -> Stage:
 def fix(updates: Updates, penalty: Stage, *, rows: int, max_passes: int) -> Fixed:
     """Passes over the rollout until one changes nothing; that one certifies the region."""
     only_kl = kl_alone(updates.recipe, penalty)
-    parts = torch.arange(len(updates.batch.mask)).split(rows)
+    parts = torch.arange(len(updates.batch().mask)).split(rows)
     radius, steps, kl = penalty.options["radius"], 0, 0.0
     for number in range(1, max_passes + 1):
         clean = True

@@ -166,7 +166,7 @@ def _finished(policy: Policy, prompts: list[list[int]], episodes: list[_Episode]
         for column in (one.tokens, one.logp, one.mask, one.turn):
             del column[used:]
 
-    def padded(name: str, value: float, dtype: torch.dtype) -> Tensor:
+    def padded(name: str, value: float | int, dtype: torch.dtype) -> Tensor:
         columns = [torch.tensor(getattr(one, name), dtype=dtype) for one in episodes]
         found = pad_sequence(columns, batch_first=True, padding_value=value)
         return found.to(policy.device)

@@ -99,7 +99,9 @@ def scored(job: Job, rows: Experience, *, late: bool = False) -> dict[str, Any]:
     return known
 
 
-def scored_where(job: Job, rows: Experience, index: Int[Tensor, " row"]) -> dict[str, Any]:
+def scored_where(
+    job: Job, rows: Experience, index: Int[Tensor, " row"], *, late: bool = False
+) -> dict[str, Any]:
     """`scored` of some rows, in the places of all; 0 elsewhere."""
     width, count = rows.mask.shape[1], len(rows.mask)
 
@@ -109,7 +111,8 @@ def scored_where(job: Job, rows: Experience, index: Int[Tensor, " row"]) -> dict
         value = value if value.dim() == 1 or value.shape[1] == width else widened(value, width)
         return value.new_zeros(count, *value.shape[1:]).index_copy(0, index, value)
 
-    return {name: spread(value) for name, value in scored(job, rows.rows(index)).items()}
+    found = scored(job, rows.rows(index), late=late)
+    return {name: spread(value) for name, value in found.items()}
 
 
 def pass_of(config: Config, rows: int) -> Pass:

@@ -52,7 +52,7 @@ def span_values(
         edges = [*map(len, texts), len(episodes.answers[row])]
         for start, end, value in outcome.spans:
             for place, (left, right) in enumerate(pairwise(edges)):
-                if left < end and right > start:
+                if max(left, start) < min(right, end):
                     found[row, first + place] = value
     return found.to(mask.device)
 

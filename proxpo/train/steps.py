@@ -113,7 +113,6 @@ class Steps:
     def keep(self, *, samples: int = 0, rollouts: int = 0) -> None:
         self.room = {"samples": samples, "rollouts": rollouts}
 
-    @property
     def batch(self) -> Batch:
         return self._prepared(self.variants[0]).batch
 
@@ -166,13 +165,13 @@ class Steps:
         update = stages[place].update
         if update is None:
             raise ProxpoError(f"{self.recipe.name}: {place} has no state to advance")
-        changed = update(learner.state[place], self.batch, metrics)
+        changed = update(learner.state[place], self.batch(), metrics)
         learner.state = {**learner.state, place: changed}
         self._advanced.add(place)
 
     def exact(self) -> tuple[Policy, Samples]:
         self._exact = True
-        batch, rows, width = self.batch, self.rows, self.rows.mask.shape[1]
+        batch, rows, width = self.batch(), self.rows, self.rows.mask.shape[1]
         places = (rows.attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
         given = {"attention_mask": rows.attention_mask, "position_ids": places, "use_cache": False}
         temperature = self.job.config.train_temperature
@@ -218,19 +217,21 @@ class Steps:
             "generator": torch.Generator().manual_seed(seed),
             "clock": job.clock,
         }
-        if judges_first(variant) and not self._late:
+        if judges_first(variant):
             bare = Batch(logp=rows.rollout_logp, mask=rows.mask, **sampled(job, rows))
-            ready = prepare(variant, bare, **options)
-            index = ready.batch.mask.any(dim=1).nonzero()[:, 0]
-            found = scored_where(job, rows, index) | self._fields if len(index) else {}
-            batch = ready.batch.replace(**found).clean(*found)
-            return Ready(batch, ready.metrics, how)
-        batch = batch_of(job, rows, late=self._late).replace(**self._fields)
+            batch, _, metrics = prepare(variant, bare, **options)
+            index = batch.mask.any(dim=1).nonzero()[:, 0]
+            if len(index):
+                found = scored_where(job, rows, index, late=self._late) | self._fields
+                batch = batch.replace(**found).clean(*found)
+        else:
+            batch = batch_of(job, rows, late=self._late).replace(**self._fields)
         how = replace(how, fresh=batch.old_logp is None)
         if batch.old_logp is None:
             batch = batch.replace(old_logp=batch.logp)
-        ready = prepare(variant, batch, **options)
-        return Ready(ready.batch, ready.metrics, how)
+        if not judges_first(variant):
+            batch, _, metrics = prepare(variant, batch, **options)
+        return Ready(batch, metrics, how)
 
     def _part(self, number: int, parts: int) -> tuple[Tensor, int]:
         """Rows of the next mini-batch of the shuffled prompts, and the seed of its draws."""

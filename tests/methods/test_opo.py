@@ -2,6 +2,8 @@ import pytest
 import torch
 from helpers import advantages, close, f64, make_batch, method, on_policy, per_row, policy_gradient
 
+from methods.toy_updates import ToyUpdates, run
+
 
 @pytest.mark.checks("opo", "Σ L_i A_i = 0 per group; equal lengths give the centred reward")
 def test_length_weighted_sum_is_zero() -> None:
@@ -49,4 +51,6 @@ def test_length_moves_the_baseline() -> None:
 def test_group_of_one_keeps_its_reward_and_one_update_is_scheduled() -> None:
     batch = make_batch(1, groups=3, size=1)
     close(per_row(advantages(method("opo"), batch), batch), batch.rewards)
-    assert method("opo").schedule.apply(4) == (1, 0)
+    updates = ToyUpdates(count=4, parts=2)
+    run(method("opo"), updates)
+    assert updates.calls == [("step", 1, 1, True)]

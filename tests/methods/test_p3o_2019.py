@@ -5,7 +5,9 @@ import torch
 from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods.toy_updates import ToyUpdates
 from proxpo.trust import ess
+from proxpo.types import Context
 
 SLUG = "p3o-2019"
 
@@ -84,8 +86,10 @@ def test_on_policy_step_has_entropy_and_critic() -> None:
 
 
 def test_replayed_updates_are_poisson() -> None:
-    schedule = method(SLUG).schedule
-    generator = torch.Generator().manual_seed(0)
-    drawn = [schedule.apply(1, generator)[1] for _ in range(2000)]
-    assert sum(drawn) / 2000 == pytest.approx(2.0, abs=0.15)
-    assert {0, 1, 2, 3} <= set(drawn)
+    schedule, updates = method(SLUG).schedule, ToyUpdates()
+    ctx = Context(generator=torch.Generator().manual_seed(0))
+    for _ in range(2000):
+        schedule.apply(updates, ctx)
+    names = [call[0] for call in updates.calls]
+    assert names.count("step") == names.count("keep") == 2000
+    assert names.count("replay") / 2000 == pytest.approx(2.0, abs=0.15)

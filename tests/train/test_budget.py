@@ -1,0 +1,278 @@
+"""Budgets before the rollout, pruning after it, and the fields a run can and cannot bring."""
+
+import pytest
+import torch
+from train_runs import job_of, sample
+
+import proxpo.train.learner as module
+from proxpo.errors import ProxpoError
+from proxpo.stages import STAGES, stage
+from proxpo.train.config import load_config
+from proxpo.train.fields import batch_of
+from proxpo.train.job import build
+from proxpo.train.learner import Pass, gradients
+from proxpo.train.steps import Steps
+from proxpo.train.update import update
+from proxpo.types import Stage
+
+
+def budget(change, name: str = "test_budget") -> Stage:
+    def apply(given, ctx):
+        return change(given, ctx), {"budget/seen": torch.tensor(float(ctx.clock.step))}
+
+    return Stage(kind="budget", name=name, apply=apply)
+
+
+def with_stage(job, **stages):
+    job.learner.recipe = job.learner.recipe.replace(**stages)
+    return job
+
+
+def test_samples_and_tokens_of_each_prompt(tmp_path) -> None:
+    def change(given, ctx):
+        samples = torch.tensor([1, 6, 0, 3])
+        return given.replace(samples=samples, max_tokens=torch.tensor([2, 8, 8, 4]))
+
+    job = with_stage(job_of(tmp_path, method="grpo"), budget=(budget(change),))
+    drawn = sample(job)
+    rows = drawn.experience
+    _, counts = rows.group.unique_consecutive(return_counts=True)
+    assert counts.tolist() == [1, 6, 3]
+    lengths = rows.mask.sum(1)
+    assert int(lengths[0]) <= 2
+    assert int(lengths[7:].max()) <= 4
+    assert bool((rows.truncated | (lengths < 8))[1:7].all())
+    assert rows.prompt_id.unique_consecutive().tolist() == [
+        job.source.problems[int(i)].index for i in rows.prompt_id.unique_consecutive()
+    ]
+    assert drawn.metrics["budget/seen"] == 0.0
+    assert torch.isfinite(torch.tensor(update(job, rows)["loss"]))
+    job.close()
+
+
+def test_a_shorter_limit_is_the_beginning_of_the_same_response(tmp_path) -> None:
+    long = sample(job_of(tmp_path / "a", method="grpo")).experience
+    job = with_stage(
+        job_of(tmp_path / "b", method="grpo"),
+        budget=(budget(lambda given, ctx: given.replace(max_tokens=given.max_tokens // 4)),),
+    )
+    short = sample(job).experience
+    width = short.mask.shape[1]
+    assert width == 2
+    tokens = slice(-long.mask.shape[1], -long.mask.shape[1] + width)
+    assert torch.equal(short.input_ids[:, -width:], long.input_ids[:, tokens])
+
+
+def test_a_budget_of_nothing_is_refused(tmp_path) -> None:
+    job = with_stage(
+        job_of(tmp_path, method="grpo"),
+        budget=(budget(lambda given, ctx: given.replace(samples=0 * given.samples)),),
+    )
+    with pytest.raises(ProxpoError, match="some prompt a sample"):
+        sample(job)
+
+
+def test_knapsack_learns_from_what_it_has_seen(tmp_path) -> None:
+    """Its table is filled by training, and moves samples to prompts seen before."""
+    job = job_of(tmp_path, "method=knapsack-rl")
+    [place] = [place for place, _ in job.learner.recipe.stages() if place.startswith("budget")]
+    assert len(job.learner.state[place]["prompt_id"]) == 0
+    rows = sample(job).experience
+    update(job, rows)
+    known = job.learner.state[place]["prompt_id"]
+    assert set(known.tolist()) == set(rows.prompt_id.tolist())
+    job.close()
+
+
+def test_pruned_rows_cost_no_pass(tmp_path, monkeypatch) -> None:
+    """Neither the old, nor the reference, nor the current log-probabilities of them are computed."""
+    job = job_of(tmp_path, method="cppo")
+    rows = sample(job).experience
+    assert len(rows.group.unique()) == 8  # half of the responses leave, so twice the prompts come
+    seen = []
+
+    def counted(function):
+        def call(model, part, *args, **options):
+            seen.append(len(part.mask))
+            return function(model, part, *args, **options)
+
+        return call
+
+    monkeypatch.setattr(module, "_shared", counted(module._shared))
+    update(job, rows)
+    kept = len(rows.mask) // 2
+    assert seen == [kept, kept]  # reference and current; fresh data need no old pass of their own
+    seen.clear()
+    job.learner.recipe = job.learner.recipe.replace(
+        schedule=STAGES["schedule"]["inner_steps"](steps=2)
+    )
+    update(job, sample(job).experience)
+    assert seen == [kept] * 4  # old, reference, and the two steps
+    job.close()
+
+
+def test_rows_without_tokens_change_nothing_but_the_cost(tmp_path) -> None:
+    """Dropped from the pass or run along with a mask of 0: the same gradient, the same counts."""
+    job = job_of(tmp_path, "aggregate=token_mean", method="grpo")
+    rows = sample(job).experience
+    steps = Steps(job, rows, path=("test",))
+    batch = steps.batch()
+    empty = torch.arange(len(batch.mask)) % 3 == 0
+    batch = batch.replace(mask=batch.mask & ~empty[:, None])
+    how, learner, found = Pass(temperature=1.0, micro_batch=5), job.learner, []
+    for compared in (False, True):
+        recipe = learner.recipe
+        if compared:  # rows of recipes that compare responses all stay
+            live = Stage(kind="advantage", name="x", apply=lambda *_: None, live=True)
+            recipe = recipe.replace(advantage=live)
+        learner.optimizer.zero_grad()
+        metrics = gradients(learner, recipe, rows, batch.replace(refresh=None), how=how, seed=0)
+        found.append((float(metrics["loss"]), [p.grad.clone() for p in learner.trainable()]))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+    for a, b in zip(found[0][1], found[1][1]):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    job.close()
+
+
+def test_rescaling_divides_by_what_was_clipped(tmp_path) -> None:
+    """All gradients are multiplied by the stage's factor of the measured norm, and no other way."""
+
+    class Halves:
+        def loss(self, ratio, batch, ctx):
+            return 3.0 * ratio * batch.advantages
+
+        def factor(self, norm):
+            return 1 / norm
+
+        def __call__(self, ratio, batch, ctx):
+            return self.loss(ratio, batch, ctx), {}
+
+    job = job_of(tmp_path, method="reinforce")
+    job.learner.recipe = job.learner.recipe.replace(
+        ratio=STAGES["ratio"]["token"](), trust=STAGES["trust"]["unclipped"]()
+    )
+    rows = sample(job).experience
+    steps = Steps(job, rows, path=("test",))
+    how, learner = Pass(temperature=1.0, micro_batch=5), job.learner
+
+    def grads(recipe):
+        learner.optimizer.zero_grad()
+        metrics = gradients(learner, recipe, rows, steps.batch(), how=how, seed=0)
+        return metrics, torch.cat([p.grad.flatten() for p in learner.trainable()])
+
+    _, plain = grads(learner.recipe)
+    stage_ = Stage(kind="rescale", name="halves", apply=Halves())
+    metrics, scaled = grads(learner.recipe.replace(rescale=stage_))
+    norm = float(metrics["rescale/norm"])
+    assert norm == pytest.approx(3 * float(plain.norm()), rel=1e-4)
+    torch.testing.assert_close(scaled, plain / norm, rtol=1e-3, atol=1e-6)
+    job.close()
+
+
+REWARDS = """
+import time
+def slow(solution_str, ground_truth):
+    time.sleep(0.02)
+    return {"score": float(solution_str == ground_truth), "spans": [[0, 1, -1.0], [1, 99, 1.0]]}
+"""
+
+
+def test_durations_and_spans_from_the_reward_function(tmp_path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    job = job_of(tmp_path / "run", f"task.reward={file}:slow", method="grpo")
+    asks = Stage(
+        kind="weights",
+        name="asks",
+        apply=lambda batch, ctx: (batch.mask.double(), {}),
+        needs=("duration", "span_rewards"),
+    )
+    rows = sample(with_stage(job, weights=(asks,))).experience
+    assert float(rows.duration.min()) >= 0.02
+    text = job.policy.tokenizer.decode
+    for row in range(3):
+        ids = rows.input_ids[row, -rows.mask.shape[1] :][rows.mask[row]]
+        marks = rows.span_rewards[row][rows.mask[row]].tolist()
+        said = text(ids, skip_special_tokens=True)
+        assert marks[: len(said)] == [-1.0, *[1.0] * (len(said) - 1)][: len(said)]
+        assert set(marks[len(said) :]) <= {0.0}  # the end token is no text
+    job.close()
+
+
+def test_spans_that_nobody_marks(tmp_path) -> None:
+    job = job_of(tmp_path, method="grpo")
+    asks = Stage(kind="weights", name="asks", apply=lambda *_: None, needs=("span_rewards",))
+    with pytest.raises(ProxpoError, match="'span_rewards', and the reward .* marks no spans"):
+        sample(with_stage(job, weights=(asks,)))
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (("method=grpo-guard",), "noise.* no Gaussian policy"),
+        (("method=grpo", "process=true"), "token_rewards.* no process reward model"),
+        (("method=grpo", "regularisers=kl_convex"), "prev_logp.* schedule=reincarnation"),
+        (("method=simpletir",), "void.* has no tool"),
+    ],
+)
+def test_fields_that_nobody_brings_are_refused_at_once(sets, message, tmp_path) -> None:
+    with pytest.raises(ProxpoError, match=message) as caught:
+        build(load_config(None, sets, overrides={"out": str(tmp_path)}))
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_distributions_of_stale_data_are_refused(tmp_path) -> None:
+    job = job_of(tmp_path, "kl=exact", method="fixpo")
+    rows = sample(job).experience
+    job.learner.version += 1
+    with pytest.raises(ProxpoError, match="'old_vocab_logp' .* fresh data only"):
+        update(job, rows)
+
+
+@pytest.mark.parametrize("transform", [False, True])
+def test_hidden_states_and_distributions_belong_to_their_tokens(transform, tmp_path) -> None:
+    """In both passes: log π of the drawn token is in the distribution, which is head(hidden)."""
+    job = job_of(tmp_path, method="isopo" if transform else "grpo")
+    asks = Stage(
+        kind="weights",
+        name="asks",
+        apply=lambda *_: None,
+        needs=("hidden", "vocab_logp", "features", "tokens"),
+    )
+    with_stage(job, weights=(asks,))
+    rows = sample(job).experience
+    batch = batch_of(job, rows)
+    drawn = batch.vocab_logp.gather(-1, batch.tokens[..., None])[..., 0]
+    torch.testing.assert_close(drawn[batch.mask], batch.logp[batch.mask], rtol=1e-4, atol=1e-5)
+    logits = job.policy.model.get_output_embeddings()(batch.hidden)
+    torch.testing.assert_close(
+        logits.log_softmax(-1)[batch.mask], batch.vocab_logp[batch.mask], rtol=1e-4, atol=1e-4
+    )
+    weight = job.policy.model.get_output_embeddings().weight
+    pull = weight[batch.tokens] - batch.vocab_logp.exp() @ weight
+    expected = (pull * batch.mask[..., None]).sum(1) / batch.mask.sum(1, keepdim=True)
+    torch.testing.assert_close(batch.features, expected, rtol=1e-3, atol=1e-4)
+    job.close()
+
+
+def test_stages_get_the_clock_and_draws_of_their_own(tmp_path) -> None:
+    seen = []
+
+    @stage("reward", name="watching")
+    def watching():
+        def apply(batch, ctx):
+            seen.append((ctx.clock.step, ctx.clock.steps, ctx.generator.initial_seed()))
+            return batch, {}
+
+        return apply
+
+    try:
+        job = job_of(tmp_path, "recipe.reward=watching", method="grpo")
+        for _ in range(2):
+            update(job, sample(job).experience)
+            job.step += 1
+        job.close()
+    finally:
+        del STAGES["reward"]["watching"]
+    assert [(step, steps) for step, steps, _ in seen] == [(0, 4), (1, 4)]
+    assert seen[0][2] != seen[1][2]

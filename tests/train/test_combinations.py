@@ -1,0 +1,115 @@
+"""Stages of all families thrown together: whatever fits trains, and its state survives a disk."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from train_runs import SMALL
+
+from proxpo.errors import ProxpoError
+from proxpo.recipes import methods
+from proxpo.settings import make_recipe
+from proxpo.stages import STAGES, load_all
+from proxpo.train.checkpoint import load_latest, save_checkpoint
+from proxpo.train.config import load_config
+from proxpo.train.job import _learner, build
+from proxpo.train.loop import _sample
+from proxpo.train.refusals import check_fields
+from proxpo.train.update import update
+from proxpo.types import MANY
+
+COUNT = 50
+SWAPPED = ("advantage", "trust", "ratio", "aggregate", "schedule", "rescale")
+ADDED = ("budget", "reward", "filter", "prune", "weights", "regularisers", "select")
+TINY = ["prompts_per_step=3", "samples_per_prompt=3", "task=calculator", "micro_batch=5"]
+NEEDED = {"kl_from_old": {"coef": 0.01}, "line_search": {"cg_iterations": 2, "searches": 2}}
+
+
+def drawn(draw: random.Random) -> tuple[str, dict]:
+    """A method, up to two of its stages replaced and up to two added."""
+    settings: dict = {}
+    for kind in draw.sample(SWAPPED, draw.randint(0, 2)):
+        settings[kind] = _stage(draw, kind)
+    for kind in draw.sample(ADDED, draw.randint(0, 2)):
+        settings[f"{kind}+"] = _stage(draw, kind)
+    return draw.choice(sorted(methods())), settings
+
+
+def _stage(draw: random.Random, kind: str) -> dict:
+    name = draw.choice(sorted(STAGES[kind]))
+    return {"name": name, **NEEDED.get(name, {})}
+
+
+def legal(task, count: int) -> list[tuple[str, dict]]:
+    """The first combinations that the library itself accepts for this task."""
+    load_all()
+    draw, found = random.Random(0), []
+    while len(found) < count:
+        slug, settings = drawn(draw)
+        try:
+            recipe = make_recipe(slug, settings)
+            check_fields(recipe, task)
+        except ProxpoError:
+            continue
+        if recipe.gradient is None and recipe.trust.gives != "log_ratio":
+            found.append((slug, settings))
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    out = tmp_path_factory.mktemp("combinations")
+    return build(load_config(None, [*SMALL, *TINY, "method=grpo"], overrides={"out": str(out)}))
+
+
+def test_random_combinations_train_and_survive_a_checkpoint(base, tmp_path) -> None:
+    start = {k: v.clone() for k, v in base.policy.model.state_dict().items()}
+    refused = 0
+    for number, (slug, settings) in enumerate(legal(base.task, COUNT)):
+        base.policy.model.load_state_dict(start)
+        job = _job(base, slug, settings)
+        what = f"{slug} {settings}"
+        try:
+            for _ in range(2):
+                metrics = update(job, _sample(job, job.step, lambda *_: None).experience)
+                job.step += 1
+                assert torch.isfinite(torch.tensor(metrics["loss"])), what
+        except ProxpoError as error:  # a fit that only data can tell, in one clear line
+            assert "\n" not in str(error), what
+            refused += 1
+            continue
+        assert all(bool(torch.isfinite(p).all()) for p in job.learner.trainable()), what
+        root = tmp_path / str(number)
+        save_checkpoint(root, 2, {"recipe": job.learner.state}, {})
+        state = load_latest(root).parts["recipe"]
+        _same_state(state, job.learner.state, what)
+        job.learner.state = state
+        update(job, _sample(job, job.step, lambda *_: None).experience)
+    assert refused <= COUNT // 5
+
+
+def _job(base, slug: str, settings: dict):
+    """The shared model under another recipe, with an optimizer of its own."""
+    config = replace(base.config, method=slug, recipe=settings)
+    recipe = make_recipe(slug, settings)
+    learner = _learner(config, base.policy, recipe, base.initial)
+    return replace(base, config=config, learner=learner, step=0, past=[], waiting=[])
+
+
+def _same_state(found, expected, what: str) -> None:
+    assert found.keys() == expected.keys(), what
+    for place, state in expected.items():
+        assert found[place].keys() == state.keys(), what
+        for name, value in state.items():
+            assert torch.equal(found[place][name], value), f"{what}: {place} {name}"
+
+
+def test_the_combinations_cross_families(base) -> None:
+    """No few stages stand for all: the draw reaches most kinds and many methods."""
+    chosen = legal(base.task, COUNT)
+    assert len({slug for slug, _ in chosen}) > COUNT // 3
+    kinds = {kind.rstrip("+") for _, settings in chosen for kind in settings}
+    assert len(kinds) >= 10
+    assert {"budget", "prune", "schedule"} <= kinds
+    assert set(ADDED) <= set(MANY)

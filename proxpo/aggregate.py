@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.masked import masked_sum, row_mean, row_sum
+from proxpo.masked import masked_mean, masked_sum, row_mean, row_sum
 from proxpo.pairs import best_and_worst
+from proxpo.ratios.token import bounded_exp
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
@@ -25,6 +26,22 @@ def token_mean():
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
         return masked_sum(x, batch.mask) / _count(ctx.counts.tokens, x), {}
+
+    return aggregate
+
+
+@stage("aggregate", takes=("loss",), needs=("old_logp",))
+def guarded_token_mean(*, max_ratio: float = 10.0):
+    """Σ m x / N, or 0 where the mean ratio π/π_old of the step is above `max_ratio`.
+
+    As TRL's first PPO trainer has it: such a step teaches neither policy nor critic.
+    """
+
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        ratio = bounded_exp(batch.logp.detach() - batch.old_logp, 20.0)
+        mean = masked_mean(ratio, batch.mask, all_sum=ctx.all_sum)
+        value = masked_sum(x, batch.mask) / _count(ctx.counts.tokens, x)
+        return value * (mean <= max_ratio), {"ratio/mean": mean}
 
     return aggregate
 

@@ -20,7 +20,7 @@ def recall(
     state: State, column: str, prompt_id: Int[Tensor, " row"], *, default: float = 0.0
 ) -> Float[Tensor, " row"]:
     """The column's entry for each prompt, in float64; `default` for prompts not seen before."""
-    place, known = _find(state["prompt_id"].to(prompt_id.device), prompt_id)
+    place, known = find(state["prompt_id"].to(prompt_id.device), prompt_id)
     column_values = state[column].to(prompt_id.device)
     found = torch.full(prompt_id.shape, default, dtype=torch.float64, device=prompt_id.device)
     found[known] = column_values[place[known]]
@@ -36,8 +36,8 @@ def remember(
     """
     given = prompt_id.cpu()
     prompts = torch.cat([state["prompt_id"], given]).unique()
-    before, _ = _find(prompts, state["prompt_id"])
-    now, _ = _find(prompts, given)
+    before, _ = find(prompts, state["prompt_id"])
+    now, _ = find(prompts, given)
     table: State = {"prompt_id": prompts}
     for name in state.keys() - {"prompt_id"}:
         table[name] = torch.zeros(len(prompts), dtype=torch.float64)
@@ -47,14 +47,14 @@ def remember(
     return table
 
 
-def _find(
-    prompts: Int[Tensor, " n"], wanted: Int[Tensor, " row"]
-) -> tuple[Int[Tensor, " row"], Bool[Tensor, " row"]]:
-    """Row of each wanted prompt, and whether it is there."""
-    if not len(prompts):
+def find(
+    known: Int[Tensor, " n"], wanted: Int[Tensor, "*shape"]
+) -> tuple[Int[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
+    """Row of each wanted number among the known ones, which are sorted, and whether it is there."""
+    if not len(known):
         return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-    place = torch.searchsorted(prompts, wanted).clamp(max=len(prompts) - 1)
-    return place, prompts[place] == wanted
+    place = torch.searchsorted(known, wanted).clamp(max=len(known) - 1)
+    return place, known[place] == wanted
 
 
-__all__ = ["blank", "recall", "remember"]
+__all__ = ["blank", "find", "recall", "remember"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from proxpo.advantages.returns import raw_gae, rollout_values
+from proxpo.advantages.returns import Holes, raw_gae, rollout_values
 from proxpo.masked import masked_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -18,18 +18,23 @@ def _returns(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
     """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""
     if batch.returns is not None or (batch.values is None and batch.old_values is None):
         return {}
-    raw = raw_gae(batch, gamma=options["gamma"], lam=options["lam"])
+    raw = raw_gae(batch, gamma=options["gamma"], lam=options["lam"], holes=options["holes"])
     return {"returns": raw + rollout_values(batch, by="value=value_loss")}
 
 
 @stage("value", needs=("values", "returns"), prepare=_returns)
 def value_loss(
-    *, coef: float = 1.0, clip: float | None = 0.5, gamma: float = 1.0, lam: float = 1.0
+    *,
+    coef: float = 1.0,
+    clip: float | None = 0.5,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    holes: Holes = "skip",
 ):
     """coef·½·max((V - R)², (V_clip - R)²), V_clip = clip(V, V_old ± clip), R = A_raw + V_old.
 
-    clip=None: ½(V - R)². R uses the advantages before whitening. verl: clip 0.5; TRL: 0.2 with
-    coefficient 0.1.
+    clip=None: ½(V - R)². R uses the advantages before whitening, with their γ, λ and
+    holes. verl: clip 0.5; TRL: 0.2 with coefficient 0.1.
     """
 
     def loss(batch: Batch, ctx: Context) -> Result:

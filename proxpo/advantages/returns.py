@@ -13,6 +13,7 @@ from proxpo.types import AllSum, Batch, Context, Metrics, local
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 Baseline = Literal["none", "batch", "group", "leave_one_out"]
+Holes = Literal["skip", "reset"]
 
 
 def token_rewards(batch: Batch) -> Float[Tensor, "seq tok"]:
@@ -130,16 +131,22 @@ def greedy_baseline(
 
 @stage("advantage")
 def gae(
-    *, gamma: float = 1.0, lam: float = 1.0, whitening: bool = True, whiten_unbiased: bool = True
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whitening: bool = True,
+    whiten_unbiased: bool = True,
+    holes: Holes = "skip",
 ):
     """A_t = δ_t + γλ A_next, δ_t = ρ_t + γ V_next - V_t, over valid tokens. GAE, 1506.02438.
 
     Masked tokens are skipped: V_next and A_next are those of the next valid token, 0 after the
-    last. Values are those at rollout time (`old_values`, else `values`).
+    last. holes="reset": a masked token ends the recursion, so that no credit crosses it. Values are
+    those at rollout time (`old_values`, else `values`).
     """
 
     def advantage(batch: Batch, ctx: Context) -> Result:
-        raw = raw_gae(batch, gamma=gamma, lam=lam)
+        raw = raw_gae(batch, gamma=gamma, lam=lam, holes=holes)
         if not whitening:
             return raw, {}
         return whiten(raw, batch.mask, unbiased=whiten_unbiased, all_sum=ctx.all_sum), {}
@@ -147,11 +154,27 @@ def gae(
     return advantage
 
 
-def raw_gae(batch: Batch, *, gamma: float, lam: float) -> Float[Tensor, "seq tok"]:
+def raw_gae(
+    batch: Batch, *, gamma: float, lam: float, holes: Holes = "skip"
+) -> Float[Tensor, "seq tok"]:
     """GAE before whitening; returns are this plus the values."""
-    values = rollout_values(batch, by="advantage=gae")
-    delta = token_rewards(batch) + gamma * next_valid(values, batch.mask) - values
-    return suffix_sum(delta, batch.mask, discount=gamma * lam)
+    values, mask = rollout_values(batch, by="advantage=gae"), batch.mask
+    if holes == "skip" or is_packed(mask):
+        delta = token_rewards(batch) + gamma * next_valid(values, mask) - values
+        return suffix_sum(delta, mask, discount=gamma * lam)
+    following = torch.nn.functional.pad(values[:, 1:], (0, 1))  # 0 where masked
+    return _sum_to_hole(token_rewards(batch) + gamma * following - values, mask, gamma * lam)
+
+
+def _sum_to_hole(
+    x: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], discount: float
+) -> Float[Tensor, "seq tok"]:
+    """Σ discount^{s-t} x_s up to the next masked column: the sum to the end less what is behind."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    hole = torch.where(mask, mask.shape[1], columns).flip(1).cummin(dim=1).values.flip(1)
+    whole = suffix_sum(x.masked_fill(~mask, 0.0), torch.ones_like(mask), discount=discount)
+    behind = torch.nn.functional.pad(whole, (0, 1)).gather(1, hole)
+    return torch.where(mask, whole - discount ** (hole - columns).to(x.dtype) * behind, 0.0)
 
 
 def next_valid(

@@ -9,6 +9,7 @@ import torch
 from methods.reference import (
     Numbers,
     Reference,
+    centred,
     clipped,
     everywhere,
     gae,
@@ -21,14 +22,17 @@ from methods.reference import (
     plus,
     ratio,
     row,
+    score,
     seq_mean_token_mean,
     sequence_ratio,
     std,
     times,
     token_mean,
     token_rewards,
+    tokens,
     value_terms,
     whitened,
+    z_scores,
 )
 from proxpo import Batch
 
@@ -81,6 +85,110 @@ def simpletir_loss(b: Batch, **options: Any) -> torch.Tensor:
 def simpletir_strict(b: Batch) -> torch.Tensor:
     rest, x = simpletir(b, nonvoid=True, cut=True)
     return token_mean(plus(x, (0.1, k3(rest, b.ref_logp))), rest)
+
+
+# Text2Grad ----------------------------------------------------------------------------------------
+
+
+def span_rewards(b: Batch, kl: Callable[[float], float], coef: float) -> Numbers:
+    d = {k: number(b.old_logp[k]) - number(b.ref_logp[k]) for k in tokens(b)}
+    return {k: number(b.span_rewards[k]) - coef * kl(d[k]) for k in d}
+
+
+def gae_to_hole(rho: Numbers, b: Batch, *, lam: float) -> Numbers:
+    """Column by column from the right; a masked column sets the recursion back."""
+    out: Numbers = {}
+    for i in range(len(b.mask)):
+        value_next = advantage_next = 0.0
+        for t in reversed(range(b.mask.shape[1])):
+            if not b.mask[i, t]:
+                value_next = advantage_next = 0.0
+                continue
+            value = number(b.old_values[i, t])
+            advantage_next = out[i, t] = rho[i, t] + value_next - value + lam * advantage_next
+            value_next = value
+    return out
+
+
+def text2grad(b: Batch) -> torch.Tensor:
+    raw = gae_to_hole(span_rewards(b, lambda d: d, 0.2), b, lam=0.95)
+    x = clipped(ratio(b), whitened(raw), 0.2, 0.2)
+    return token_mean(plus(x, (0.1, value_terms(b, raw, clip=0.2))), b)
+
+
+def text2grad_raw(b: Batch) -> torch.Tensor:
+    rho = span_rewards(b, lambda d: d * d / 2, 0.5)
+    for k, kept_reward in token_rewards(b).items():
+        rho[k] += kept_reward
+    raw = gae(rho, b, gamma=0.9, lam=0.8)
+    x = plus(clipped(ratio(b), raw, 0.2, 0.2), (0.1, value_terms(b, raw, clip=0.2)))
+    too_far = mean([number(r) for r in ratio(b).values()]) > 1.05
+    return token_mean(x, b) * (0.0 if too_far else 1.0)
+
+
+# CAPO ---------------------------------------------------------------------------------------------
+
+
+def head_shifts(b: Batch, a: Numbers, i: int, t: int, *, k: int, rate: float) -> Any:
+    """m_H and m_F of plain gradient steps, from dense matrices over candidates x units."""
+    h, logits = b.hidden[i, t].tolist(), b.vocab_logp[i, t].tolist()
+    top = sorted(range(len(logits)), key=lambda n: -logits[n])[:k]
+    total = sum(math.exp(logits[n]) for n in top)
+    pi = [math.exp(logits[n]) / total for n in top]
+    v = [float(n == int(b.tokens[i, t])) - p for n, p in zip(top, pi)]
+    step = [[a[i, t] * x * y for y in h] for x in v]
+    inner = sum(x * x for line in step for x in line)  # <G, Δ> with Δ = G
+    u = [sum(x * y for x, y in zip(line, h)) for line in step]
+    along = sum(x * y for x, y in zip(v, u))
+    fisher = sum(p * x * x for p, x in zip(pi, u)) - sum(p * x for p, x in zip(pi, u)) ** 2
+    policy = rate**2 / 2 * along**2
+    return rate * inner + rate**2 / 2 * a[i, t] * (along**2 - fisher), policy
+
+
+def within(
+    b: Batch, a: Numbers, bounds: tuple[float, float], *, one: bool = False, **how: Any
+) -> Batch:
+    """The batch without the tokens whose shifts are too large; its own check that some are."""
+
+    def small(i: int, t: int) -> bool:
+        objective, policy = head_shifts(b, a, i, t, **how)
+        fits = objective >= 0 and objective < bounds[1] if one else abs(objective) < bounds[1]
+        return policy < bounds[0] and fits
+
+    return kept(b, small)
+
+
+def capo(b: Batch, a: Numbers, rest: Batch) -> torch.Tensor:
+    """A response divided by its kept tokens; one without any counts as 0 in the mean."""
+    x = clipped(ratio(rest), a, 0.2, 0.2)
+    rows = [i for i in range(len(b.mask)) if row(b, i)]
+    return mean([mean([x[i, t] for t in row(rest, i)]) for i in rows])
+
+
+def capo_grpo(b: Batch) -> torch.Tensor:
+    a = z_scores(b, eps=1e-4)
+    return capo(b, a, within(b, a, (1e-4, 0.01), k=4, rate=0.05))
+
+
+def capo_one_sided(b: Batch) -> torch.Tensor:
+    a = z_scores(b, eps=1e-4)
+    return capo(b, a, within(b, a, (2e-3, 0.01), one=True, k=2, rate=0.4))
+
+
+def capo_dr_grpo(b: Batch) -> torch.Tensor:
+    a = everywhere(centred(b), b)
+    rest = within(b, a, (1e-3, 5e-4), k=4, rate=0.02)
+    x = clipped(ratio(rest), a, 0.2, 0.2)
+    return (
+        sum(x.values(), 0.0 * b.logp[0, 0]) / 9 / len([i for i in range(len(b.mask)) if row(b, i)])
+    )
+
+
+def capo_reinforce(b: Batch) -> torch.Tensor:
+    a = z_scores(b)
+    rest = within(b, a, (1e-5, math.inf), k=4, rate=0.04)
+    x = score({k: a[k] for k in tokens(rest)}, rest)
+    return sum(x.values(), 0.0 * b.logp[0, 0]) / len([i for i in range(len(b.mask)) if row(b, i)])
 
 
 # G2RL ---------------------------------------------------------------------------------------------
@@ -142,6 +250,12 @@ FIELDS: dict[str, Reference] = {
     ),
     "simpletir": lambda b: simpletir_loss(b, nonvoid=False, cut=False, dual=1.2),
     "simpletir-nonvoid": simpletir_strict,
+    "text2grad": text2grad,
+    "text2grad-raw": text2grad_raw,
+    "capo": capo_grpo,
+    "capo-one-sided": capo_one_sided,
+    "capo-dr-grpo": capo_dr_grpo,
+    "capo-reinforce": capo_reinforce,
     "g2rl": lambda b: g2rl(b, lambda r, nu: 1 + nu),
     "g2rl-printed": lambda b: g2rl(b, lambda r, nu: 1 + 2 * r * nu, clip=1.5),
     "g2rl-signed": g2rl_signed,

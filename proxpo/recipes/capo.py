@@ -1,0 +1,56 @@
+from typing import Literal
+
+from proxpo.recipes._registry import register
+from proxpo.recipes.dr_grpo import dr_grpo
+from proxpo.recipes.grpo import grpo
+from proxpo.recipes.reinforce import reinforce
+from proxpo.types import Recipe
+from proxpo.weights import curvature_mask
+
+# Bounds on the shift of the policy and of the objective, as run on each host.
+BOUNDS = {"grpo": (1e-4, 0.01), "dr-grpo": (1e-3, 5e-4), "reinforce": (1e-5, 0.1)}
+
+
+@register("capo", paper="arXiv:2510.00819")
+def capo(
+    *,
+    host: Literal["grpo", "dr-grpo", "reinforce"] = "grpo",
+    tau_policy: float | None = None,
+    tau_objective: float | None = None,
+    optimizer: Literal["adam", "sgd"] = "adam",
+    sides: Literal["two", "one"] = "two",
+    k: int = 50,
+    learning_rate: float = 1.5e-5,
+    clip: float = 0.2,
+    max_tokens: float = 3000,
+    eps: float = 1e-4,
+) -> Recipe:
+    """CAPO: drop the tokens whose own optimizer step is foreseen to shift too much.
+
+        v = e - π,   G = A v hᵀ,   Δ = G or Adam's step on it,   u = Δ h
+        m_H = η A (v·u) + (η²/2) A [(v·u)² - uᵀ(diag π - π πᵀ) u],   m_F = (η²/2) (v·u)²
+        keep a token iff m_F < τ_F and |m_H| < τ_H
+
+    A model of the head alone: h the hidden state behind the token, π over its K likeliest tokens, e
+    the one drawn. host: GRPO (each response divided by its kept tokens), Dr. GRPO or REINFORCE,
+    with the bounds of their runs unless given; a bound of 0 is none. sides="one": 0 ≤ m_H < τ_H.
+
+    Departures: hidden states and distributions belong to the same position, where the released code
+    is one off. Adam's moments move once per rollout in our trainer, and each process has its own.
+    No discount, as in the code.
+
+    Reference: Melo, Abate & Gal, arXiv:2510.00819; luckeciano/stable-pg-llm.
+    """
+    base = {
+        "grpo": lambda: grpo(clip_low=clip, clip_high=clip, eps=eps),
+        "dr-grpo": lambda: dr_grpo(clip=clip, max_tokens=max_tokens),
+        "reinforce": lambda: reinforce(standardise=True),
+    }[host]()
+    policy, objective = BOUNDS[host]
+    mask = curvature_mask(
+        tau_policy=policy if tau_policy is None else tau_policy,
+        tau_objective=objective if tau_objective is None else tau_objective,
+        optimizer=optimizer, sides=sides, k=k, learning_rate=learning_rate,
+        normalize="sequence" if host == "grpo" else "all",
+    )  # fmt: skip
+    return base.replace(select=(mask,))

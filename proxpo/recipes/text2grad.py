@@ -1,0 +1,56 @@
+from typing import Literal
+
+from proxpo.advantages import gae
+from proxpo.aggregate import guarded_token_mean, token_mean
+from proxpo.recipes._registry import register
+from proxpo.recipes.ppo import ppo
+from proxpo.rewards import kl_in_reward, span_reward
+from proxpo.types import Recipe
+from proxpo.values import value_loss
+
+
+@register("text2grad", paper="arXiv:2505.22338")
+def text2grad(
+    *,
+    kl_coef: float = 0.2,
+    kl: Literal["k1", "abs", "k2", "k3"] = "k1",
+    kl_controller: Literal["fixed", "horizon", "doubling"] = "horizon",
+    kl_target: float = 0.1,
+    kl_horizon: float = 10000.0,
+    clip: float = 0.2,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    whitening: bool = True,
+    value_coef: float = 0.1,
+    value_clip: float | None = 0.2,
+    entropy_coef: float = 0.0,
+    holes: Literal["reset", "skip"] = "reset",
+    max_ratio: float | None = 10.0,
+    outcome: bool = False,
+) -> Recipe:
+    """Text2Grad: PPO on the spans that a critique in words has marked as good or bad.
+
+        ρ_t = δ_t - β KL_t,   δ_t = +1, -1 or 0 inside a good span, a bad one, or none
+        δV_t = ρ_t + γ V_{t+1} - V_t,   A_t = δV_t + γλ A_{t+1}, whitened over all valid tokens
+        L = token mean of max(-A r, -A clip(r, 1±ε)) + c ½ max((V-R)², (V_clip-R)²)
+
+    proxpo.rewards.span_values turns marked text into δ. No credit crosses a masked token (holes=
+    "skip": it does). A step whose mean ratio is above max_ratio counts for nothing. outcome=True
+    adds the response's reward. entropy_coef is in the paper, not in the released trainer.
+
+    Departures: KL from the sampled token, where the scripts sum over the vocabulary; its target is
+    per token. The released mask of punctuation is off by one token and not reproduced.
+
+    Reference: arXiv:2505.22338; microsoft/Text2Grad.
+    """
+    base = ppo(clip_low=clip, clip_high=clip, entropy_coef=entropy_coef)
+    penalty = kl_in_reward(
+        coef=kl_coef, estimator=kl, controller=kl_controller, target=kl_target, horizon=kl_horizon
+    )
+    critic = {"coef": value_coef, "clip": value_clip, "gamma": gamma, "lam": lam, "holes": holes}
+    return base.replace(
+        reward=(span_reward(outcome=outcome), penalty),
+        advantage=gae(gamma=gamma, lam=lam, whitening=whitening, holes=holes),
+        aggregate=token_mean() if max_ratio is None else guarded_token_mean(max_ratio=max_ratio),
+        value=value_loss(**critic),
+    )

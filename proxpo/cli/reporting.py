@@ -4,12 +4,20 @@ from pathlib import Path
 
 from rich.console import Console
 
+from proxpo.errors import ProxpoError
+
 
 def write_reports(paths: list[str], out: str | None) -> None:
     """One comparison is drawn in its own folder, loose runs in `out`."""
-    from proxpo.report.analysis import analyse
-    from proxpo.report.comparison import gather, write_report
-    from proxpo.report.wording import caveats, claims, ranking_lines
+    try:
+        from proxpo.report.analysis import analyse
+        from proxpo.report.comparison import gather, write_report
+        from proxpo.report.wording import caveats, claims, ranking_lines
+    except ModuleNotFoundError as error:
+        raise ProxpoError(
+            f"reports need {error.name}: pip install 'proxpo[train]'; the runs are complete, and "
+            "proxpo report draws them"
+        ) from None
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     comparison = gather(paths, Path(out or "report"))

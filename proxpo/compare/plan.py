@@ -22,7 +22,7 @@ import yaml
 
 from proxpo.errors import ProxpoError
 from proxpo.files import write_whole
-from proxpo.train.config import _Dumper as _ConfigDumper
+from proxpo.train.config import ConfigDumper
 from proxpo.train.config import read_yaml
 
 VERSION = 1
@@ -184,7 +184,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class _Dumper(_ConfigDumper):
+class _Dumper(ConfigDumper):
     """Repeats a value that occurs twice instead of pointing to the first."""
 
     def ignore_aliases(self, data: Any) -> bool:

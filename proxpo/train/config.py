@@ -85,7 +85,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """The whole config; `load_config` of it gives an equal one."""
-    return yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(as_dict(config), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True)
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -106,11 +106,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-class _Dumper(yaml.SafeDumper):
+class ConfigDumper(yaml.SafeDumper):
     """Quotes the text that `_Loader` would read as a number."""
 
 
-for _one in (_Loader, _Dumper):
+for _one in (_Loader, ConfigDumper):
     _one.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),

@@ -108,8 +108,9 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
     }
     if recipe.rescale is not None:  # over tokens in place of parameters: there is no model here
         norm = logp_norm(recipe, batch, denominators=ready.denominators)
+        rescaling: Any = recipe.rescale.apply
         measured["rescale_norm_logp"] = norm
-        measured["rescale_factor_logp"] = norm.new_tensor(recipe.rescale.apply.factor(float(norm)))
+        measured["rescale_factor_logp"] = norm.new_tensor(rescaling.factor(float(norm)))
     with torch.no_grad():
         if recipe.ratio.gives == "ratio":
             state = recipe.init_state().get("ratio", {})

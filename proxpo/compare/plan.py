@@ -22,8 +22,7 @@ import yaml
 
 from proxpo.errors import ProxpoError
 from proxpo.files import write_whole
-from proxpo.train.config import ConfigDumper
-from proxpo.train.config import read_yaml
+from proxpo.train.config import ConfigDumper, read_yaml
 
 VERSION = 1
 PLAN, BASE, RUNS = "plan.yaml", "base.yaml", "runs"

@@ -148,6 +148,7 @@ def _method(name: Any) -> Method:
 
 __all__ = [
     "Config",
+    "ConfigDumper",
     "Setting",
     "as_dict",
     "build",

@@ -25,7 +25,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
             "kl": "k2",
             "kl_coef": 0.5,
             "outcome": True,
-            "max_ratio": 1.05,
+            "max_ratio": 1.5,
         },
     ),
     "capo": ("capo", {"learning_rate": 0.05}),

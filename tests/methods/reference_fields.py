@@ -122,7 +122,7 @@ def text2grad_raw(b: Batch) -> torch.Tensor:
         rho[k] += kept_reward
     raw = gae(rho, b, gamma=0.9, lam=0.8)
     x = plus(clipped(ratio(b), raw, 0.2, 0.2), (0.1, value_terms(b, raw, clip=0.2)))
-    too_far = mean([number(r) for r in ratio(b).values()]) > 1.05
+    too_far = mean([number(r) for r in ratio(b).values()]) > 1.5
     return token_mean(x, b) * (0.0 if too_far else 1.0)
 
 

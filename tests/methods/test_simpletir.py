@@ -86,6 +86,7 @@ def test_everything_void(batch: Batch) -> None:
         ("```python\nraise ValueError\n```", False),
         ("```python\nx", True),
         ("```python x\n```", True),
+        ("```python\nx```", True),
         (r"so it is \boxed{1}", False),
         (r"so it is \boxed", True),
         ("plain prose", True),

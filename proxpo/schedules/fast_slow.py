@@ -45,7 +45,8 @@ def fast_slow(
 
     def schedule(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
         batch = updates.batch()
-        entropy = masked_mean(batch.entropy, batch.mask, all_sum=ctx.all_sum).double().cpu()
+        found = batch.require("entropy", by="schedule=fast_slow")
+        entropy = masked_mean(found, batch.mask, all_sum=ctx.all_sum).double().cpu()
         past = ctx.state["entropies"]
         z = z_score(entropy, past[-window:] if len(past) >= window else past[:0])
         fired = trigger is not None and bool(z.abs() >= trigger)

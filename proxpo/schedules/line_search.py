@@ -38,7 +38,7 @@ def line_search(
         found = trpo_step(
             policy,
             samples,
-            updates.batch().advantages,
+            updates.batch().require("advantages", by="schedule=line_search"),
             delta=delta,
             damping=damping,
             cg_iterations=cg_iterations,

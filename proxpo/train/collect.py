@@ -15,7 +15,7 @@ from proxpo.errors import ProxpoError
 from proxpo.shapes import Bool, Float, Tensor
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.experience import Experience, join
-from proxpo.train.grading import grade, is_correct, span_values
+from proxpo.train.grading import grade, is_correct, span_rewards
 from proxpo.train.learner import needs
 from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardPool
@@ -248,7 +248,7 @@ def _extras(
                 f'{sampler.pool.spec.where} marks no spans: return {{"score": ..., "spans": '
                 "[[start, end, value], ...]}, in characters of the response"
             )
-        found["span_rewards"] = span_values(sampler.policy, episodes, outcomes)
+        found["span_rewards"] = span_rewards(sampler.policy, episodes, outcomes)
     return found
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from proxpo.rewards.spans import token_values
 from proxpo.shapes import Float, Tensor
 from proxpo.train.episodes import Episodes
 from proxpo.train.models import Policy
@@ -32,29 +33,26 @@ def is_correct(outcome: Outcome) -> bool:
     return outcome.reward > 0 if outcome.correct is None else outcome.correct
 
 
-def span_values(
+def span_rewards(
     policy: Policy, episodes: Episodes, outcomes: Sequence[Outcome]
 ) -> Float[Tensor, "seq tok"]:
-    """The marks a reward function put on characters of the text it saw, on the tokens they touch.
-
-    Where marks overlap, the last one counts; 0 where there is none.
-    """
+    """The marks a reward function put on the text it saw, on its tokens; 0 where there is none."""
     mask = episodes.samples.mask
     found = torch.zeros(mask.shape)
     for row, outcome in enumerate(outcomes):
-        if not outcome.spans:
-            continue
-        first = episodes.begins[row]
-        ids = episodes.samples.tokens[row, first:][mask[row, first:]].tolist()
-        texts = (
-            policy.tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(len(ids))
-        )
-        edges = [*map(len, texts), len(episodes.answers[row])]
-        for start, end, value in outcome.spans:
-            for place, (left, right) in enumerate(pairwise(edges)):
-                if max(left, start) < min(right, end):
-                    found[row, first + place] = value
+        if outcome.spans:
+            first, text = episodes.begins[row], episodes.answers[row]
+            ids = episodes.samples.tokens[row, first:][mask[row, first:]].tolist()
+            values = token_values(text, _offsets(policy, ids, len(text)), outcome.spans)
+            found[row, first : first + len(ids)] = values.float()
     return found.to(mask.device)
 
 
-__all__ = ["grade", "is_correct", "span_values"]
+def _offsets(policy: Policy, ids: list[int], length: int) -> list[tuple[int, int]]:
+    """Characters [start, end) that each id adds to the decoded text."""
+    decode = policy.tokenizer.decode
+    texts = (decode(ids[:n], skip_special_tokens=True) for n in range(len(ids)))
+    return list(pairwise([*(min(len(text), length) for text in texts), length]))
+
+
+__all__ = ["grade", "is_correct", "span_rewards"]

@@ -212,7 +212,7 @@ class Steps:
         job, rows = self.job, self.rows
         how = pass_of(job.config, len(rows.mask))
         seed = derive(job.config.seed, *self.path, "prepare")
-        options = {
+        options: dict[str, Any] = {
             "state": job.learner.state,
             "generator": torch.Generator().manual_seed(seed),
             "clock": job.clock,

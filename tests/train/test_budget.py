@@ -85,7 +85,7 @@ def test_knapsack_learns_from_what_it_has_seen(tmp_path) -> None:
 
 
 def test_pruned_rows_cost_no_pass(tmp_path, monkeypatch) -> None:
-    """Neither the old, nor the reference, nor the current log-probabilities of them are computed."""
+    """Neither their old, nor their reference, nor their current log-probabilities are computed."""
     job = job_of(tmp_path, method="cppo")
     rows = sample(job).experience
     assert len(rows.group.unique()) == 8  # half of the responses leave, so twice the prompts come
@@ -194,7 +194,8 @@ def test_durations_and_spans_from_the_reward_function(tmp_path) -> None:
         ids = rows.input_ids[row, -rows.mask.shape[1] :][rows.mask[row]]
         marks = rows.span_rewards[row][rows.mask[row]].tolist()
         said = text(ids, skip_special_tokens=True)
-        assert marks[: len(said)] == [-1.0, *[1.0] * (len(said) - 1)][: len(said)]
+        word = -1.0 if len(said) == 1 else 1.0  # the span over the middle of the word
+        assert marks[: len(said)] == [word] * len(said)
         assert set(marks[len(said) :]) <= {0.0}  # the end token is no text
     job.close()
 
@@ -202,7 +203,7 @@ def test_durations_and_spans_from_the_reward_function(tmp_path) -> None:
 def test_spans_that_nobody_marks(tmp_path) -> None:
     job = job_of(tmp_path, method="grpo")
     asks = Stage(kind="weights", name="asks", apply=lambda *_: None, needs=("span_rewards",))
-    with pytest.raises(ProxpoError, match="'span_rewards', and the reward .* marks no spans"):
+    with pytest.raises(ProxpoError, match=r"'span_rewards', and the reward .* marks no spans"):
         sample(with_stage(job, weights=(asks,)))
 
 
@@ -225,7 +226,7 @@ def test_whole_distributions_of_stale_data_are_refused(tmp_path) -> None:
     job = job_of(tmp_path, "kl=exact", method="fixpo")
     rows = sample(job).experience
     job.learner.version += 1
-    with pytest.raises(ProxpoError, match="'old_vocab_logp' .* fresh data only"):
+    with pytest.raises(ProxpoError, match=r"'old_vocab_logp' .* fresh data only"):
         update(job, rows)
 
 

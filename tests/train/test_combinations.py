@@ -65,7 +65,7 @@ def base(tmp_path_factory):
 
 def test_random_combinations_train_and_survive_a_checkpoint(base, tmp_path) -> None:
     start = {k: v.clone() for k, v in base.policy.model.state_dict().items()}
-    refused = 0
+    refused: list[str] = []
     for number, (slug, settings) in enumerate(legal(base.task, COUNT)):
         base.policy.model.load_state_dict(start)
         job = _job(base, slug, settings)
@@ -76,8 +76,7 @@ def test_random_combinations_train_and_survive_a_checkpoint(base, tmp_path) -> N
                 job.step += 1
                 assert torch.isfinite(torch.tensor(metrics["loss"])), what
         except ProxpoError as error:  # a fit that only data can tell, in one clear line
-            assert "\n" not in str(error), what
-            refused += 1
+            refused.append(str(error))
             continue
         assert all(bool(torch.isfinite(p).all()) for p in job.learner.trainable()), what
         root = tmp_path / str(number)
@@ -86,7 +85,8 @@ def test_random_combinations_train_and_survive_a_checkpoint(base, tmp_path) -> N
         _same_state(state, job.learner.state, what)
         job.learner.state = state
         update(job, _sample(job, job.step, lambda *_: None).experience)
-    assert refused <= COUNT // 5
+    assert len(refused) <= COUNT // 5, refused
+    assert not any("\n" in line for line in refused)
 
 
 def _job(base, slug: str, settings: dict):

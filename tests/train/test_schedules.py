@@ -190,9 +190,10 @@ def test_a_transform_that_meets_infinity_skips_the_step(tmp_path, monkeypatch) -
         assert not torch.isfinite(torch.tensor(metrics["grad_norm"]))
         assert job.skipped == 1
         assert same(weights(job), before)
+        for _ in range(MOST_SKIPPED - 2):
+            update(job, rows)
         with pytest.raises(ProxpoError, match=f"not finite in {MOST_SKIPPED} updates in a row"):
-            for _ in range(MOST_SKIPPED):
-                update(job, rows)
+            update(job, rows)
     job.skipped = 1
     assert torch.isfinite(torch.tensor(update(job, rows)["grad_norm"]))
     assert job.skipped == 0

@@ -7,7 +7,7 @@ multiplied by once the norm of that vector is known. Called, it is the function 
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -91,6 +91,13 @@ def clipping_bias(
     return ClippingBias(low=low, high=high, norm_floor=norm_floor, when_unclipped=when_unclipped)
 
 
+def rescaling_of(recipe: Recipe) -> Rescaling:
+    """The object behind the recipe's rescale stage."""
+    if recipe.rescale is None:
+        raise ProxpoError(f"{recipe.name or 'recipe'}: there is no rescale stage")
+    return cast(Rescaling, recipe.rescale.apply)
+
+
 def measured_loss(
     recipe: Recipe, batch: Batch, *, denominators: Denominators, **options: Any
 ) -> Float[Tensor, ""]:
@@ -98,9 +105,7 @@ def measured_loss(
 
     Takes a prepared batch, or a cut of one, and the options of `policy_loss`; cuts add up.
     """
-    if recipe.rescale is None:
-        raise ProxpoError(f"{recipe.name or 'recipe'}: there is no rescale stage")
-    term = recipe.rescale.apply
+    term = rescaling_of(recipe)
     trust = Stage(kind="trust", name="measured", apply=term, takes=("ratio",), gives="loss")
     bare = recipe.replace(trust=trust, regularisers=(), value=None)
     return policy_loss(bare, batch, denominators=denominators, **options).value
@@ -118,4 +123,11 @@ def logp_norm(
     return torch.zeros_like(value) if found is None else found.norm()
 
 
-__all__ = ["ClippingBias", "Rescaling", "clipping_bias", "logp_norm", "measured_loss"]
+__all__ = [
+    "ClippingBias",
+    "Rescaling",
+    "clipping_bias",
+    "logp_norm",
+    "measured_loss",
+    "rescaling_of",
+]

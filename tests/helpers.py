@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from methods.cases_fields import FIELDS
+from methods.cases_schedules import SCHEDULES
 from methods.cases_tokens import TOKENS
 from methods.cases_trust import TRUST
 from torch import Tensor
@@ -133,6 +134,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ema-kpo": ("ema-kpo", {"q": 0.01, "clip_low": 0.02, "clip_high": 0.02}),
     "ema-kpo-fixed": ("ema-kpo", {"mode": "fixed", "alpha": 0.3, "mask_mode": "skip"}),
     **TOKENS,
+    **SCHEDULES,
     **TRUST,
     **FIELDS,
 }
@@ -232,6 +234,7 @@ def _further_fields(mask: Tensor, group: Tensor, g: torch.Generator) -> dict[str
         "span_rewards": torch.randint(-1, 2, (rows, tokens), generator=g).double(),
         "duration": 1 + 3 * uniform(rows),
         "void": torch.rand(rows, generator=g) < 0.3,
+        "prev_logp": -3 * uniform(rows, tokens) - 0.05,
     }
 
 

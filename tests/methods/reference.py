@@ -822,7 +822,8 @@ REFERENCES: dict[str, Reference] = {
 }
 
 from methods.reference_fields import FIELDS  # noqa: E402 - built from the loops above
+from methods.reference_schedules import SCHEDULES  # noqa: E402
 from methods.reference_tokens import TOKENS  # noqa: E402
 from methods.reference_trust import TRUST  # noqa: E402
 
-REFERENCES |= FIELDS | TOKENS | TRUST
+REFERENCES |= FIELDS | TOKENS | TRUST | SCHEDULES

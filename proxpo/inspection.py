@@ -9,7 +9,7 @@ import torch
 from proxpo.compose import Prepared, policy_loss, prepare
 from proxpo.kl import kl_estimate
 from proxpo.masked import masked_mean
-from proxpo.rescaling import logp_norm
+from proxpo.rescaling import logp_norm, rescaling_of
 from proxpo.shapes import Bool, Float, Tensor
 from proxpo.trust.ess import ess
 from proxpo.types import Batch, Context, Recipe
@@ -108,9 +108,8 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
     }
     if recipe.rescale is not None:  # over tokens in place of parameters: there is no model here
         norm = logp_norm(recipe, batch, denominators=ready.denominators)
-        rescaling: Any = recipe.rescale.apply
         measured["rescale_norm_logp"] = norm
-        measured["rescale_factor_logp"] = norm.new_tensor(rescaling.factor(float(norm)))
+        measured["rescale_factor_logp"] = norm.new_tensor(rescaling_of(recipe).factor(float(norm)))
     with torch.no_grad():
         if recipe.ratio.gives == "ratio":
             state = recipe.init_state().get("ratio", {})

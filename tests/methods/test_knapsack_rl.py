@@ -161,7 +161,7 @@ def test_rate_of_the_last_visit_or_of_the_last_sixteen() -> None:
     assert seen([1, 0, 0, 0]) == {"rate": 0.25, "recorded": 4}
     assert seen([1, 0, 0, 0], [1, 1, 1, 1]) == {"rate": 5 / 8, "recorded": 8}
     assert seen([1] * 16, [0] * 16) == {"rate": 0.0, "recorded": 32}
-    assert seen([1] * 20, [0] * 20)["rate"] == 0.0
+    assert seen([1] * 20, [1] * 4 + [0] * 16)["rate"] == 4 / 20
     assert seen([0] * 10 + [1] * 30)["rate"] == 0.75
     assert seen([1] * 9 + [0] * 3, [0, 1, 0, 0] * 2)["rate"] == (5 + 2) / 16
     assert seen([1, 1, -1], [0, 1, 1], window=4)["rate"] == 2 / 4

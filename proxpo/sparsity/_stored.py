@@ -27,7 +27,7 @@ class StoredWeights(Mapping[str, Tensor]):
 def stored_weights(path: str | Path) -> StoredWeights:
     """The weights in a .safetensors file or in a folder of them: a model's, shards included.
 
-    A checkpoint of `proxpo train` holds the model in its subfolder `model`.
+    A checkpoint of `proxpo train` has them in its subfolder `model`, or in weights.safetensors.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -48,6 +48,8 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if (path / "model").is_dir():
         path = path / "model"
+    if (path / "weights.safetensors").is_file():
+        return [path / "weights.safetensors"]
     found = sorted(path.glob("*.safetensors"))
     found = [one for one in found if "model" in one.stem] or found
     if not found:

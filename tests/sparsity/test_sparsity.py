@@ -213,6 +213,12 @@ def test_streamed_is_the_same(folders: tuple[Path, Path, Path]) -> None:
     assert {one.name: one for one in found.tensors} == {one.name: one for one in direct.tensors}
 
 
+def test_weights_of_a_checkpoint_without_its_model(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "weights.safetensors")
+    save_file({"other": torch.ones(1)}, tmp_path / "optimizer.safetensors")
+    assert set(stored_weights(tmp_path)) == set(LAYERS)
+
+
 def test_command_in_json(
     folders: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

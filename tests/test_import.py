@@ -28,12 +28,17 @@ USE = """
 import proxpo
 generator = torch.Generator().manual_seed(0)
 logp = torch.randn(4, 5, generator=generator).requires_grad_()
-other = dict.fromkeys(
-    ("old_logp", "ref_logp", "rollout_logp", "prox_logp", "entropy", "values"), logp.detach() + 0.1
-)
+yes, where = torch.ones(4, 5, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+same = ("old_logp", "ref_logp", "rollout_logp", "prox_logp", "prev_logp", "entropy", "values")
+other = dict.fromkeys(same, logp.detach() + 0.1)
+other |= dict.fromkeys(("span_rewards", "noise", "step_size", "time"), torch.rand(4, 5))
+other |= dict.fromkeys(("mean", "old_mean", "ref_mean", "hidden"), torch.rand(4, 5, 3))
+other |= dict.fromkeys(("vocab_logp", "old_vocab_logp"), torch.rand(4, 5, 7).log_softmax(-1))
+other |= dict.fromkeys(("tokens", "turn"), yes.long())
+other |= dict.fromkeys(("correct", "void", "truncated"), where == 1)
 batch = proxpo.Batch(
-    logp=logp, mask=torch.ones(4, 5, dtype=torch.bool), rewards=torch.tensor([1.0, 0.0, 1.0, 0.5]),
-    group=torch.tensor([0, 0, 1, 1]), greedy_rewards=torch.zeros(4), **other,
+    logp=logp, mask=yes, rewards=torch.tensor([1.0, 0.0, 1.0, 0.5]), group=where, prompt_id=where,
+    greedy_rewards=torch.zeros(4), duration=torch.rand(4), features=torch.rand(4, 3), **other,
 )
 for slug in proxpo.methods():
     proxpo.loss_fn(proxpo.make_recipe(slug))(batch).value.backward()

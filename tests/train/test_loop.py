@@ -107,6 +107,8 @@ def weights_of_start() -> dict[str, torch.Tensor]:
         ),
         ("method=p3o-2019",),
         ("method=grpo", "replay_share=0.5", "optimizer=muon", "lr_schedule=cosine"),
+        ("method=remix", "reset_at=4"),
+        ("method=knapsack-rl", "task=calculator", "rollout.max_tokens=8"),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(sets, tmp_path):

@@ -49,7 +49,7 @@ class Outcome:
     correct: bool | None = None
     status: Status = "ok"
     detail: str = ""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     spans: tuple[tuple[int, int, float], ...] = ()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,12 +203,15 @@ def gradients(
     rows, batch = _filled(recipe, rows, batch)
     batch = _narrow(batch, rows.mask.shape[1])
     parts = list(cuts(len(batch.mask), how.micro_batch, batch.mask.device))
-    fixed["all_sum"] = _sums(learner, recipe, rows, batch, parts, how, fixed)
+    sums = partial(_sums, learner, rows=rows, batch=batch, parts=parts, how=how, fixed=dict(fixed))
+    fixed["all_sum"] = apart = sums(recipe)
+    if learner.transform is not None and _bare(recipe) != recipe:
+        apart = sums(_bare(recipe))  # it asks for other sums, in another order
     share = [float(batch.mask[part].sum()) for part in parts]
     totals: Metrics = {}
     for number, part in enumerate(parts):
         options = fixed | {"generator": _draws(seed, number)}
-        loss = _backward(learner, recipe, rows.rows(part), batch.rows(part), how, options)
+        loss = _backward(learner, recipe, rows.rows(part), batch.rows(part), how, options, apart)
         weight = share[number] / max(sum(share), 1.0)
         for name, value in loss.metrics.items():
             now, before = value.detach().float(), totals.get(name)
@@ -274,17 +278,19 @@ def _backward(
     batch: Batch,
     how: Pass,
     options: dict[str, Any],
+    apart: AllSum,
 ) -> Loss:
+    """`apart` adds over micro-batches for the policy term alone, as a transform sees it."""
     narrow = _narrow(batch, rows.mask.shape[1])
     if learner.transform is None:
         loss = policy_loss(recipe, narrow.replace(**forward(learner, rows, how=how)), **options)
         loss.value.backward()
         return loss
-    if recipe.regularisers or recipe.value is not None:
+    bare, alone = _bare(recipe), options | {"all_sum": apart}
+    if bare != recipe:
         # Terms without an advantage: an ordinary backward of their own.
         now = narrow.replace(**forward(learner, rows, how=how))
-        bare = recipe.replace(regularisers=(), value=None)
-        extra = policy_loss(recipe, now, **options).value - policy_loss(bare, now, **options).value
+        extra = policy_loss(recipe, now, **options).value - policy_loss(bare, now, **alone).value
         extra.backward()
     sequences = torch.where(
         rows.attention_mask, torch.arange(len(rows.mask), device=rows.mask.device)[:, None], -1
@@ -294,14 +300,20 @@ def _backward(
         learner.policy.model, sequences=sequences, advantages=advantages, groups=rows.group
     ):
         found = forward(learner, rows, how=how)
-        split = objective(recipe, narrow.replace(**found), **options)
+        split = objective(recipe, narrow.replace(**found), **alone)
         (-(split.weights * found["logp"]).sum()).backward()
     return split.loss
+
+
+def _bare(recipe: Recipe) -> Recipe:
+    """The policy term alone: what carries an advantage."""
+    return recipe.replace(regularisers=(), value=None)
 
 
 def _sums(
     learner: Learner,
     recipe: Recipe,
+    *,
     rows: Experience,
     batch: Batch,
     parts: list[Tensor],

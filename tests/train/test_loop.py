@@ -252,12 +252,24 @@ def test_bad_input_gets_one_clear_line(sets, overrides, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("slug", ["grpo", "p3o", "reinforce-pp", "isopo"])
-def test_micro_batches_change_the_weights_by_rounding_alone(slug, tmp_path):
-    """Also for P3O, whose ESS is that of the whole batch."""
-    quiet = ("steps=2", "kl_coef=0") if slug == "reinforce-pp" else ("steps=2",)
-    if slug == "isopo":  # the overlap set is drawn per micro-batch; without lengths there is none
-        quiet = (*quiet, "p=0")
+# A sum that comes after those of the penalty, which a gradient transform leaves out.
+AFTER_THE_PENALTY = ("aggregate=guarded_token_mean", "updates_per_rollout=3")
+
+
+@pytest.mark.parametrize(
+    ("slug", "sets"),
+    [
+        ("grpo", ()),
+        ("p3o", ()),
+        ("reinforce-pp", ("kl_coef=0",)),
+        # The overlap set is drawn per micro-batch; without lengths there is none.
+        ("isopo", ("p=0",)),
+        ("p3o", ("gradient=isopo", "gradient.p=0", "gradient.q=-1", *AFTER_THE_PENALTY)),
+    ],
+)
+def test_micro_batches_change_the_weights_by_rounding_alone(slug, sets, tmp_path):
+    """Also for P3O, whose ESS is that of the whole batch, in its policy term and in its penalty."""
+    quiet = ("steps=2", *sets)
     train(config_of(tmp_path / "whole", *quiet, method=slug))
     train(config_of(tmp_path / "cut", *quiet, "micro_batch=5", method=slug))
     whole, cut = rows_of(tmp_path / "whole")[-1], rows_of(tmp_path / "cut")[-1]

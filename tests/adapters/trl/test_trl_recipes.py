@@ -97,7 +97,7 @@ BAD = [
         "per_device_train_batch_size=1 must be a multiple of num_generations=2",
     ),
     ("isopo", {}, {"cast_lm_head_to_fp32": True}, "gradient=isopo cannot run here: its log-prob"),
-    ("grpo", {"schedule": "poisson_replay"}, {}, "trains on earlier rollouts, which TRL does not"),
+    ("grpo", {"schedule": "poisson_replay"}, {}, "decides over the optimizer steps of a rollout"),
 ]
 
 

@@ -107,8 +107,8 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
     if recipe.schedule is not None and recipe.schedule.name != "single_update":
         raise ProxpoError(
             f"recipe {recipe.name}: schedule={recipe.schedule.name} decides over the optimizer "
-            "steps of a rollout, which TRL does itself: schedule=none in recipe_options leaves them "
-            "to num_iterations and steps_per_generation"
+            "steps of a rollout, which TRL does itself: schedule=none in recipe_options leaves "
+            "them to num_iterations and steps_per_generation"
         )
     if recipe.schedule is not None and (held != steps or args.num_iterations != 1):
         raise ProxpoError(

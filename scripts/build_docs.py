@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from proxpo import aggregate, kl
+from proxpo import aggregate, kl, sparsity
 from proxpo.recipes import Method, methods
 from proxpo.stages import STAGES, load_all
 
@@ -42,6 +42,10 @@ def pages() -> dict[Path, str]:
     out = {ROOT / f"docs/methods/{m.slug}.md": method_page(m, tested) for m in methods().values()}
     out[ROOT / "docs/methods/kl-estimators.md"] = shared_page(
         "kl-estimators", [kl, kl.kl_estimate], tested
+    )
+    measures = [sparsity.compare, sparsity.overlap, sparsity.train_only]
+    out[ROOT / "docs/methods/sparse-updates.md"] = shared_page(
+        "sparse-updates", [sparsity, *measures], tested
     )
     modes = [factory for _, factory in sorted(STAGES["aggregate"].items())]
     out[ROOT / "docs/methods/aggregation.md"] = shared_page(

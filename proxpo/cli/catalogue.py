@@ -15,6 +15,16 @@ from proxpo.report.facts import sentence
 from proxpo.report.terminal import console
 from proxpo.types import Recipe
 
+# What measures instead of training, and the command that does it.
+DIAGNOSTICS = {
+    "sparse-updates": (
+        "arXiv:2505.11711",
+        "official code",
+        "Which weights a run changed, where, and how two runs overlap, in a stated dtype.",
+        "proxpo sparsity BEFORE AFTER",
+    )
+}
+
 
 def show_methods(*, as_json: bool) -> None:
     if as_json:
@@ -27,11 +37,22 @@ def show_methods(*, as_json: bool) -> None:
         name = Text.assemble((slug, "bold"), (f"\n{one.paper}\n{one.confidence}", "dim"))
         what = Text.assemble(sentence(one.summary), (f"\n{_chain(one.make())}", "dim"))
         table.add_row(name, what)
+    for slug, (paper, confidence, summary, command) in DIAGNOSTICS.items():
+        name = Text.assemble((slug, "bold"), (f"\n{paper}\n{confidence}", "dim"))
+        table.add_row(name, Text.assemble(summary, (f"\na diagnostic: {command}", "dim")))
     console().print(table)
     print(f"{len(methods())} methods; proxpo methods NAME shows one in full.")
 
 
 def show_method(name: str, *, as_json: bool) -> None:
+    if name in DIAGNOSTICS and not as_json:
+        import proxpo.sparsity
+
+        paper, confidence, summary, command = DIAGNOSTICS[name]
+        title = Text.assemble((name, "bold"), f"  {paper}", (f"  {confidence}", "dim"))
+        text = inspect.getdoc(proxpo.sparsity) or summary
+        console().print(Group(title, Text(), Text(text), Text(f"\ncommand: {command}", "dim")))
+        return
     one = method(name)
     if as_json:
         full = {**_brief(one), "text": one.text, "source": _source(one)}

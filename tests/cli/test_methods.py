@@ -18,6 +18,13 @@ def test_the_catalogue_lists_every_method(proxpo, monkeypatch):
     assert f"{len(library.methods())} methods" in out
 
 
+def test_the_diagnostic_is_listed_with_its_command(proxpo):
+    assert "proxpo sparsity BEFORE AFTER" in proxpo("methods").out
+    shown = proxpo("methods", "sparse-updates").out
+    assert "arXiv:2505.11711" in shown
+    assert "sparsity = 1 - |{j : |d_j| > tol}| / n" in shown
+
+
 def test_one_method_in_full(proxpo):
     out = proxpo("methods", "P3O").out
     for expected in (

@@ -16,9 +16,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise."""
     valid = sorted(valid)
     folded = {fold(v): v for v in valid}
-    close = difflib.get_close_matches(fold(name), list(folded), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(fold(name), list(folded), n=5, cutoff=0.6)
     if close:
-        return f"; did you mean '{folded[close[0]]}'?"
+        best = max(close, key=lambda one: _likeness(fold(name), one))
+        return f"; did you mean '{folded[best]}'?"
     return f"; valid: {', '.join(valid)}" if valid else ""
 
 
@@ -29,6 +30,12 @@ def resolve(name: str, valid: Iterable[str], *, what: str) -> str:
         if fold(candidate) == fold(name):
             return candidate
     raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid)}")
+
+
+def _likeness(given: str, name: str) -> tuple[float, bool]:
+    """Of names equally close the one with the same letters: `gpso` is `gspo`, not `pspo`."""
+    ratio = difflib.SequenceMatcher(None, name, given).ratio()
+    return ratio, sorted(given) == sorted(name)
 
 
 def fold(name: str) -> str:

@@ -16,6 +16,12 @@ import torch
 
 import proxpo
 from proxpo.recipes import methods
+from proxpo.types import Clock
+
+# Narrow, so that the batch fits: methods that read distributions or hidden states of every token
+# cost in proportion to these sizes.
+VOCABULARY, LATENT = 8, 4
+CLOCK = Clock(step=1, steps=10, learning_rate=1e-6)
 
 
 def main() -> None:
@@ -50,14 +56,14 @@ def timer(recipe: proxpo.Recipe, batch: proxpo.Batch):
 
     Advantages are prepared beforehand, once per rollout as in training; the update is what repeats.
     """
-    ready = proxpo.prepare(recipe, batch)
+    ready = proxpo.prepare(recipe, batch, generator=torch.Generator().manual_seed(0))
 
     def run() -> float:
         logp = batch.logp.detach().clone().requires_grad_()
         current = ready.batch.replace(logp=logp)
         _wait(logp)
         start = time.perf_counter()
-        loss = proxpo.policy_loss(recipe, current, denominators=ready.denominators)
+        loss = proxpo.policy_loss(recipe, current, denominators=ready.denominators, clock=CLOCK)
         loss.value.backward()
         _wait(logp)
         return time.perf_counter() - start
@@ -71,7 +77,12 @@ def make_batch(rows: int, tokens: int, device: str) -> proxpo.Batch:
     def noise(scale: float) -> torch.Tensor:
         return (scale * torch.randn(rows, tokens, generator=generator)).to(device)
 
+    def wide(size: int) -> torch.Tensor:
+        return torch.randn(rows, tokens, size, generator=generator).to(device)
+
     old = -noise(1.0).abs()
+    vocabulary = wide(VOCABULARY).log_softmax(dim=-1)
+    mean = wide(LATENT)
     lengths = torch.randint(tokens // 4, tokens + 1, (rows, 1), generator=generator)
     return proxpo.Batch(
         logp=old + noise(0.1),
@@ -88,6 +99,23 @@ def make_batch(rows: int, tokens: int, device: str) -> proxpo.Batch:
         greedy_rewards=torch.zeros(rows, device=device),
         group=(torch.arange(rows) // 8).to(device),
         truncated=torch.zeros(rows, dtype=torch.bool, device=device),
+        prev_logp=old + noise(0.05),
+        tokens=torch.randint(0, VOCABULARY, (rows, tokens), generator=generator).to(device),
+        turn=(torch.arange(tokens) // 256).expand(rows, -1).to(device),
+        prompt_id=(torch.arange(rows) // 8).to(device),
+        duration=torch.rand(rows, generator=generator).to(device),
+        void=torch.zeros(rows, dtype=torch.bool, device=device),
+        correct=torch.randint(0, 2, (rows,), generator=generator).bool().to(device),
+        span_rewards=noise(1.0).sign(),
+        features=torch.randn(rows, LATENT, generator=generator).to(device),
+        hidden=wide(LATENT),
+        vocab_logp=vocabulary,
+        old_vocab_logp=(vocabulary + 0.1 * wide(VOCABULARY)).log_softmax(dim=-1),
+        mean=mean,
+        old_mean=mean + 0.1 * wide(LATENT),
+        noise=noise(1.0).abs() + 0.1,
+        step_size=torch.full((rows, tokens), 0.1, device=device),
+        time=torch.full((rows, tokens), 0.5, device=device),
     )
 
 

@@ -1,10 +1,13 @@
 """Tokens per second of the local sampler against `transformers.generate`, in one run.
 
     python benchmarks/rollout_speed.py                  # the tiny model, 256 rows, CPU
+    python benchmarks/rollout_speed.py --task           # the same as the quickstart draws them
     python benchmarks/rollout_speed.py --device cuda    # Qwen3-0.6B's shape, 128 x 256, bfloat16
 
 Every row runs to the full length (no end-of-sequence token), so that both produce the same number
-of tokens; prompts are shared by `--samples` rows. The samplers take turns and the median counts.
+of tokens; prompts are shared by `--samples` rows. With --task the prompts are those of the
+arithmetic task, responses end where the model ends them or after 6 tokens, and both samplers stop
+when all have ended: what a training step waits for. The samplers take turns and the median counts.
 Two more rates are taken in the same run: the matrix products of decoding alone, and these with the
 attention and the activation, one kernel each. A sampler of this model in this precision cannot be
 faster than its kernels, so their rate divided by that of `generate` bounds what can be gained. The
@@ -25,6 +28,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from proxpo.train.models import Policy, load_policy
 from proxpo.train.rollouts import agreement, make_rollout
+from proxpo.train.tasks import make_task
 
 NEVER = -1  # a token id that does not occur
 
@@ -48,6 +52,12 @@ def large_policy(device: torch.device) -> Policy:
     return Policy(model, None, [NEVER], 0, "qwen3-0.6b-shape", 4096, torch.bfloat16)
 
 
+def task_prompts(policy: Policy, count: int) -> list[list[int]]:
+    """Prompts of the arithmetic task, which are all of one length."""
+    task = make_task("arithmetic")
+    return [task.encode(task.train[i], policy.tokenizer) for i in range(count)]
+
+
 def generate(policy: Policy, prompts: list[list[int]], tokens: int, cache: str) -> None:
     ids = torch.tensor(prompts, device=policy.device)
     settings = GenerationConfig(
@@ -55,13 +65,14 @@ def generate(policy: Policy, prompts: list[list[int]], tokens: int, cache: str) 
         temperature=1.0,
         top_k=0,
         max_new_tokens=tokens,
-        eos_token_id=None,
+        eos_token_id=None if policy.eos_ids == [NEVER] else policy.eos_ids,
         pad_token_id=policy.pad_id,
         cache_implementation=cache,
         use_cache=True,
     )
     out = policy.model.generate(ids, attention_mask=ids * 0 + 1, generation_config=settings)
-    assert out.shape == (len(prompts), len(prompts[0]) + tokens), out.shape
+    full = len(prompts[0]) + tokens
+    assert out.shape[1] == full or policy.eos_ids != [NEVER], out.shape
 
 
 @torch.inference_mode()
@@ -106,17 +117,23 @@ def main() -> None:
     parser.add_argument("--prompt", type=int)
     parser.add_argument("--samples", type=int, default=8, help="rows that share a prompt")
     parser.add_argument("--repeats", type=int, help="turns that count: 7, or 2 on a GPU")
+    parser.add_argument("--task", action="store_true", help="as the quickstart draws them")
     parser.add_argument("--static", action="store_true", help="also time generate's static cache")
     args = parser.parse_args()
     device = torch.device(args.device)
     large = device.type == "cuda"
     rows = args.rows or (128 if large else 256)
-    tokens = args.tokens or (256 if large else 32)
+    tokens = args.tokens or (256 if large else 6 if args.task else 32)
     length = args.prompt or (64 if large else 8)
-    policy = large_policy(device) if large else replace(load_policy("tiny"), eos_ids=[NEVER])
+    policy = large_policy(device) if large else load_policy("tiny")
+    if not args.task:
+        policy = replace(policy, eos_ids=[NEVER])
 
     draw = torch.Generator().manual_seed(0)
-    distinct = torch.randint(4, 100, (-(-rows // args.samples), length), generator=draw).tolist()
+    count = -(-rows // args.samples)
+    distinct = torch.randint(4, 100, (count, length), generator=draw).tolist()
+    if args.task:
+        distinct = task_prompts(policy, count)
     prompts = [prompt for prompt in distinct for _ in range(args.samples)][:rows]
     seeds = list(range(rows))
     rollout = make_rollout("local", policy)
@@ -124,7 +141,8 @@ def main() -> None:
     runs: dict[str, Callable[[], object]] = {"local": lambda: rollout.sample(prompts, **options)}
     for cache in ["dynamic", "static"][: 1 + args.static]:
         runs[f"generate ({cache} cache)"] = partial(generate, policy, prompts, tokens, cache)
-    for name, only in (("products alone", True), ("with attention, activation", False)):
+    bounds = () if args.task else (("products alone", True), ("with attention, activation", False))
+    for name, only in bounds:
         runs[name] = partial(kernels, policy, rows, tokens, length, products_only=only)
     found = rates(runs, rows * tokens, args.repeats or (2 if large else 7))
     gap = agreement(policy, rollout, distinct[:16], max_tokens=tokens)

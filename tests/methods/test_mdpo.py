@@ -154,4 +154,4 @@ def test_refused(option: dict) -> None:
 
 def test_ten_steps_on_the_whole_rollout() -> None:
     assert method(SLUG).schedule.options == {"steps": 10, "on": "whole"}
-    assert method(SLUG, steps=3).schedule.options["steps"] == 3
+    assert method(SLUG, updates=3).schedule.options["steps"] == 3

@@ -154,7 +154,7 @@ def test_arithmetic_rewards(name):
     with RewardPool(task.reward) as pool:
         texts = (problem.answer, f"{problem.answer}0", f"It is {problem.answer}")
         outcomes = pool.score([item(problem, text) for text in texts])
-        assert [one.correct for one in outcomes] == [True, False, False]
+        assert [one.correct for one in outcomes] == [True, False, name == "arithmetic-chat"]
         assert pool._workers == []
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from typing import Any
 
+from proxpo.adapters.trl._rollout import early
 from proxpo.errors import ProxpoError
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
@@ -16,6 +17,7 @@ GIVEN = {
 }
 _NO_CRITIC = "GRPOTrainer trains no critic"
 _NO_LOGITS = "TRL's fused head keeps no logits"
+_NO_STATES = "TRL hands over no hidden states"
 WHY = {
     "values": _NO_CRITIC,
     "old_values": _NO_CRITIC,
@@ -29,6 +31,17 @@ WHY = {
     "token_rewards": "a TRL reward function gives one number per completion",
     "step_end": "a TRL reward function gives one number per completion",
     "turn": "TRL does not number the turns of a completion",
+    "void": "TRL does not tell which turns neither call nor answer",
+    "prompt_id": "TRL does not number the prompts of its dataset",
+    "duration": "TRL does not time a completion's environment",
+    "span_rewards": "a TRL reward function gives one number per completion",
+    "prev_logp": "TRL keeps no policy of an earlier rollout",
+    "hidden": _NO_STATES,
+    "features": _NO_STATES,
+    **dict.fromkeys(
+        ("mean", "old_mean", "ref_mean", "noise", "step_size", "time"),
+        "a language model's policy is not Gaussian",
+    ),
 }
 
 # Options of GRPOConfig that the recipe decides instead, and where a recipe has them.
@@ -68,6 +81,10 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
     missing = needs(recipe) - GIVEN - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
         raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
+    if "entropy" in early(recipe):
+        raise ProxpoError(
+            f"recipe {recipe.name} needs 'entropy' in TRL before the update, where TRL computes it"
+        )
     _check_options(recipe, args)
     _check_updates(recipe, args)
     if recipe.prompts:

@@ -12,7 +12,7 @@ import torch
 
 from proxpo.compose import States, count, prepare, tokens_of_group
 from proxpo.shapes import Int, Tensor
-from proxpo.types import Batch, Denominators, Metrics, Recipe
+from proxpo.types import Batch, Clock, Denominators, Metrics, Recipe
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -49,7 +49,8 @@ class Window:
 
 def early(recipe: Recipe) -> set[str]:
     """Batch fields that are read before the update: by group logic and by stages with memory."""
-    group_logic = [*recipe.reward, *recipe.filter, *filter(None, [recipe.advantage])]
+    advantage = [] if recipe.advantage is None else [recipe.advantage]
+    group_logic = [*recipe.reward, *recipe.filter, *advantage, *recipe.prune]
     memory = [one for _, one in recipe.stages() if one.prepare or one.update]
     return {name for stage in [*group_logic, *memory] for name in stage.needs}
 
@@ -64,6 +65,8 @@ def prepared(
     version: int,
     gather: Gather,
     state: States,
+    noise: torch.Generator,
+    clock: Clock,
 ) -> Rollout:
     """The recipe's view of a generation batch.
 
@@ -77,7 +80,7 @@ def prepared(
         group=torch.arange(len(rewards), device=rewards.device) // group_size,
         **shared,
     )
-    ready = prepare(recipe, whole, state=state)
+    ready = prepare(recipe, whole, state=state, generator=noise, clock=clock)
     rows, tokens = fields["mask"].shape
     mine = ready.batch.rows(slice(first, first + rows))
     narrow = {n: x[:, :tokens] for n, x in mine.items() if x.dim() > 1}

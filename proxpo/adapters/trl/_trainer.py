@@ -28,7 +28,7 @@ from proxpo.sums import over_microbatches, over_ranks
 from proxpo.train.learner import needs
 from proxpo.train.streams import generator
 from proxpo.transforms import objective, per_response
-from proxpo.types import AllSum, Batch, Loss, Metrics, Recipe, local
+from proxpo.types import AllSum, Batch, Clock, Loss, Metrics, Recipe, local
 
 IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),
@@ -108,6 +108,8 @@ class ProxpoTrainer(GRPOTrainer):
                 version=self.state.global_step,
                 gather=self._gather,
                 state=self._state,
+                noise=generator(self.args.seed, "rollout", self.state.global_step),
+                clock=self._clock(),
             )
             for recipe in self._variants
         ]
@@ -229,12 +231,25 @@ class ProxpoTrainer(GRPOTrainer):
             self._step % self.args.gradient_accumulation_steps,
             self.accelerator.process_index,
         )
-        known = {"denominators": step.window.denominators, "state": self._state}
+        known = {
+            "denominators": step.window.denominators,
+            "state": self._state,
+            "clock": self._clock(),
+        }
         whole = bool(recipe.regularisers)  # or the recipe without them, which asks for fewer sums
         if whole not in step.sums:
             step.sums[whole] = self._sums(step, recipe, known)
         noise = generator(self.args.seed, "loss", *place)
         return {**known, "all_sum": step.sums[whole], "generator": noise}
+
+    def _clock(self) -> Clock:
+        """TRL counts optimizer steps; to a recipe that follows the run they are its steps."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return Clock(
+            step=self.state.global_step,
+            steps=self.state.max_steps or None,
+            learning_rate=groups[0]["lr"] if groups else None,
+        )
 
     def _sums(self, step: Step, recipe: Recipe, known: dict[str, Any]) -> AllSum:
         """Statistics over all processes, and over the micro-batches if the recipe asks for any."""

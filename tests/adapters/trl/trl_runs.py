@@ -45,6 +45,12 @@ def closeness(completions: list[str], answer: list[str], **_: Any) -> list[float
     ]
 
 
+def right_or_wrong(completions: list[str], answer: list[str], **given: Any) -> list[float]:
+    """1 or 0, for methods that want labels."""
+    scores = closeness(completions, answer, **given)
+    return [float(score > sum(scores) / len(scores)) for score in scores]
+
+
 def config(out: Any, **changes: Any) -> GRPOConfig:
     return GRPOConfig(output_dir=str(out), **{**SMALL, **changes})
 
@@ -58,9 +64,9 @@ def trainer(
     host = GRPOTrainer if recipe is None else kind
     names = ("peft_config", "rollout_func", "callbacks", "eval_dataset", "optimizers")
     ours |= {name: changes.pop(name) for name in names if name in changes}
-    model = changes.pop("model", policy.model)
+    model, reward = changes.pop("model", policy.model), changes.pop("reward", closeness)
     made = host(
-        model, closeness, config(out, **changes), questions(), processing_class=policy.tokenizer,
+        model, reward, config(out, **changes), questions(), processing_class=policy.tokenizer,
         **ours,
     )  # fmt: skip
     made.remove_callback(PrinterCallback)

@@ -50,7 +50,7 @@ def ready(slug: str) -> tuple[proxpo.Recipe, proxpo.Batch]:
     recipe = proxpo.make_recipe(slug, OPTIONS.get(slug, {}))
     batch = make_batch(groups=4, size=2)
     given = torch.linspace(-1.5, 2.0, len(batch.mask), dtype=torch.float64)
-    return recipe.replace(reward=(), filter=(), value=None), proxpo.Batch(
+    return recipe.replace(reward=(), filter=(), prune=(), value=None), proxpo.Batch(
         logp=batch.logp,
         old_logp=batch.old_logp,
         mask=batch.mask,

@@ -23,7 +23,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from proxpo.train import collect, learner, update
+from proxpo.train import collect, learner, steps
 from proxpo.train.config import load_config
 from proxpo.train.loop import train
 from proxpo.train.models import load_policy
@@ -39,7 +39,7 @@ PARTS = {
     "forward": (learner, "forward", "update"),
     "loss": (learner, "policy_loss", "update"),
     "backward": (torch.Tensor, "backward", "update"),
-    "clip and optimizer": (update, "_step", "update"),
+    "clip and optimizer": (steps, "optimizer_step", "update"),
 }
 
 

@@ -119,3 +119,13 @@ def test_a_recipe_whose_stages_do_not_fit_is_refused_when_made() -> None:
 
     with pytest.raises(ValueError, match="broken: trust=ppo_clip works on ratio"):
         broken()
+
+
+def test_one_short_file_for_a_method() -> None:
+    folder = ROOT / "proxpo/recipes"
+    long = {
+        file.name: lines
+        for file in folder.glob("[!_]*.py")
+        if (lines := len(file.read_text().splitlines())) > 60
+    }
+    assert not long

@@ -4,8 +4,8 @@ from proxpo.advantages import group_relative
 from proxpo.aggregate import token_mean
 from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import entropy_bonus, ess_kl_from_old, kl_to_ref, two_anchor_kl
-from proxpo.trust import ess_cap, two_anchor_ess_cap
+from proxpo.regularisers import entropy_bonus, ess_kl_from_old, kl_to_ref
+from proxpo.trust import ess_cap
 from proxpo.types import Recipe, Scope, Stage
 
 
@@ -42,34 +42,5 @@ def p3o(
         ratio=token(limit=math.inf),
         trust=ess_cap(scope=ess_scope),
         regularisers=(ess_kl_from_old(scope=ess_scope), *optional_terms(kl_coef, entropy_coef)),
-        aggregate=token_mean(),
-    )
-
-
-@register("p4o", paper="arXiv:2605.12380")
-def p4o(
-    *,
-    ess_scope: Scope = "batch",
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    eps: float = 1e-8,
-) -> Recipe:
-    """P4O: P3O with two anchors, the behaviour policy and a snapshot of the learner.
-
-        ESS = min(ESS_b, ESS_p)
-        L = (1/n) Σ [ -sg[min(r_b, ESS)]·A·log π + (1 - ESS)·KL(π‖π_mix) ]
-        π_mix ∝ (1 - ESS_b)·π_b + (1 - ESS_p)·π_p
-
-    π_b is `old_logp`, π_p is `prox_logp`, the learner at the first step of the epoch.
-
-    Departures: none known; the paper reports that it collapses off-temperature where P3O does not.
-
-    Reference: arXiv:2605.12380, figures 8-9.
-    """
-    return Recipe(
-        advantage=group_relative(eps=eps),
-        ratio=token(limit=math.inf),
-        trust=two_anchor_ess_cap(scope=ess_scope),
-        regularisers=(two_anchor_kl(scope=ess_scope), *optional_terms(kl_coef, entropy_coef)),
         aggregate=token_mean(),
     )

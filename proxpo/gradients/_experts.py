@@ -61,7 +61,7 @@ def _routes(session: Session, name: str, experts: Int[Tensor, "pos k"], count: i
     order = torch.argsort(flat, stable=True)
     position = order.div(experts.shape[1], rounding_mode="floor")
     sizes = torch.bincount(flat, minlength=count).tolist()
-    layouts = [session.layout.take(part) for part in position.split(sizes)]
+    layouts = session.layout.routed(experts, order, sizes)
     return _Routes(order, position, sizes, layouts)
 
 

@@ -101,7 +101,7 @@ class Linear:
             return self.session.layout
         extra = x[..., 0].numel() // self.session.layout.size
         _place.axes(tuple(x.shape[:-1]), self.session.shape, self.unit.name)
-        return _place.repeated(self.session.layout, extra)
+        return self.session.layout.repeat(extra)
 
 
 class _Embedding(torch.autograd.Function):

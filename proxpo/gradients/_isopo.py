@@ -13,7 +13,7 @@ import torch
 
 from proxpo.gradients import _norms, _plan
 from proxpo.gradients._layout import Layout
-from proxpo.gradients._rows import Dense, OneHot, Outer
+from proxpo.gradients._rows import Dense, OneHot, Outer, at
 from proxpo.gradients._session import AnyRows, Session, Site
 from proxpo.shapes import Float, Int, Tensor
 
@@ -45,6 +45,7 @@ class Isopo:
     path: _plan.Path
 
     quantities = ("F", "N", "R")
+    spreads = True
 
     @property
     def needs_overlap(self) -> bool:
@@ -69,7 +70,7 @@ class Isopo:
             return self._streamed(site, rows, layout)
         found = self._measure(site, rows, layout)
         weights = self.weights(site, found.top, found.bottom, found.norm2)
-        if found.sums is not None:
+        if found.sums is not None and layout.alone:
             flat = weights @ found.sums.reshape(layout.count, -1).to(weights.dtype)
             return flat.view(rows.shape)
         return rows.reduce(layout.spread(weights))
@@ -120,7 +121,7 @@ class Isopo:
         """The common case in few kernels; None where it does not apply."""
         common = self.p and not (self.q or self.r or self.reg) and self.path in ("auto", "gram")
         # Of other layouts (experts) the host does not know enough without waiting.
-        ready = layout is site.session.layout and not isinstance(rows, OneHot)
+        ready = layout is site.session.layout and layout.alone and not isinstance(rows, OneHot)
         kernels = _kernels() if common and ready else None
         if kernels is None:
             return None
@@ -148,7 +149,8 @@ class Isopo:
         return _norms.power(base, exponent)
 
     def _path(self, site: Site, rows: Outer, layout: Layout) -> _plan.Path:
-        overlap = layout.size if self.overlap is None else min(self.overlap, layout.size)
+        size = layout.whole.size
+        overlap = size if self.overlap is None else min(self.overlap, size)
         return _plan.choose(
             rows,
             layout,
@@ -169,20 +171,24 @@ class Isopo:
 
     def _measure_dense(self, rows: Dense, layout: Layout, picks: _norms.Picks | None) -> Lengths:
         sums = rows.sums(layout)
-        top, bottom = (None, None) if picks is None else _norms.overlap_dense(rows, sums, picks)
+        top, bottom = (
+            (None, None) if picks is None else _norms.overlap_dense(rows, layout, sums, picks)
+        )
         return Lengths(top, bottom, _norms.length2(sums) if self.needs_norm else None, sums)
 
     def _measure_outer(
         self, site: Site, rows: Outer, layout: Layout, picks: _norms.Picks | None
     ) -> Lengths:
         path = self._path(site, rows, layout)
-        if path == "materialise" and layout.count * rows.a.shape[1] * rows.g.shape[1] <= _plan.KEEP:
+        entries = layout.count * rows.a.shape[1] * rows.g.shape[1]
+        if path == "materialise" and layout.alone and entries <= _plan.KEEP:
             sums = rows.sums(layout)
             if picks is None:
                 return Lengths(None, None, _norms.length2(sums), sums)
-            inner = rows.project(sums, picks.index, slice(None))
+            picked = at(rows, layout, picks.index)
+            inner = picked.project(sums, slice(None))
             keep = picks.valid.to(inner.dtype)
-            squares = keep @ rows.squares(picks.index)
+            squares = keep @ picked.squares()
             return Lengths(keep @ inner.square(), squares, _norms.length2(sums), sums)
         if path == "materialise":
             return Lengths(*_norms.materialised(rows, layout, picks))
@@ -204,7 +210,8 @@ class Isopo:
             one = _norms.matmul(rows.g[members].T, rows.a[members])
             here = slice(i, i + 1)
             mine = None if top is None else top[here]
-            weight = self.weights(site, mine, bottom, one.square().sum()[None], here)
+            norm2 = layout.total(one).square().sum()[None]
+            weight = self.weights(site, mine, bottom, norm2, here)
             one = one * weight.to(one.dtype)
             total = one if total is None else total.add_(one)
         assert total is not None

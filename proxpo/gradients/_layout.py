@@ -7,12 +7,16 @@ Axis legend of this package:
     pick  positions of the overlap set J (M)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from proxpo.shapes import Float, Int, Shaped, Tensor
+
+if TYPE_CHECKING:
+    from proxpo.gradients._shard import Shard
 
 # Above this many entries a one-hot matrix costs more to hold than atomics cost to run.
 _ONE_HOT_LIMIT = 1 << 25
@@ -37,11 +41,42 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Layout:
-    """The sequence number of every position, and sums over positions of one sequence."""
+    """The sequence number of every position, and sums over positions of one sequence.
 
-    def __init__(self, seq: Int[Tensor, " pos"], count: int) -> None:
+    With a `shard` these are the positions of one rank out of several. Sums are of this rank then;
+    `total` adds them over the ranks, and `fetch` brings positions from wherever they lie.
+    """
+
+    def __init__(self, seq: Int[Tensor, " pos"], count: int, shard: "Shard | None" = None) -> None:
         self.seq = seq
         self.count = count
+        self.shard = shard
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank holds positions of these sequences."""
+        return self.shard is None
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.shard is None else self.shard.ranks
+
+    @property
+    def whole(self) -> "Layout":
+        """All positions of the sequences, on whatever rank."""
+        return self if self.shard is None else self.shard.whole
+
+    def total(self, x: Shaped[Tensor, "*any"]) -> Shaped[Tensor, "*any"]:
+        """Σ over the ranks; x itself where there is one."""
+        return x if self.shard is None else self.shard.total(x)
+
+    def fetch(
+        self, columns: Sequence[Shaped[Tensor, "pos ..."]], index: Int[Tensor, " some"]
+    ) -> list[Tensor]:
+        """Some rows of position-wise tensors; `index` counts the positions of `whole`."""
+        if self.shard is None:
+            return [x[index] for x in columns]
+        return self.shard.fetch(columns, index)
 
     @property
     def size(self) -> int:
@@ -137,7 +172,7 @@ class Layout:
         """Σ over the positions of each sequence, along the last axis."""
         if self.known_aligned:
             kept = x * self.valid.to(x.dtype) if self.padded else x
-            return kept.reshape(len(x), self.count, -1).sum(2)
+            return kept.reshape(len(x), self.count, self.size // self.count).sum(2)
         if self.size * self.count <= _ONE_HOT_LIMIT:
             return x @ self.one_hot(x.dtype)
         sums = x.new_zeros(x.shape[0], self.count + 1)
@@ -157,7 +192,7 @@ class Layout:
         if self.aligned:
             if clear and self.padded:
                 x = x * self.valid[:, None].to(x.dtype)
-            return x.reshape(self.count, -1, x.shape[1])
+            return x.reshape(self.count, self.size // self.count, x.shape[1])
         longest = max(self.lengths)
         out = x.new_zeros(self.count * longest + 1, x.shape[1])
         return out.index_copy_(0, self._slots, x)[:-1].view(self.count, longest, x.shape[1])
@@ -178,8 +213,28 @@ class Layout:
         return torch.cat([weights, weights.new_zeros(1)])[self.seq]
 
     def take(self, positions: Int[Tensor, " some"]) -> "Layout":
+        assert self.shard is None  # what others take is not known
         return Layout(self.seq[positions], self.count)
+
+    def repeat(self, extra: int) -> "Layout":
+        """Every position `extra` times over: heads and the like."""
+        if extra == 1:
+            return self
+        shard = None if self.shard is None else self.shard.repeat(extra)
+        return Layout(self.seq.repeat_interleave(extra), self.count, shard)
+
+    def routed(
+        self, experts: Int[Tensor, "pos k"], order: Int[Tensor, " pair"], sizes: list[int]
+    ) -> "list[Layout]":
+        """The pairs (position, expert) of each expert; `order` and `sizes` sort them."""
+        parts = self.seq[order.div(experts.shape[1], rounding_mode="floor")].split(sizes)
+        if self.shard is None:
+            return [Layout(part, self.count) for part in parts]
+        shards = self.shard.routed(experts, order, sizes)
+        return [Layout(part, self.count, shard) for part, shard in zip(parts, shards)]
 
     @staticmethod
     def join(layouts: "list[Layout]") -> "Layout":
-        return Layout(torch.cat([part.seq for part in layouts]), layouts[0].count)
+        shards = [part.shard for part in layouts if part.shard is not None]
+        shard = shards[0].join(shards) if shards else None
+        return Layout(torch.cat([part.seq for part in layouts]), layouts[0].count, shard)

@@ -5,6 +5,8 @@
 
 Everything comes in a Gram form, which never builds V_i, and a materialised form, which does, block
 by block; they agree to rounding and differ in cost (see `_plan.py`). arXiv:2512.23353.
+
+Positions may lie on several ranks: then V_i is the sum of all their parts, on each of them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from proxpo.gradients._layout import Layout, accumulator, matmul
-from proxpo.gradients._rows import Dense, OneHot, Outer, Rows
+from proxpo.gradients._rows import Dense, OneHot, Outer, Rows, at, gathered
 from proxpo.shapes import Bool, Float, Int, Tensor
 
 # Entries of one block of Gram products or of stacked sequence gradients (64 MiB in float32).
@@ -20,7 +22,10 @@ BLOCK = 1 << 24
 
 
 class Picks:
-    """The overlap set J. Positions marked not `valid` (drawn from padding) count for nothing."""
+    """The overlap set J, by position on whatever rank.
+
+    Positions marked not `valid` (drawn from padding) count for nothing.
+    """
 
     def __init__(self, index: Int[Tensor, " pick"], valid: Bool[Tensor, " pick"]) -> None:
         self.index = index
@@ -28,11 +33,12 @@ class Picks:
 
     @staticmethod
     def all(layout: Layout) -> "Picks":
-        return Picks(torch.arange(layout.size, device=layout.seq.device), layout.valid)
+        whole = layout.whole
+        return Picks(torch.arange(whole.size, device=whole.seq.device), whole.valid)
 
     @staticmethod
     def at(index: Int[Tensor, " pick"], layout: Layout) -> "Picks":
-        return Picks(index, layout.valid[index])
+        return Picks(index, layout.whole.valid[index])
 
     def __len__(self) -> int:
         return self.index.numel()
@@ -47,23 +53,26 @@ def overlap_gram(
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
     """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from inner products of positions alone."""
     parts = []
-    for block in picks.blocks(max(1, BLOCK // layout.size)):
-        products = rows.gram(block.index)
-        keep = block.valid.to(products.dtype)
-        # ⟨G_j, G_j⟩ stands among the products.
-        own = products.gather(1, block.index[:, None])[:, 0]
-        parts.append((keep @ layout.sum_columns(products).square(), keep @ own))
+    for block in picks.blocks(max(1, BLOCK // layout.whole.size)):
+        picked = at(rows, layout, block.index)
+        products = rows.gram(picked)
+        # ⟨G_j, G_j⟩ stands among the products, unless another rank has j.
+        own = products.gather(1, block.index[:, None])[:, 0] if layout.alone else picked.squares()
+        inner = layout.total(layout.sum_columns(products))
+        keep = block.valid.to(inner.dtype)
+        parts.append((keep @ inner.square(), keep @ own))
     tops, bottoms = zip(*parts)
     return sum(tops[1:], tops[0]), sum(bottoms[1:], bottoms[0])
 
 
 def overlap_dense(
-    rows: Dense, sums: Float[Tensor, "row out"], picks: Picks
+    rows: Dense, layout: Layout, sums: Float[Tensor, "row out"], picks: Picks
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
     """The same from stacked V, for parameters that are vectors."""
-    inner = rows.grads[picks.index].to(sums.dtype) @ sums.T
+    picked = at(rows, layout, picks.index)
+    inner = picked.grads.to(sums.dtype) @ sums.T
     keep = picks.valid.to(inner.dtype)
-    return keep @ inner.square(), keep @ rows.squares(picks.index)
+    return keep @ inner.square(), keep @ picked.squares()
 
 
 def length2(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, " row"]:
@@ -90,21 +99,23 @@ def materialised(
     inner: Tensor | None = None
     norm2: Tensor | None = None
     rows = rows.tall
+    picked = None if picks is None else at(rows, layout, picks.index)
     for columns, sums in blocks_of(rows, layout):
         part = length2(sums)
         norm2 = part if norm2 is None else norm2 + part
-        if picks is not None:
-            part = rows.project(sums, picks.index, columns)
+        if picked is not None:
+            part = picked.project(sums, columns)
             inner = part if inner is None else inner + part
     assert norm2 is not None
-    if picks is None or inner is None:
+    if picks is None or picked is None or inner is None:
         return None, None, norm2
     keep = picks.valid.to(inner.dtype)
-    return keep @ inner.square(), keep @ rows.squares(picks.index), norm2
+    return keep @ inner.square(), keep @ picked.squares(), norm2
 
 
 def norm_gram(rows: Outer, layout: Layout) -> Float[Tensor, " row"]:
     """N_i² = Σ_{t,t' in i} (g_t·g_t')(a_t·a_t'), one sequence's positions against themselves."""
+    rows, layout = gathered(rows, layout)
     g, a = layout.grid(rows.g, clear=True), layout.grid(rows.a, clear=False)
     step = max(1, BLOCK // max(1, g.shape[1] ** 2))
     parts = [
@@ -116,6 +127,7 @@ def norm_gram(rows: Outer, layout: Layout) -> Float[Tensor, " row"]:
 
 def norm_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, " row"]:
     """N_i² of an embedding: tokens that differ are orthogonal, so |Σ g|² per (sequence, token)."""
+    rows, layout = gathered(rows, layout)
     sums, row, _ = rows.pairs(layout)
     squares = sums.grads.square().sum(1)
     return Layout(row, layout.count).sum_columns(squares[None])[0]
@@ -135,12 +147,12 @@ def norm_sketch(
 def kernel_gram(rows: Rows, layout: Layout) -> Float[Tensor, "row row"]:
     """K_ij = Σ_{t in i, t' in j} ⟨G_t, G_t'⟩, never building V."""
     kernel: Tensor | None = None
-    for block in Picks.all(layout).blocks(max(1, BLOCK // layout.size)):
-        inner = layout.sum_columns(rows.gram(block.index))
-        part = layout.take(block.index).sum_rows(inner)
+    for block in Picks.all(layout).blocks(max(1, BLOCK // layout.whole.size)):
+        inner = layout.sum_columns(rows.gram(at(rows, layout, block.index)))
+        part = layout.whole.take(block.index).sum_rows(inner)
         kernel = part if kernel is None else kernel + part
     assert kernel is not None
-    return kernel
+    return layout.total(kernel)
 
 
 def kernel_stacked(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, "row row"]:
@@ -165,6 +177,8 @@ def kernel_materialised(rows: Outer, layout: Layout) -> Float[Tensor, "row row"]
 
 def kernel_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, "row row"]:
     """K of an embedding: sums over (sequence, token), then products between equal tokens."""
+    if not layout.alone:  # pairs of one rank would have to be matched with those of the others
+        return kernel_gram(rows, layout)
     sums, row, token = rows.pairs(layout)
     return kernel_gram(OneHot(token, sums.grads, rows.size), Layout(row, layout.count))
 

@@ -27,11 +27,12 @@ class Ntk:
 
     quantities = ("trace",)
     overlap = None
+    spreads = True
 
     def gradient(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor:
         kernel, sums = self._kernel(rows, layout)
         weights = self.weights(site, kernel)
-        if sums is not None:
+        if sums is not None and layout.alone:
             flat = weights.to(sums.dtype) @ sums.reshape(layout.count, -1)
             return flat.view(rows.shape)
         return rows.reduce(layout.spread(weights))
@@ -81,7 +82,7 @@ class Ntk:
             return _norms.kernel_stacked(sums), sums
         if self._gram(rows, layout):
             return _norms.kernel_gram(rows, layout), None
-        if layout.count * rows.a.shape[1] * rows.g.shape[1] <= _plan.KEEP:
+        if layout.alone and layout.count * rows.a.shape[1] * rows.g.shape[1] <= _plan.KEEP:
             sums = rows.sums(layout)
             return _norms.kernel_stacked(sums), sums
         return _norms.kernel_materialised(rows, layout), None
@@ -91,6 +92,7 @@ class Ntk:
         if self.path != "auto":
             return self.path == "gram"
         out, inp = rows.shape
-        byte = _plan.traffic(rows.a.device.type)
-        gram = float(layout.size) ** 2 * (2 * (out + inp) + 16 * byte)
-        return gram < layout.count * out * inp * (2.0 * layout.count + 16 * byte)
+        byte, wire = _plan.traffic(rows.a.device.type), _plan.wire(rows, layout)
+        size = layout.whole.size
+        gram = size**2 / layout.ranks * (2.0 * (out + inp) + 16 * byte) + wire * size * (out + inp)
+        return gram < layout.count * out * inp * (2.0 * layout.count + 16 * byte + wire)

@@ -4,7 +4,6 @@ import math
 from functools import lru_cache
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._layout import Layout
 from proxpo.shapes import Tensor
 
 
@@ -71,8 +70,3 @@ def flatten(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Tensor, int]
     others = [axis for axis in range(len(lead)) if axis not in chosen]
     extra = math.prod(lead[axis] for axis in others)
     return x.permute(*chosen, *others, len(lead)).reshape(-1, x.shape[-1]), extra
-
-
-def repeated(layout: Layout, extra: int) -> Layout:
-    """The layout of positions that have several rows each."""
-    return layout if extra == 1 else Layout(layout.seq.repeat_interleave(extra), layout.count)

@@ -6,6 +6,10 @@ charged `TRAFFIC` of them):
     gram         F: 2MT(O+D)         N: 2TL(O+D)          then the usual GEMM
     materialise  F: 2mMOD            N: 0                 V stacked: Σ w_i V_i replaces the GEMM
     stream       F: 2MT(O+D)         N: 0                 V_i one at a time, scaled and added
+
+With the positions on several ranks, each does its part of 2MT(O+D). Over the group go M(O+D)
+numbers for J and Mm for F whatever the form; for N (and K) T(O+D) in the Gram form, or mOD in the
+others.
 """
 
 from typing import Literal
@@ -24,6 +28,11 @@ def traffic(device_type: str) -> float:
     return 100.0 if device_type == "cuda" else 10.0
 
 
+def wire(rows: Outer, layout: Layout) -> float:
+    """What a number sent to the other ranks costs: about as much as twenty moved in memory."""
+    return 0.0 if layout.alone else 80 * traffic(rows.a.device.type)
+
+
 def choose(
     rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: Path, streams: bool = True
 ) -> Path:
@@ -31,13 +40,13 @@ def choose(
     if path != "auto":
         return "gram" if path == "stream" and not (norm and streams) else path
     out, inp = rows.shape
-    size, count, cuda = layout.size, layout.count, rows.a.is_cuda
-    byte = traffic(rows.a.device.type)
+    size, count, cuda = layout.whole.size, layout.count, rows.a.is_cuda
+    byte, sent, own = traffic(rows.a.device.type), wire(rows, layout), size / layout.ranks
     pairs = size * size / max(1, count)
-    gram_f = 2.0 * overlap * size * (out + inp) + 16 * byte * overlap * size
-    gram_n = norm * (2.0 * pairs * (out + inp) + 16 * byte * pairs)
-    stacked = 16 * byte * count * out * inp
-    again = 2.0 * size * out * inp if count * out * inp > KEEP else 0.0
+    gram_f = 2.0 * overlap * own * (out + inp) + 16 * byte * overlap * own
+    gram_n = norm * (2.0 * pairs * (out + inp) + 16 * byte * pairs + sent * size * (out + inp))
+    stacked = (16 * byte + sent) * count * out * inp
+    again = 2.0 * own * out * inp if sent or count * out * inp > KEEP else 0.0
     costs: dict[Path, float] = {
         "gram": gram_f + gram_n,
         "materialise": 2.0 * count * overlap * out * inp + stacked + again,

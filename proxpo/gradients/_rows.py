@@ -9,8 +9,8 @@ that a method is written once for all parameters. Sequence gradients are V_i = �
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -36,12 +36,12 @@ class Rows(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def gram(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
-        """⟨G_j, G_t⟩ for j in picks and every t."""
+    def gram(self, picked: Any) -> Float[Tensor, "pick pos"]:
+        """⟨G_j, G_t⟩ for every position j of other rows of the kind, and every t."""
         ...
 
-    def squares(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, " pick"]:
-        """|G_j|²."""
+    def squares(self) -> Float[Tensor, " pos"]:
+        """|G_t|²."""
         ...
 
     def reduce(self, weights: Float[Tensor, " pos"]) -> Tensor:
@@ -72,13 +72,12 @@ class Outer:
     def dtype(self) -> torch.dtype:
         return self.a.dtype
 
-    def gram(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
-        return matmul(self.g[picks], self.g.T) * matmul(self.a[picks], self.a.T)
+    def gram(self, picked: "Outer") -> Float[Tensor, "pick pos"]:
+        return matmul(picked.g, self.g.T) * matmul(picked.a, self.a.T)
 
-    def squares(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, " pick"]:
+    def squares(self) -> Float[Tensor, " pos"]:
         kind = accumulator(self.a.dtype)
-        g2 = self.g[picks].to(kind).square().sum(1)
-        return g2 * self.a[picks].to(kind).square().sum(1)
+        return self.g.to(kind).square().sum(1) * self.a.to(kind).square().sum(1)
 
     def reduce(self, weights: Float[Tensor, " pos"]) -> Tensor:
         """One GEMM, the size of the ordinary weight gradient; the narrower factor is scaled."""
@@ -90,14 +89,14 @@ class Outer:
         """V_i, all sequences stacked, for some columns of the parameter."""
         g = layout.grid(self.g, clear=True)
         a = layout.grid(self.a[:, columns], clear=False)
-        return matmul(g.transpose(1, 2), a)
+        return layout.total(matmul(g.transpose(1, 2), a))
 
     def project(
-        self, sums: Float[Tensor, "row out inp"], picks: Int[Tensor, " pick"], columns: slice
-    ) -> Float[Tensor, "pick row"]:
-        """g_jᵀ V_i a_j over some columns of V."""
-        left = self.g[picks].to(sums.dtype) @ sums
-        return (left * self.a[picks, columns].to(sums.dtype)).sum(2).T
+        self, sums: Float[Tensor, "row out inp"], columns: slice
+    ) -> Float[Tensor, "pos row"]:
+        """g_tᵀ V_i a_t over some columns of V."""
+        left = self.g.to(sums.dtype) @ sums
+        return (left * self.a[:, columns].to(sums.dtype)).sum(2).T
 
     def narrowed(self, sketch: Float[Tensor, "inp width"]) -> "Outer":
         """The position gradients G_t Ω of a random projection Ω of the inputs."""
@@ -131,17 +130,17 @@ class Dense:
     def dtype(self) -> torch.dtype:
         return self.grads.dtype
 
-    def gram(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
-        return matmul(self.grads[picks], self.grads.T)
+    def gram(self, picked: "Dense") -> Float[Tensor, "pick pos"]:
+        return matmul(picked.grads, self.grads.T)
 
-    def squares(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, " pick"]:
-        return self.grads[picks].to(accumulator(self.grads.dtype)).square().sum(1)
+    def squares(self) -> Float[Tensor, " pos"]:
+        return self.grads.to(accumulator(self.grads.dtype)).square().sum(1)
 
     def reduce(self, weights: Float[Tensor, " pos"]) -> Tensor:
         return weights.to(self.grads.dtype) @ self.grads
 
     def sums(self, layout: Layout) -> Float[Tensor, "row out"]:
-        return layout.sum_rows(self.grads)
+        return layout.total(layout.sum_rows(self.grads))
 
 
 @dataclass(frozen=True)
@@ -174,12 +173,11 @@ class OneHot:
         """The row of the padding token is never trained, so its positions carry no gradient."""
         return self.g if self.padding < 0 else self.g * (self.ids != self.padding)[:, None]
 
-    def gram(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
-        g = self._live
-        return matmul(g[picks], g.T) * (self.ids[picks, None] == self.ids)
+    def gram(self, picked: "OneHot") -> Float[Tensor, "pick pos"]:
+        return matmul(picked._live, self._live.T) * (picked.ids[:, None] == self.ids)
 
-    def squares(self, picks: Int[Tensor, " pick"]) -> Float[Tensor, " pick"]:
-        return self._live[picks].to(accumulator(self.g.dtype)).square().sum(1)
+    def squares(self) -> Float[Tensor, " pos"]:
+        return self._live.to(accumulator(self.g.dtype)).square().sum(1)
 
     def reduce(self, weights: Float[Tensor, " pos"]) -> Tensor:
         g = self.g * weights[:, None].to(self.g.dtype)
@@ -203,15 +201,34 @@ class OneHot:
         return Dense(sums), row, pair.remainder(self.size)
 
 
-def join(parts: "Sequence[Outer | Dense | OneHot]") -> Outer | Dense | OneHot:
+AnyRows = Outer | Dense | OneHot
+Some = TypeVar("Some", bound=Rows)
+_COLUMNS = {Outer: ("a", "g"), Dense: ("grads",), OneHot: ("ids", "g")}
+
+
+def at(rows: Some, layout: Layout, index: Int[Tensor, " some"]) -> Some:
+    """The gradients of some positions of `layout.whole`, on whatever rank they lie."""
+    return _made(rows, layout.fetch(_columns(rows), index))
+
+
+def gathered(rows: Some, layout: Layout) -> tuple[Some, Layout]:
+    """The gradients of all positions of `layout.whole`."""
+    if layout.alone:
+        return rows, layout
+    everyone = torch.arange(layout.whole.size, device=layout.seq.device)
+    return at(rows, layout, everyone), layout.whole
+
+
+def join(parts: Sequence[Some]) -> Some:
     """The positions of several calls of one module, one after the other."""
+    return _made(parts[0], [torch.cat(same) for same in zip(*map(_columns, parts))])
 
-    def column(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
 
-    first = parts[0]
-    if isinstance(first, Outer):
-        return Outer(column("a"), column("g"))
-    if isinstance(first, Dense):
-        return Dense(column("grads"))
-    return OneHot(column("ids"), column("g"), first.size, first.padding)
+def _columns(rows: Any) -> list[Tensor]:
+    """What there is of every position."""
+    return [getattr(rows, name) for name in _COLUMNS[type(rows)]]
+
+
+def _made(rows: Any, columns: list[Tensor]) -> Any:
+    """The same kind of rows for other positions."""
+    return replace(rows, **dict(zip(_COLUMNS[type(rows)], columns)))

@@ -11,14 +11,14 @@ from torch import nn
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._layout import Layout
 from proxpo.gradients._norms import Picks
-from proxpo.gradients._rows import Dense, OneHot, Outer, join
+from proxpo.gradients._rows import AnyRows, join
+from proxpo.gradients._shard import Shard
 from proxpo.shapes import Float, Int, Tensor
 
 if TYPE_CHECKING:
     from proxpo.gradients._audit import Audit
     from proxpo.gradients._averages import Averages
 
-AnyRows = Outer | Dense | OneHot
 Observer = Callable[[str, dict[str, Tensor]], None]
 
 
@@ -142,7 +142,7 @@ class Unit:
         """Gradients by parameter; empty while other calls of the module are still to come."""
         self.session.expect(call.block, self)
         self._open[call.nested].discard(call)
-        if call.layout.size:
+        if call.layout.whole.size:
             self._held[call.nested].append(_Held(call.layout, rows))
         return {} if self._open[call.nested] else self.flush(call.nested)
 
@@ -194,12 +194,14 @@ class Session:
         advantages: Float[Tensor, " row"],
         groups: Int[Tensor, " row"] | None = None,
         observer: Observer | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """Start a block."""
         self.shape = tuple(sequences.shape)
-        if not self.knows(sequences, advantages.numel()):
-            self.layout = Layout(sequences.reshape(-1).long(), advantages.numel()).settle()
-            self._known = (sequences, sequences._version)
+        if shard is not None or not self.knows(sequences, advantages.numel()):
+            numbers = sequences.reshape(-1).long()
+            self.layout = Layout(numbers, advantages.numel(), shard).settle()
+            self._known = (sequences, sequences._version) if shard is None else (None, 0)
         self.advantages = advantages
         self.groups = groups
         self.observer = observer
@@ -247,13 +249,13 @@ class Session:
 
     def picks(self, site: Site, layout: Layout) -> Picks:
         size = self.rule.overlap
-        if size is None or size >= layout.size:
+        if size is None or size >= layout.whole.size:
             return Picks.all(layout)
         if layout is not self.layout or site.number < 0:
-            return Picks.at(self._draw(layout, 1, size)[0], layout)
+            return Picks.at(self._draw(layout.whole, 1, size)[0], layout)
         if self._table is None:
-            index = self._draw(layout, self._drawing, size)
-            self._table = list(zip(index, layout.valid[index]))
+            index = self._draw(layout.whole, self._drawing, size)
+            self._table = list(zip(index, layout.whole.valid[index]))
         return Picks(*self._table[site.number])
 
     def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "site pick"]:

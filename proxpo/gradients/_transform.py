@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from proxpo.errors import ProxpoError
+from proxpo.gradients import _batch
 from proxpo.gradients._audit import Audit
 from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
@@ -30,7 +30,8 @@ class Transform:
     Forward and backward both belong inside the block; one block per micro-batch, any number of
     blocks per optimizer step. Whatever is backpropagated in the block is weighted by advantages:
     a KL or entropy term needs a backward of its own, outside. Ranks number their sequences each
-    for themselves, and gradients are reduced between them as ever.
+    for themselves, and gradients are reduced between them as ever; where ranks share sequences,
+    each holding some of their positions, pass `token_group`.
     """
 
     def __init__(self, rule: Rule, *, seed: int = 0) -> None:
@@ -46,6 +47,11 @@ class Transform:
     def __repr__(self) -> str:
         return f"Transform({self.rule!r}, seed={self.seed})"
 
+    @property
+    def spreads(self) -> bool:
+        """Whether positions of one sequence may lie on several ranks, see `applied`."""
+        return bool(getattr(self.rule, "spreads", False))
+
     @contextmanager
     def applied(
         self,
@@ -55,6 +61,7 @@ class Transform:
         advantages: Shaped[Tensor, "..."],
         groups: Shaped[Tensor, "..."] | None = None,
         observe: Observer | None = None,
+        token_group: Any = None,
     ) -> Iterator[Session]:
         """Transform the gradients of `model` while the block is open.
 
@@ -63,12 +70,18 @@ class Transform:
         advantages: one number per sequence.
         groups: one prompt number per sequence, for `group_by="prompt"`.
         observe: called with (parameter name, tensors) for every layer, to log its lengths.
+        token_group: the ProcessGroup over whose ranks the positions of these sequences are spread
+            (Ulysses, context parallelism). Each rank passes the numbers of its own positions, and
+            the advantages of all sequences; its p.grad is its part of the gradient, so the parts
+            of the group are to be added, or averaged with advantages times the group's size. What
+            is backpropagated must be the whole objective in its own scale, not times that size,
+            through the same modules in the same order on every rank.
 
         The block can be recorded in a CUDA graph after one ordinary run with the same tensors. In
         replays each overlap set is drawn anew, values are not checked, and the trailing averages
         stay as they were.
         """
-        fitting = self._open(model, sequences, advantages, groups, observe)
+        fitting = self._open(model, sequences, advantages, groups, observe, token_group)
         session = fitting.session
         _OPEN.append((model, session))
         before = {id(s.parameter): _mark(s.parameter) for s in session.sites.values()}
@@ -121,6 +134,7 @@ class Transform:
         advantages: Tensor,
         groups: Tensor | None,
         observe: Observer | None,
+        token_group: Any,
     ) -> Fitting:
         device = _device(model)
         if _OPEN:
@@ -130,8 +144,14 @@ class Transform:
                     "gradients.applied: a transform is already applied to this model; close its "
                     "`with` block first"
                 )
+        groups = groups if _batch.by_prompt(self.rule) else None
+        shard = None
         if not capturing():
-            _check(sequences, advantages, groups, needs_groups=_by_prompt(self.rule))
+            _batch.check(self.rule, sequences, advantages, groups)
+            shard = _batch.shard(self.rule, sequences, advantages, groups, token_group, device)
+            _batch.check_numbers(sequences if shard is None else shard.whole.seq, advantages)
+        elif token_group is not None:
+            raise ProxpoError("gradients.applied: a CUDA graph cannot record a `token_group`")
         elif self._fitted is None or not self._fitted[1].session.knows(
             sequences, advantages.numel()
         ):
@@ -140,14 +160,14 @@ class Transform:
                 "`sequences` tensor an earlier block has seen: run it once before"
             )
         kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         fitting = self._fit(model)
         fitting.session.open(
-            stream=Stream(self.seed, self._steps, self._blocks, rank),
+            stream=Stream(self.seed, self._steps, self._blocks, _batch.first_rank(token_group)),
             sequences=sequences.to(device),
             advantages=advantages.detach().to(device, kind),
-            groups=groups.to(device) if groups is not None and _by_prompt(self.rule) else None,
+            groups=None if groups is None else groups.to(device),
             observer=observe,
+            shard=shard,
         )
         self._blocks += 1
         return fitting
@@ -182,13 +202,14 @@ def active(parameter: Tensor) -> Site | None:
         found = [
             s for s in session.sites.values() if s.module._parameters.get(s.attribute) is parameter
         ]
+        if found and not session.layout.alone:
+            raise ProxpoError(
+                f"token_logp: {found[0].name} is under a transform with a `token_group`; take the "
+                "log-probabilities from logits of the model's own head"
+            )
         if found:
             return next((s for s in found if not isinstance(s.module, nn.Embedding)), found[0])
     return None
-
-
-def _by_prompt(rule: Rule) -> bool:
-    return getattr(rule, "group_by", None) == "prompt"
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -199,37 +220,6 @@ def _device(model: nn.Module) -> torch.device:
         "gradients.applied: no parameter of the model requires a gradient; unfreeze some or add "
         "an adapter"
     )
-
-
-def _check(
-    sequences: Tensor, advantages: Tensor, groups: Tensor | None, *, needs_groups: bool
-) -> None:
-    """One line for every way the micro-batch can be wrong."""
-    where = "gradients.applied: "
-    if sequences.is_floating_point() or sequences.dtype == torch.bool or sequences.numel() == 0:
-        raise ProxpoError(
-            f"{where}`sequences` must hold whole numbers shaped like input_ids (the sequence of "
-            f"each position, -1 for padding), got {sequences.dtype} of {tuple(sequences.shape)}"
-        )
-    if advantages.dim() != 1 or not advantages.is_floating_point():
-        raise ProxpoError(
-            f"{where}`advantages` must be one float per sequence, got {advantages.dtype} of shape "
-            f"{tuple(advantages.shape)}"
-        )
-    low, high = (int(x) for x in torch.aminmax(sequences))
-    if low < -1 or high + 1 != advantages.numel():
-        raise ProxpoError(
-            f"{where}`sequences` numbers {low}..{high}, which asks for {high + 1} advantages "
-            f"(padding is -1), got {advantages.numel()}"
-        )
-    if not bool(torch.isfinite(advantages).all()):
-        raise ProxpoError(f"{where}`advantages` holds NaN or infinity")
-    if needs_groups and (groups is None or groups.shape != advantages.shape):
-        got = "none" if groups is None else f"shape {tuple(groups.shape)}"
-        raise ProxpoError(
-            f"{where}group_by='prompt' needs `groups`, one prompt number for each of the "
-            f"{advantages.numel()} sequences, got {got}"
-        )
 
 
 def _mark(parameter: Tensor) -> tuple[int, int] | None:

@@ -171,18 +171,19 @@ class _Watched:
         assert found.top is not None
         assert found.bottom is not None
         assert found.norm2 is not None
-        plain = rows.reduce(layout.spread(site.session.advantages)).double()
+        plain = layout.total(rows.reduce(layout.spread(site.session.advantages)).double())
+        update = layout.total(update.double())
         layer = Layer(
             _norms.ratio2(found.top, found.bottom).sqrt().double(),
             found.norm2.sqrt().double(),
-            update.double().square().sum(),
+            update.square().sum(),
             plain.square().sum(),
-            (update.double() * plain).sum(),
+            (update * plain).sum(),
         )
         known = self.seen.layers.get(site.name)
         self.seen.layers[site.name] = layer if known is None else known + layer
         along = -overlaps(rows, self._step(site, update))
-        self.seen.blocks[-1] += layout.sum_columns(along[None])[0]
+        self.seen.blocks[-1] += layout.total(layout.sum_columns(along[None]))[0]
 
     def _step(self, site: Site, update: Tensor) -> Tensor:
         if not self.seen.actual_step:

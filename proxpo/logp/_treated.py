@@ -190,8 +190,7 @@ def _picked(head: Head, tokens: Rows, spot: Spot, scored: Scored, rule: Isopo) -
     if pull.d_entropy is not None:
         pull = pull._replace(d_entropy=pull.d_entropy * keep)
     g = head.grad(picked._replace(pull=pull), slice(0, len(head.weight)))
-    everyone = Outer(side, g).squares(torch.arange(len(g), device=g.device))
-    return _Picked(g, side, everyone.sum())
+    return _Picked(g, side, Outer(side, g).squares().sum())
 
 
 class _Measure:

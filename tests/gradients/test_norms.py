@@ -38,7 +38,7 @@ def measured(rows, layout: Layout, picks: Picks) -> tuple[Tensor, Tensor]:
         return top / bottom, _norms.norm_gram(rows, layout)
     if isinstance(rows, Dense):
         sums = rows.sums(layout)
-        top, bottom = _norms.overlap_dense(rows, sums, picks)
+        top, bottom = _norms.overlap_dense(rows, layout, sums, picks)
         return top / bottom, sums.square().sum(1)
     top, bottom = _norms.overlap_gram(rows, layout, picks)
     return top / bottom, _norms.norm_pairs(rows, layout)

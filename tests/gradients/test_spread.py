@@ -1,0 +1,63 @@
+"""Positions cut over two processes that talk over gloo equal the same positions in one."""
+
+import re
+from typing import Any
+
+import pytest
+import split
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.testing import assert_close
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    mp.spawn(split.worker, args=(folder,), nprocs=2)
+    return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+
+
+def added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    assert parts[0].keys() == parts[1].keys()
+    return {name: parts[0][name] + parts[1][name] for name in parts[0]}
+
+
+@pytest.mark.parametrize(("kind", "method", "cut"), split.cases())
+@pytest.mark.checks("isopo", "positions spread over ranks give the gradients of one process")
+@pytest.mark.checks("isopo-ntk", "positions spread over ranks give the gradients of one process")
+def test_two_parts_equal_the_whole(ranks, kind, method, cut):
+    *want, state = split.steps(kind, method, cut)
+    found = [rank[kind, method, cut] for rank in ranks]
+    for number, step in enumerate(want):
+        parts = [rank[number] for rank in found]
+        assert_close(added([part["gradients"] for part in parts]), step["gradients"], **EXACT)
+        for part in parts:  # what depends on lengths is of whole sequences on every rank
+            assert_close(part["weights"], step["weights"], **EXACT)
+            assert_close(part["metrics"], step["metrics"], **EXACT)
+    for *_, own in found:
+        assert_close(own, state, **EXACT)
+
+
+def test_a_group_of_one_rank_changes_nothing(ranks):
+    want = split.steps("split", "fisher", "uneven")[0]["gradients"]
+    for rank in ranks:
+        assert_close(rank["a group of one"]["gradients"], want, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "line"),
+    [
+        ("other advantages", "given different advantages or groups: each must know all"),
+        ("fewer advantages", "given different advantages or groups: each must know all"),
+        ("other groups", "given different advantages or groups: each must know all"),
+        ("more sequences", r"numbers 0\.\.3, which asks for 4 advantages .* got 3"),
+        ("proma", "`token_group` is for isopo and isopo_ntk"),
+        ("head outside its module", r"token_logp: .*weight is under .* `token_group`"),
+    ],
+)
+def test_mistakes_are_told_on_every_rank(ranks, mistake, line):
+    for rank in ranks:
+        assert re.search(line, rank["mistakes"][mistake])

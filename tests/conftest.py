@@ -1,8 +1,11 @@
 """Settings of every test: one thread, no leftover of a random state, Hypothesis without chance."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from jaxtyping import config as jaxtyping_config
 
 settings.register_profile(
     "proxpo", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
@@ -13,3 +16,12 @@ settings.load_profile("proxpo")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _shapes_unchecked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checking every annotation at every call more than doubles the time of a long run."""
+    long = request.node.get_closest_marker("long") is not None
+    jaxtyping_config.update("jaxtyping_disable", long)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)

@@ -68,6 +68,7 @@ SPECIAL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slug", methods())
 def test_every_recipe_trains_the_model_in_the_box(slug, tmp_path):
     # The rate is small enough that 30 steps on 16 samples cannot undo what the model knows.
@@ -93,6 +94,7 @@ def weights_of_start() -> dict[str, torch.Tensor]:
     return dict(load_policy("tiny").model.named_parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sets",
     [
@@ -106,7 +108,7 @@ def weights_of_start() -> dict[str, torch.Tensor]:
             "kl_coef=0.1",
         ),
         ("method=p3o-2019",),
-        ("method=grpo", "replay_share=0.5", "optimizer=muon", "lr_schedule=cosine"),
+        ("method=grpo", "replay_share=0.5", "optimizer=shampoo", "lr_schedule=cosine"),
         ("method=remix", "reset_at=4"),
         ("method=knapsack-rl", "task=calculator", "rollout.max_tokens=8"),
     ],
@@ -256,6 +258,7 @@ def test_bad_input_gets_one_clear_line(sets, overrides, message, tmp_path):
 AFTER_THE_PENALTY = ("aggregate=guarded_token_mean", "updates_per_rollout=3")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("slug", "sets"),
     [

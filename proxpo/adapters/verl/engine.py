@@ -5,6 +5,9 @@
 A micro-batch runs forward and backward inside the transform's block. Terms without an advantage
 (verl's KL and entropy losses, a recipe's regularisers) get an ordinary pass of their own before it.
 Losses without a transform run as in verl, and may read fields that verl does not hand to losses.
+
+Under Ulysses every rank of a sequence-parallel group runs a slice of the packed row; lengths and
+kernels are then those of whole sequences (`token_group` of `Transform.applied`).
 """
 
 import functools
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
@@ -45,6 +49,7 @@ OURS = ["fsdp", "fsdp2"]
 OTHERS = ["automodel", "megatron", "torchtitan", "veomni"]
 DEVICES = ["cpu", "cuda", "npu"]
 OFFERED = {"ref_logp": "ref_log_prob", "rollout_logp": "rollout_log_probs"}
+GATHER_ARGUMENTS = ("x", "gather_dim", "unpad_dim", "padding_size", "grad_scaler", "group")
 SETTINGS = {
     "ref_logp": "actor_rollout_ref.actor.use_kl_loss=True",
     "rollout_logp": "actor_rollout_ref.rollout.calculate_log_probs=True",
@@ -56,6 +61,7 @@ def register() -> None:
     """Offer the engine to verl under the vendor `proxpo`, and refuse the others under that name."""
     check_signature(FSDPEngineWithLMHead.forward_step, ENGINE_ARGUMENTS)
     check_signature(ppo_loss, ("config", "model_output", "data", "dp_group"))
+    check_signature(gather_outputs_and_unpad, GATHER_ARGUMENTS)
     known = EngineRegistry._engines.get("language_model", {})
     if ("cuda", VENDOR) in known.get("fsdp2", {}):
         return
@@ -110,18 +116,31 @@ class ProxpoEngine(FSDPEngineWithLMHead):
             metrics, total = output["metrics"], output["loss"]
         if self.transform is None:
             self.transform = self._make_transform(recipe)
-        # verl averages gradients over the ranks. A transform is linear in the advantages alone.
-        advantages = rows_of(recipe, micro_batch) * int(micro_batch["dp_size"])
-        policy = functools.partial(_policy, recipe, config)
-        packed = tu.get_non_tensor_data(micro_batch, "use_remove_padding", True)
-        sequences = numbered(micro_batch["input_ids"], packed=packed, pad=self._get_packed_pad_size)
-        with self.transform.applied(self.module, sequences=sequences, advantages=advantages):
+        # verl averages gradients over all ranks. A transform is linear in the advantages alone.
+        slices = self.ulysses_sequence_parallel_size
+        advantages = rows_of(recipe, micro_batch) * (int(micro_batch["dp_size"]) * slices)
+        policy = functools.partial(_policy, recipe, config, slices)
+        with self.transform.applied(
+            self.module,
+            sequences=self._sequences(micro_batch),
+            advantages=advantages,
+            token_group=self.ulysses_parallel_group,
+        ):
             loss, output = super().forward_step(micro_batch, policy, False)
             loss.backward()
         value = output["metrics"]["actor/pg_loss"].values[-1]
         output["metrics"] = {**metrics, **output["metrics"]}
         output["loss"] = total + float(value)
         return torch.tensor(output["loss"], requires_grad=True), output
+
+    def _sequences(self, micro_batch: Any) -> Int[Tensor, "..."]:
+        """The sequence of every position this rank sees, cut as verl cuts its inputs."""
+        packed = tu.get_non_tensor_data(micro_batch, "use_remove_padding", True)
+        row = numbered(micro_batch["input_ids"], packed=packed, pad=self._get_packed_pad_size)
+        slices = self.ulysses_sequence_parallel_size
+        if slices == 1:
+            return row
+        return ulysses_pad_and_slice_inputs(row, sp_size=slices, pad_value=-1)[0]
 
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()
@@ -143,7 +162,11 @@ class ProxpoEngine(FSDPEngineWithLMHead):
 
     def _make_transform(self, recipe: Recipe) -> Transform:
         assert recipe.gradient is not None
-        made = recipe.gradient.apply()
+        made: Transform = recipe.gradient.apply()
+        if self.use_ulysses_sp and not made.spreads:
+            raise ProxpoError(
+                f"verl: gradient={recipe.gradient.name} needs ulysses_sequence_parallel_size=1"
+            )
         if self._saved is not None:
             made.load_state_dict(self._saved)
         return made
@@ -151,10 +174,14 @@ class ProxpoEngine(FSDPEngineWithLMHead):
 
 def refuse(model_config: Any, engine_config: Any) -> None:
     """One line for every setting under which per-sequence gradients would be wrong."""
+    spread, model = engine_config.ulysses_sequence_parallel_size > 1, model_config.hf_config
     reasons = {
         "actor.strategy=fsdp2, since FSDP1 flattens parameters": engine_config.strategy == "fsdp",
-        "ulysses_sequence_parallel_size=1, since a sequence's gradient must lie on one rank": (
-            engine_config.ulysses_sequence_parallel_size > 1
+        "ulysses_sequence_parallel_size=1 for a model with vision, which verl cuts inside": (
+            spread and hasattr(model, "vision_config")
+        ),
+        "flash attention under Ulysses, since verl exchanges positions for heads inside it": (
+            spread and model._attn_implementation in ("eager", "sdpa", "flex_attention")
         ),
         "model.use_fused_kernels=False, since a fused head hides its weight": bool(
             model_config.use_fused_kernels
@@ -237,9 +264,18 @@ def _offered(
 
 
 def _policy(
-    recipe: Recipe, config: Any, model_output: dict[str, Any], data: Any, dp_group: Any = None
+    recipe: Recipe,
+    config: Any,
+    slices: int,
+    model_output: dict[str, Any],
+    data: Any,
+    dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """-Σ u·log π, for the transform to turn into the method's gradient; the loss is reported."""
+    """-Σ u·log π, for the transform to turn into the method's gradient; the loss is reported.
+
+    verl's gather over `slices` multiplies the gradient by their number on the way back, which
+    would enter the lengths; hence the division.
+    """
     names = ["response_mask", "old_log_probs", "advantages"]
     names += ["rollout_is_weights"] if "rollout_is_weights" in data else []
     given = data.select(*names).to_padded_tensor()
@@ -258,7 +294,7 @@ def _policy(
     seen = Metric.from_dict(report(split.loss, batch), aggregation=AggregationType.MEAN)
     value = split.loss.value.detach() * step.ranks
     seen["actor/pg_loss"] = Metric(value=value, aggregation=AggregationType.SUM)
-    return -(split.weights * batch.logp).sum(), seen
+    return -(split.weights * batch.logp).sum() / slices, seen
 
 
 def fields_of(recipe: Recipe, model_output: dict[str, Any], data: Any) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ def run(files: list[str], folder: Path, **env: str) -> list[ElementTree.Element]
     ("files", "env", "least"),
     [
         (["inside_config.py", "inside_losses.py"], {}, 200),
-        (["inside_engine.py"], ENGINE, 25),
+        (["inside_engine.py", "inside_ulysses.py"], ENGINE, 40),
     ],
     ids=["losses", "engine"],
 )

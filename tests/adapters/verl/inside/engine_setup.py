@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations.flash_attention import flash_attention_forward
+from verl.models.transformers import monkey_patch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
@@ -25,10 +28,14 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import proxpo
 from proxpo.adapters.verl import LossConfig
+from proxpo.gradients import isopo
 from proxpo.logp import model_logp
 
 VOCAB, PROMPT, RESPONSE = 32, 4, 5
 FULL = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+ALL, PROMA = {"overlap": "all"}, {"gradient": "proma"}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "mse"}
+EVERY = slice(None)
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.0, 0.8, -1.2, 0.4, 0.3, -0.7])
 
 
@@ -45,6 +52,32 @@ def folder() -> str:
     return path
 
 
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    position_ids: Tensor,
+    softmax_scale: float,
+    **named: Any,
+) -> Tensor:
+    """What flash attention does with packed rows, in plain torch: all of Ulysses but the kernel.
+
+    transformers' flash attention calls verl's exchange of heads and positions, which calls this.
+    """
+    seq = (position_ids == 0).cumsum(-1)
+    mask = ((seq[:, :, None] == seq[:, None, :])[:, None]).tril()
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+AttentionInterface.register("varlen", flash_attention_forward)
+monkey_patch._flash_attention_forward = varlen
+
+
 def start(rank: int = 0, ranks: int = 1, store: str = "") -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     path = store or tempfile.mktemp()
@@ -57,13 +90,14 @@ def make_engine(
     checkpointing: bool = False,
     lora: int = 0,
     lr: float = 1e-3,
+    attention: str = "eager",
     **engine: Any,
 ) -> Any:
     model = HFModelConfig(
         path=folder(),
         load_tokenizer=False,
         use_remove_padding=True,
-        override_config={"attn_implementation": "eager"},
+        override_config={"attn_implementation": attention},
         enable_gradient_checkpointing=checkpointing,
         lora_rank=lora,
         target_modules="all-linear",
@@ -150,6 +184,12 @@ def backward(engine: Any, data: TensorDict, loss: Any) -> tuple[dict[str, Tensor
         return gradients(engine.module), output
 
 
+def step(engine: Any, loss: Any) -> float | None:
+    """The norm of the gradient of a step of verl's; none on ranks whose metrics verl drops."""
+    with engine.train_mode():
+        return engine.train_batch(make_data(micro=4), loss)["metrics"].get("grad_norm")
+
+
 def own_model() -> Any:
     return Qwen3ForCausalLM.from_pretrained(folder(), attn_implementation="eager").float()
 
@@ -183,6 +223,15 @@ def own_isopo(transform: Any, micro: int) -> dict[str, Tensor]:
             (-(own_logp(model, rows) * batch.mask).sum()).backward()
     transform.step()
     return gradients(model)
+
+
+def own_isopo_and_kl() -> dict[str, torch.Tensor]:
+    model = own_model()
+    batch, _ = own_rows(EVERY)
+    gap = (own_logp(model, EVERY) - batch.ref_logp) * batch.mask
+    (0.7 * 0.5 * gap.square().sum()).backward()
+    policy = own_isopo(isopo(**ALL), 4)
+    return {name: policy[name] + p.grad for name, p in model.named_parameters()}
 
 
 def close(found: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float = 1e-5) -> None:

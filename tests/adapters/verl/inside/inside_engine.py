@@ -1,11 +1,12 @@
 """verl's FSDP2 engine on the CPU: gradients under proxpo's engine equal those of our own loop."""
 
-import multiprocessing
-from typing import Any
-
 import pytest
 import torch
 from engine_setup import (
+    ALL,
+    EVERY,
+    KL,
+    PROMA,
     actor,
     backward,
     close,
@@ -13,10 +14,11 @@ from engine_setup import (
     make_data,
     make_engine,
     own_isopo,
+    own_isopo_and_kl,
     own_logp,
     own_model,
     own_rows,
-    start,
+    step,
 )
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -27,49 +29,7 @@ from proxpo.adapters.verl.engine import numbered
 from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.logp import model_logp
 
-ALL = {"overlap": "all"}
-PROMA = {"gradient": "proma"}
-EVERY = slice(None)
-
-
-def work(rank: int, folder: str) -> None:
-    """What each of two ranks does: its half of the batch through verl's engine."""
-    start(rank, 2, f"{folder}/store")
-    engine, half = make_engine(), slice(4 * rank, 4 * rank + 4)
-    losses = {"isopo": actor("proxpo_isopo", options=ALL), "p3o": actor("proxpo_p3o", "token-mean")}
-    data = {name: make_data(half, micro=4) for name in losses}
-    found = {name: backward(engine, data[name], loss)[0] for name, loss in losses.items()}
-    if rank == 0:
-        torch.save(found, f"{folder}/gradients.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> dict[str, Any]:
-    """Two processes forked off before this one has a group or a gradient: verl loads slowly."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    own_model()  # the weights both read
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=work, args=(rank, folder)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    return torch.load(f"{folder}/gradients.pt")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(ranks):
-    start()
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return make_engine()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def test_lookup_returns_our_engine(monkeypatch):
@@ -142,16 +102,9 @@ def test_static_padding_of_packed_rows_changes_nothing():
 
 def test_terms_without_an_advantage_stay_outside_the_transform(engine):
     """verl's KL loss is added with its plain gradient."""
-    kl = {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": "mse"}
     engine.transform = None
-    found, output = backward(engine, make_data(micro=4), actor("proxpo_isopo", options=ALL, **kl))
-    model = own_model()
-    batch, _ = own_rows(EVERY)
-    gap = (own_logp(model, EVERY) - batch.ref_logp) * batch.mask
-    (0.7 * 0.5 * gap.square().sum()).backward()
-    plain = {name: p.grad for name, p in model.named_parameters()}
-    policy = own_isopo(isopo(**ALL), 4)
-    close(found, {name: policy[name] + plain[name] for name in policy})
+    found, output = backward(engine, make_data(micro=4), actor("proxpo_isopo", options=ALL, **KL))
+    close(found, own_isopo_and_kl())
     assert "kl_loss" in output["metrics"]
 
 
@@ -239,23 +192,18 @@ def test_adapters_alone_are_trained():
 def test_the_averages_travel_with_the_checkpoint(tmp_path):
     """Two steps in a row equal one step, a checkpoint, and the second in a new engine."""
     loss = actor("proxpo_isopo", options={**ALL, "reg": 0.5})
-
-    def step(engine):
-        with engine.train_mode():
-            return engine.train_batch(make_data(micro=4), loss)["metrics"]["grad_norm"]
-
     first = make_engine(lr=0.05)
-    step(first)
+    step(first, loss)
     first.save_checkpoint(str(tmp_path))
     assert (tmp_path / "proxpo_transform.safetensors").exists()
-    wanted = step(first)
+    wanted = step(first, loss)
     second = make_engine(lr=0.05)
     second.load_checkpoint(str(tmp_path), del_local_after_load=False)
-    assert step(second) == pytest.approx(wanted, rel=1e-5)
+    assert step(second, loss) == pytest.approx(wanted, rel=1e-5)
     third = make_engine(lr=0.05)
     third.load_checkpoint(str(tmp_path), del_local_after_load=False)
     third._saved = None
-    assert step(third) != pytest.approx(wanted, rel=1e-3)
+    assert step(third, loss) != pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_transform_wants_the_average_of_its_recipe(engine):
@@ -267,7 +215,7 @@ def test_a_transform_wants_the_average_of_its_recipe(engine):
     ("settings", "reason"),
     [
         ({"strategy": "fsdp"}, "actor.strategy=fsdp2"),
-        ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=1"),
+        ({"ulysses_sequence_parallel_size": 2}, "flash attention under Ulysses"),
         ({"offload_policy": True}, "offload_policy=False"),
         ({"mixed_precision": {"param_dtype": "fp16"}}, "bfloat16 or float32"),
     ],
@@ -288,6 +236,6 @@ def test_other_engines_are_refused_at_construction(backend):
 
 def test_two_ranks_equal_one(engine, ranks):
     """ISOPO, and P3O whose ESS is a sum over the ranks; shards of a batch against the whole."""
-    close(ranks["isopo"], own_isopo(isopo(**ALL), 4))
+    close(ranks["halves"]["isopo"], own_isopo(isopo(**ALL), 4))
     wanted, _ = backward(engine, make_data(micro=8), actor("proxpo_p3o", "token-mean"))
-    close(ranks["p3o"], wanted)
+    close(ranks["halves"]["p3o"], wanted)

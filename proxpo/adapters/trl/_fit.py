@@ -4,7 +4,6 @@ import dataclasses
 import warnings
 from typing import Any
 
-from proxpo.adapters.trl._rollout import early
 from proxpo.errors import ProxpoError
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
@@ -24,6 +23,7 @@ WHY = {
     "returns": _NO_CRITIC,
     "vocab_logp": _NO_LOGITS,
     "old_vocab_logp": _NO_LOGITS,
+    "ref_kl": _NO_LOGITS,
     "greedy_rewards": "TRL draws no greedy completion beside the sampled ones",
     "rollout_logp": "generation with transformers reports no log-probabilities; set use_vllm=True "
     "or pass a rollout_func, which returns them",
@@ -81,10 +81,6 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
     missing = needs(recipe) - GIVEN - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
         raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
-    if "entropy" in early(recipe):
-        raise ProxpoError(
-            f"recipe {recipe.name} needs 'entropy' in TRL before the update, where TRL computes it"
-        )
     _check_options(recipe, args)
     _check_updates(recipe, args)
     if recipe.prompts:
@@ -124,7 +120,7 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
     if recipe.schedule is not None and recipe.schedule.name != "single_update":
         raise ProxpoError(
             f"recipe {recipe.name}: schedule={recipe.schedule.name} decides over the optimizer "
-            "steps of a rollout, which TRL does itself: schedule=none in recipe_options leaves "
+            "steps of a rollout, which TRL does itself: recipe_options={'schedule': None} leaves "
             "them to num_iterations and steps_per_generation"
         )
     if recipe.schedule is not None and (held != steps or args.num_iterations != 1):

@@ -15,6 +15,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         *("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
         *("batch_size", "compute_entropy", "compute_aux_loss"),
     ),
+    "_get_train_sampler": ("self", "dataset"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_prepare_inputs": ("self", "generation_batch"),
     "_save_checkpoint": ("self", "model", "trial"),

@@ -75,7 +75,7 @@ def prepared(
     shared = {n: gather(x) for n, x in fields.items() if n in early(recipe) | {"mask"}}
     shape = shared["mask"].shape
     whole = Batch(
-        logp=torch.zeros(shape, device=rewards.device),
+        logp=rewards.new_zeros(shape),
         rewards=rewards,
         group=torch.arange(len(rewards), device=rewards.device) // group_size,
         **shared,

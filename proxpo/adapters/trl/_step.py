@@ -1,7 +1,7 @@
-"""One optimizer step in TRL, and small translations of what TRL hands over."""
+"""One optimizer step in TRL: its micro-batches, and what the current weights say of them."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import nn
 from trl.trainer.utils import split_tensor_dict
 
 from proxpo.adapters.trl._rollout import Window
-from proxpo.shapes import Bool, Float, Tensor
+from proxpo.logp import model_logp
+from proxpo.shapes import Float, Int, Tensor
 from proxpo.types import AllSum, Batch, Recipe
 
 ROW = "proxpo_row"  # travels with each completion: its number in the whole generation batch
@@ -40,19 +41,39 @@ def now(batch: Batch, found: Mapping[str, Tensor]) -> Batch:
     return batch.replace(**found)
 
 
-def mask_of(inputs: Mapping[str, Any]) -> Bool[Tensor, "seq tok"]:
-    """Tokens to train on: of the completion, and not written by a tool."""
-    mask = inputs["completion_mask"]
-    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+def asks_for_sums(run: Callable[..., Any], step: Step) -> bool:
+    """Whether a loss needs statistics of the whole batch, found by running it on a first piece."""
+    asked: list[bool] = []
+
+    def probe(x: Tensor, scope: str = "batch") -> Tensor:
+        asked.append(scope == "batch")
+        return x
+
+    first = step.window.part(step.inputs[0][ROW])
+    with torch.no_grad():
+        run(now(first, {"logp": first.logp, "entropy": first.logp}), all_sum=probe)
+    return any(asked)
 
 
-def weighted(
-    scores: Float[Tensor, "seq function"], weights: Float[Tensor, " function"]
-) -> Float[Tensor, " seq"]:
-    """One reward per completion: the weighted sum of those given, NaN where none was."""
-    unscored = scores.isnan().all(dim=1)
-    total = (scores * weights.to(scores)).nansum(dim=1)
-    return total.masked_fill(unscored, torch.nan)
+def scored(
+    model: nn.Module,
+    ids: Int[Tensor, "seq all"],
+    attended: Int[Tensor, "seq all"],
+    tokens: int,
+    *,
+    rows: int | None,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Float[Tensor, "seq tok"], Float[Tensor, "seq tok"] | None]:
+    """Log-probabilities of the last tokens, a few rows at a time, and entropies if asked for."""
+    parts: list[Any] = []
+    for some in torch.arange(len(ids)).split(rows or len(ids)):
+        mask = attended[some, -tokens:].bool()
+        given: dict[str, Any] = {"attention_mask": attended[some], "entropy": entropy}
+        found: Any = model_logp(model, ids[some], mask, temperature=temperature, **given)
+        parts.append(found if entropy else (found,))
+    logp, *more = (torch.cat(columns) for columns in zip(*parts))
+    return logp, more[0] if entropy else None
 
 
 def in_order(held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -66,4 +87,4 @@ def in_order(held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return split_tensor_dict({name: joined(name) for name in held[0]}, len(held))
 
 
-__all__ = ["ROW", "Step", "in_order", "mask_of", "now", "weighted"]
+__all__ = ["ROW", "Step", "asks_for_sums", "in_order", "now", "scored"]

@@ -18,10 +18,12 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from proxpo.adapters.trl._fit import check_engine, check_fit, keeps_groups, made
 from proxpo.adapters.trl._memory import read_memory, write_memory
+from proxpo.adapters.trl._order import EpochOrder
 from proxpo.adapters.trl._rollout import Rollout, early, prepared, window
-from proxpo.adapters.trl._step import ROW, Step, in_order, mask_of, now, weighted
+from proxpo.adapters.trl._step import ROW, Step, asks_for_sums, in_order, now, scored
+from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
+from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.compose import States, policy_loss
-from proxpo.logp import model_logp
 from proxpo.masked import masked_mean
 from proxpo.settings import Settings
 from proxpo.sums import over_microbatches, over_ranks
@@ -29,11 +31,6 @@ from proxpo.train.learner import needs
 from proxpo.train.streams import generator
 from proxpo.transforms import objective, per_response
 from proxpo.types import AllSum, Batch, Clock, Loss, Metrics, Recipe, local
-
-IMAGES = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),
-    *("num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-)
 
 
 class ProxpoTrainer(GRPOTrainer):
@@ -70,8 +67,7 @@ class ProxpoTrainer(GRPOTrainer):
         check_fit(self.recipe, args, reports_logp=speaks)
         self._needs = needs(self.recipe)
         self._variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
-        read = {name for one in self._variants for name in early(one)}
-        self._scores_early = "old_logp" in read or "prox_logp" in self._needs
+        self._early = {name for one in self._variants for name in early(one)}
         if "ref_logp" in self._needs:
             args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
         gradient = self.recipe.gradient
@@ -83,6 +79,8 @@ class ProxpoTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, **trl)
         if self._transform is not None:
             check_engine(self.recipe, self)
+        if args.use_vllm:
+            mend_sync(self.vllm_generation)
 
     # --- rollout: group logic where the groups are whole
 
@@ -102,7 +100,7 @@ class ProxpoTrainer(GRPOTrainer):
             prepared(
                 recipe,
                 fields,
-                rewards=weighted(self._scores, self.reward_weights),
+                rewards=weighted(self._scores, self.reward_weights).to(self._precision),
                 group_size=size,
                 first=first,
                 version=self.state.global_step,
@@ -119,37 +117,36 @@ class ProxpoTrainer(GRPOTrainer):
         return output
 
     def _fields(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """TRL's names for the completions of this process, as Batch fields."""
-        mask = mask_of(output)
-        fields = {"mask": mask, "tokens": output["completion_ids"]}
-        fields["lag"] = torch.zeros_like(mask, dtype=torch.long)
-        lengths = output["completion_mask"].sum(dim=1)
-        last = output["completion_ids"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
-        ends = torch.tensor([*self.eos_token_ids, self._tokenizer.pad_token_id], device=mask.device)
-        fields["truncated"] = ~torch.isin(last, ends)
-        rollout = output.get("sampling_per_token_logps")
-        unscored = rollout is not None and bool((rollout.isnan() & mask).any())
+        """The completions of this process as Batch fields, scored where TRL did not and we must."""
         old = output.get("old_per_token_logps")
-        if old is None and (unscored or self._scores_early):
-            old = self._score(output)
-        if old is not None:
-            fields["old_logp"] = old
-        if rollout is not None:  # what vLLM could not score gets the trainer's own number
-            fields["rollout_logp"] = rollout.where(~rollout.isnan(), old) if unscored else rollout
-        if "prox_logp" in self._needs:
-            fields["prox_logp"] = old
-            fields["old_logp"] = fields.get("rollout_logp", old)
-        if "ref_per_token_logps" in output:
-            fields["ref_logp"] = output["ref_per_token_logps"]
-        return fields
+        wanted = unscored(output) or "old_logp" in self._early or "prox_logp" in self._needs
+        read = {}
+        if "entropy" in self._early or (old is None and wanted):
+            read = self._score(output)
+        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
+        return fields_of(
+            output,
+            old=read.get("logp") if old is None else old,
+            entropy=read.get("entropy") if "entropy" in self._early else None,
+            ends=ends,
+            proximal="prox_logp" in self._needs,
+        )
 
     @torch.no_grad()
-    def _score(self, output: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities of a generation batch, where TRL leaves them out as on-policy."""
+    def _score(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Log-probabilities of a generation batch, where TRL leaves them out, and entropies."""
         rows = self.args.per_device_train_batch_size
         quiet: Any = self.args.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, quiet):
-            return self._forward(self.model, output, rows=rows)["logp"]
+            return self._forward(self.model, output, rows=rows)
+
+    @property
+    def _precision(self) -> torch.dtype:
+        """Of rewards and advantages: float64 under a float64 policy, else float32."""
+        return torch.promote_types(self.model.dtype, torch.float32)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         held = self._buffered_inputs
@@ -254,22 +251,13 @@ class ProxpoTrainer(GRPOTrainer):
     def _sums(self, step: Step, recipe: Recipe, known: dict[str, Any]) -> AllSum:
         """Statistics over all processes, and over the micro-batches if the recipe asks for any."""
         ranks = over_ranks() if self.accelerator.num_processes > 1 else local
-        if len(step.inputs) == 1:
-            return ranks
-        asked: list[bool] = []
-
-        def probe(x: torch.Tensor, scope: str = "batch") -> torch.Tensor:
-            asked.append(scope == "batch")
-            return x
 
         def run(piece: Batch, *, all_sum: AllSum) -> Loss:
             return policy_loss(recipe, piece, all_sum=all_sum, **known)
 
-        first = step.window.part(step.inputs[0][ROW])
+        if len(step.inputs) == 1 or not asks_for_sums(run, step):
+            return ranks
         with torch.no_grad():
-            run(now(first, {"logp": first.logp, "entropy": first.logp}), all_sum=probe)
-            if not any(asked):
-                return ranks
             pieces = [
                 now(step.window.part(one[ROW]), self._forward(step.model, one))
                 for one in step.inputs
@@ -367,21 +355,12 @@ class ProxpoTrainer(GRPOTrainer):
                 compute_aux_loss=compute_aux_loss,
                 **images,
             )
-        parts = []
-        for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):
-            attended = attention_mask[rows]
-            asked: dict[str, Any] = {"attention_mask": attended, "entropy": compute_entropy}
-            with self.accelerator.autocast():
-                found: Any = model_logp(
-                    model,
-                    input_ids[rows],
-                    attended[:, -logits_to_keep:].bool(),
-                    temperature=self.temperature,
-                    **asked,
-                )
-            parts.append(found if compute_entropy else (found,))
-        scored = [torch.cat(columns) for columns in zip(*parts)]
-        return scored[0], scored[1] if compute_entropy else None, None
+        how: Any = {"temperature": self.temperature, "entropy": compute_entropy}
+        with self.accelerator.autocast():
+            logp, entropy = scored(
+                model, input_ids, attention_mask, logits_to_keep, rows=batch_size, **how
+            )
+        return logp, entropy, None
 
     # --- metrics and memory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
-from trl_own_loop import agree, own_gradients
+from trl_own_loop import EXACT, FUSED, agree, own_gradients
 from trl_ranks import KINDS, RUNS, SETTINGS
 from trl_runs import Gradients, Watched, canned, losses, trainer
 
@@ -65,10 +65,10 @@ def test_two_processes_equal_one(ranks, runs_alone, kind, name):
     for rank in range(2):
         steps, _, lost, state, wrapper = torch.load(ranks / f"{kind}-{name}-{rank}.pt")
         assert wrapper.startswith("DistributedData" if kind == "ddp" else "FSDP")
-        agree(steps[0], want[0])
-        agree(steps[1], want[1], to=1e-4)  # the optimizer has divided by small second moments
+        for found, one in zip(steps, want):
+            agree(found, one, to=EXACT if run._transform is not None else FUSED)
         if rank == 0:
-            assert_close(lost, losses(run), rtol=1e-5, atol=1e-6)
+            assert_close(lost, losses(run), rtol=1e-6, atol=1e-7)  # TRL adds in float32
         if run._transform is not None:
             assert state.keys() == run._transform.state_dict().keys()
 

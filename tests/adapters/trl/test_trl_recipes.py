@@ -11,22 +11,22 @@ from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 
 import proxpo
 from proxpo.adapters.trl._fit import GIVEN
-from proxpo.adapters.trl._step import mask_of
+from proxpo.adapters.trl._translate import mask_of
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.train.learner import needs
 from proxpo.types import Clock
 
 REFUSED = {slug for slug in methods() if needs(proxpo.make_recipe(slug)) - GIVEN - {"rollout_logp"}}
-EARLY = {"earl", "gtpo"}  # read the entropy before the update
 ONCE = ("opo",)  # one update per rollout, by definition
-OPTIONS = {slug: {"schedule": None} for slug in ("mdpo", "rapid", "sfpo", "trpo")}
+SCHEDULED = ("mdpo", "rapid", "sfpo", "trpo")  # whose steps TRL makes by itself
+OPTIONS = {slug: {"schedule": None} for slug in SCHEDULED}
 LABELS = ("pacs",)
 # Of two responses with the same |advantage| the earlier stays, and TRL has shuffled the rows.
 TIES = ("cppo",)
 
 
-@pytest.mark.parametrize("slug", sorted(set(methods()) - REFUSED - EARLY))
+@pytest.mark.parametrize("slug", sorted(set(methods()) - REFUSED))
 def test_twenty_steps(slug, tmp_path):
     speaks = {"rollout_func": canned} if "rollout_logp" in needs(proxpo.make_recipe(slug)) else {}
     if slug in LABELS:
@@ -74,6 +74,7 @@ def first_loss(run: Watched, slug: str) -> float:
         ref_logp=logp,
         entropy=entropy,
         rollout_logp=sampler,
+        tokens=rows["completion_ids"],
         mask=mask,
         rewards=rows["rewards"],
         group=rows["group"],
@@ -83,10 +84,12 @@ def first_loss(run: Watched, slug: str) -> float:
     return float(proxpo.loss_fn(made)(batch, generator=noise, clock=clock).value)
 
 
-@pytest.mark.parametrize("slug", sorted(EARLY))
-def test_entropy_before_the_update_is_refused(slug, tmp_path):
-    with pytest.raises(ProxpoError, match=f"recipe {slug} needs 'entropy' in TRL before the"):
+@pytest.mark.parametrize("slug", SCHEDULED)
+def test_who_makes_the_steps_is_told(slug, tmp_path):
+    with pytest.raises(ProxpoError, match=f"recipe {slug}: schedule=.* TRL does itself") as caught:
         trainer(tmp_path, slug)
+    assert f"recipe_options={OPTIONS[slug]} leaves them to num_iterations" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("slug", sorted(REFUSED))

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from trl.trainer.utils import RepeatSampler
 from trl_killed import RECIPE, RUN
 from trl_runs import losses, seen, trainer
 
 from proxpo.adapters.trl._memory import read_memory
+from proxpo.adapters.trl._order import EpochOrder
 from proxpo.errors import ProxpoError
 
 HERE = Path(__file__).parent
@@ -44,6 +46,7 @@ def test_a_killed_run_goes_on_where_it_was(killed, tmp_path):
     resumed.train(resume_from_checkpoint=str(killed))
     assert len(losses(resumed)) == 8
     assert losses(resumed) == losses(whole)
+    assert seen(whole, "epoch")[3] > 1
     assert seen(resumed, "proxpo/reward/kl_coef") == seen(whole, "proxpo/reward/kl_coef")
     assert len(set(seen(whole, "proxpo/reward/kl_coef"))) > 2  # it did adapt
     for one, other in zip(resumed.model.parameters(), whole.model.parameters()):
@@ -51,6 +54,23 @@ def test_a_killed_run_goes_on_where_it_was(killed, tmp_path):
     mine, theirs = resumed._transform.state_dict(), whole._transform.state_dict()
     assert mine == theirs
     assert theirs["steps"] == 8
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_orders_of_epochs(shuffle):
+    """They are TRL's, and a run that begins in a later epoch finds the one of that epoch."""
+
+    def sampler() -> RepeatSampler:
+        given = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2}
+        return RepeatSampler(range(7), shuffle=shuffle, seed=5, **given)
+
+    one = sampler()
+    want = [list(one) for _ in range(3)]
+    for epoch in (0, 1, 2):
+        order = EpochOrder(sampler(), lambda epoch=epoch: epoch)
+        assert list(order) == list(order) == want[epoch]
+        assert len(order) == len(want[epoch])
+    assert (want[0] != want[1]) == shuffle
 
 
 def test_memory_matters(killed, tmp_path):

@@ -24,7 +24,7 @@ def experience(parts: list[dict[str, Any]]) -> Experience:
         input_ids=torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
         attention_mask=torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1).bool(),
         mask=mask,
-        rollout_logp=torch.zeros(mask.shape),
+        rollout_logp=torch.zeros(mask.shape, dtype=rows["rewards"].dtype),
         rewards=rows["rewards"],
         correct=torch.zeros(len(mask), dtype=torch.bool),
         truncated=torch.zeros(len(mask), dtype=torch.bool),
@@ -66,11 +66,16 @@ def own_gradients(
     return found, transform
 
 
+EXACT = 1e-9
+FUSED = 1e-6  # without a transform log-probabilities are TRL's, whose fused head adds in float32
+
+
 def agree(
-    found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, to: float = 1e-6
+    found: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, to: float = EXACT
 ) -> None:
-    """Each parameter's gradient to 1e-6 of its length (and no finer than 1e-6)."""
+    """Each parameter's gradient, in float64, to that share of its length."""
     assert found.keys() == want.keys()
     assert max(float(x.abs().max()) for x in want.values()) > 1e-3
     for name, grad in want.items():
-        assert float((found[name] - grad).norm()) <= to * max(1.0, float(grad.norm())), name
+        assert found[name].dtype == torch.float64
+        assert float((found[name] - grad).norm()) <= to * float(grad.norm()) + 1e-15, name

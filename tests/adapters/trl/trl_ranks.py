@@ -22,7 +22,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SETTINGS = {"num_generations": 4, "max_steps": 2, "max_grad_norm": 0.0}
+SETTINGS = {"dtype": "float64", "num_generations": 4, "max_steps": 2, "max_grad_norm": 0.0}
 
 
 def shard_on_cpu(make: Any) -> Any:

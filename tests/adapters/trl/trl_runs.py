@@ -2,16 +2,18 @@
 
 import copy
 import gc
+from functools import cache
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 from trl import GRPOConfig, GRPOTrainer
 
 from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._step import ROW
-from proxpo.train.models import load_policy
+from proxpo.train.models import Policy, load_policy
 
 gc.freeze()  # every run of a Trainer ends with a collection, which need not look at the libraries
 PAIRS = [(12 + 7 * n % 31, 34 - n) for n in range(24)]
@@ -34,6 +36,38 @@ SMALL: dict[str, Any] = {
 }
 
 
+class ExactRMSNorm(Qwen3RMSNorm):
+    """Without the rounding to float32 that transformers does whatever the precision."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        square = hidden_states.square().mean(dim=-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(square + self.variance_epsilon)
+
+
+class ExactRotary(Qwen3RotaryEmbedding):
+    """The same of the angles: rows with more padding in front see the same model."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        half = self.inv_freq.numel()
+        powers = torch.arange(half, dtype=x.dtype) / half
+        angles = position_ids[..., None] / self.config.rope_parameters["rope_theta"] ** powers
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+@cache
+def policy(dtype: str = "float32") -> Policy:
+    """The model in the box, loaded once; its runs train copies of it."""
+    found = load_policy("tiny", dtype=dtype)
+    if dtype == "float64":
+        for module in found.model.modules():
+            for given, exact in ((Qwen3RMSNorm, ExactRMSNorm), (Qwen3RotaryEmbedding, ExactRotary)):
+                if isinstance(module, given):
+                    module.__class__ = exact
+    return found
+
+
+@cache
 def questions() -> Dataset:
     return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in PAIRS])
 
@@ -59,14 +93,16 @@ def trainer(
     out: Any, recipe: Any = None, *, options: Any = None, kind: Any = ProxpoTrainer, **changes: Any
 ) -> Any:
     """A ProxpoTrainer, or TRL's own where no recipe is given; changes go to GRPOConfig."""
-    policy = load_policy("tiny")
+    base = policy(changes.pop("dtype", "float32"))
     ours = {} if recipe is None else {"recipe": recipe, "recipe_options": options}
     host = GRPOTrainer if recipe is None else kind
     names = ("peft_config", "rollout_func", "callbacks", "eval_dataset", "optimizers")
     ours |= {name: changes.pop(name) for name in names if name in changes}
-    model, reward = changes.pop("model", policy.model), changes.pop("reward", closeness)
+    model = changes.pop("model", None) or copy.deepcopy(base.model)
+    reward = changes.pop("reward", closeness)
+    data = questions().select(range(changes.pop("prompts", len(PAIRS))))
     made = host(
-        model, reward, config(out, **changes), questions(), processing_class=policy.tokenizer,
+        model, reward, config(out, **changes), data, processing_class=base.tokenizer,
         **ours,
     )  # fmt: skip
     made.remove_callback(PrinterCallback)

@@ -1,10 +1,8 @@
 """Five steps of TRL with vLLM in its own process, on a CPU: prints what was found as JSON.
 
-Run by test_trl_vllm.py in vLLM's environment. Three things are adapted to a CPU. TRL leaves out two
-options of vLLM: float32, without which log-probabilities cannot agree to 1e-4, and eager mode,
-without which the run begins by compiling the model for minutes. And TRL writes new weights into
-the layers of vLLM, which on a CPU have been packed and are gone ("'Parameter' object has no
-attribute 'weight_loader'"); here vLLM loads the same weights itself.
+Run by test_trl_vllm.py in vLLM's environment. TRL leaves out two options of vLLM that are set here:
+float32, without which log-probabilities cannot agree to 1e-4, and eager mode, without which the run
+begins by compiling the model for minutes.
 """
 
 import json
@@ -21,13 +19,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.generation import vllm_generation
 from trl_runs import Watched, losses, seen, trainer
 
-from proxpo.adapters.trl._step import mask_of
+from proxpo.adapters.trl._translate import mask_of
 from proxpo.logp import model_logp
 from proxpo.train.models import load_policy
 
 
 def saved_model(folder: str) -> Any:
-    """A random model whose heads have a size that vLLM's CPU kernels know; an untied head."""
+    """A random model whose heads have a size that vLLM's CPU kernels know.
+
+    Its output head is its embedding: of such a head vLLM keeps a packed copy.
+    """
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=100,
@@ -38,7 +39,7 @@ def saved_model(folder: str) -> Any:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=64,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         initializer_range=0.2,
         eos_token_id=2,
         pad_token_id=0,
@@ -46,13 +47,6 @@ def saved_model(folder: str) -> Any:
     Qwen3ForCausalLM(config).save_pretrained(folder)
     load_policy("tiny").tokenizer.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder)
-
-
-def reload(generation: Any) -> None:
-    """TRL's sync_weights in colocate mode, through the loader that packs the weights anew."""
-    weights = {"weights_iterator": generation._iter_named_params()}
-    generation.llm.collective_rpc("reload_weights", kwargs=weights)
-    generation.llm.reset_prefix_cache()
 
 
 class Checked(Watched):
@@ -76,7 +70,6 @@ class Checked(Watched):
 
 def main() -> None:
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
-    vllm_generation.VLLMGeneration.sync_weights = reload
     with tempfile.TemporaryDirectory() as folder:
         run = trainer(
             f"{folder}/out",

@@ -23,6 +23,7 @@ from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
 from proxpo.train.models import TINY
 
+pytestmark = pytest.mark.long
 SMALL = [
     "prompts_per_step=2",
     "samples_per_prompt=4",

@@ -15,6 +15,8 @@ from proxpo.train.replay import mixture, remembered
 from proxpo.train.steps import MOST_SKIPPED, Steps
 from proxpo.train.update import update
 
+pytestmark = pytest.mark.long
+
 
 def weights(job) -> list[torch.Tensor]:
     return [p.detach().clone() for p in job.learner.trainable()]

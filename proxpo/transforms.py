@@ -8,6 +8,7 @@ gradient and OPO's baseline is a setting.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from proxpo.gradients.proma import proma
 from proxpo.masked import row_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import AllSum, Batch, Clock, Denominators, Loss, Recipe, local
+from proxpo.types import AllSum, Batch, Clock, Context, Denominators, Loss, Recipe, local
 
 
 def _gradient_stage(factory: Callable[..., Any]) -> None:
@@ -56,13 +57,21 @@ def objective(
 ) -> Objective:
     """The recipe's policy term on a prepared batch, taken apart for a gradient transform.
 
-    Responses with advantage 0 get weight 1, so that they still take part in a transform's
-    statistics. Regularisers and the critic are left out: they carry no
-    advantage and want a backward pass of their own.
+    Responses with advantage 0 get the weight of a token in the recipe's average, so that they
+    still take part in a transform's statistics. Regularisers and the critic are left out: they
+    carry no advantage and want a backward pass of their own.
     """
     logp = batch.logp.detach().requires_grad_()
+    averaged: list[Tensor] = []
+
+    def average(x: Tensor, batch: Batch, ctx: Context) -> Any:
+        averaged.append(x)
+        return recipe.aggregate.apply(x, batch, ctx)
+
     loss = policy_loss(
-        recipe.replace(regularisers=(), value=None),
+        recipe.replace(
+            regularisers=(), value=None, aggregate=replace(recipe.aggregate, apply=average)
+        ),
         batch.replace(logp=logp),
         denominators=denominators,
         state=state,
@@ -70,10 +79,10 @@ def objective(
         generator=generator,
         clock=clock,
     )
-    (slope,) = torch.autograd.grad(loss.value, logp)
+    slope, share = torch.autograd.grad(loss.value, [logp, averaged[0]])
     advantages = per_response(recipe, batch)[:, None]
     weights = torch.where(
-        advantages == 0, 1.0, -slope / torch.where(advantages == 0, 1.0, advantages)
+        advantages == 0, share, -slope / torch.where(advantages == 0, 1.0, advantages)
     )
     return Objective(torch.where(batch.mask, weights, 0.0), advantages[:, 0], loss)
 

@@ -100,6 +100,7 @@ def make_batch(rows: int, tokens: int, device: str) -> proxpo.Batch:
         group=(torch.arange(rows) // 8).to(device),
         truncated=torch.zeros(rows, dtype=torch.bool, device=device),
         prev_logp=old + noise(0.05),
+        ref_kl=noise(0.1).abs(),
         tokens=torch.randint(0, VOCABULARY, (rows, tokens), generator=generator).to(device),
         turn=(torch.arange(tokens) // 256).expand(rows, -1).to(device),
         prompt_id=(torch.arange(rows) // 8).to(device),

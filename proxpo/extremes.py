@@ -3,12 +3,14 @@
 import torch
 
 from proxpo.shapes import Float, Int, Tensor
-from proxpo.types import AllSum, local
+from proxpo.types import AllSum, Scope, local
 
 DIGIT = 8  # bits looked at in one sum
 
 
-def batch_max(x: Float[Tensor, " n"], *, all_sum: AllSum = local) -> Float[Tensor, ""]:
+def batch_max(
+    x: Float[Tensor, " n"], *, all_sum: AllSum = local, scope: Scope = "batch"
+) -> Float[Tensor, ""]:
     """Largest entry over all parts of the batch, exactly; 0 if no part has any.
 
     Ranks can only add, so the answer is found digit by digit: each part counts the leading digits
@@ -20,7 +22,7 @@ def batch_max(x: Float[Tensor, " n"], *, all_sum: AllSum = local) -> Float[Tenso
         digit = (key >> place) & (2**DIGIT - 1)
         if place == 64 - DIGIT:
             digit = digit ^ 2 ** (DIGIT - 1)  # the sign bit: negative numbers come first
-        found = all_sum(torch.bincount(digit, minlength=2**DIGIT).double()).nonzero()
+        found = all_sum(torch.bincount(digit, minlength=2**DIGIT).double(), scope).nonzero()
         if not len(found):
             return torch.zeros((), dtype=x.dtype, device=x.device)
         best = found.max()

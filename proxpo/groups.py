@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from proxpo.shapes import Bool, Float, Int, Tensor
-from proxpo.types import AllSum
+from proxpo.types import AllSum, Batch
 
 
 class GroupStats(NamedTuple):
@@ -31,19 +31,28 @@ def group_stats(
     size = group_sum(scored.to(x.dtype), group)
     total = group_sum(share, group)
     mean = group_sum(share * filled, group) / total.clamp(min=torch.finfo(x.dtype).tiny)
-    top = group_extreme(torch.where(scored, x, -torch.inf), group)
-    bottom = -group_extreme(torch.where(scored, -x, -torch.inf), group)
+    bottom, top = group_range(x, group, scored)
     mean = torch.where(top == bottom, top, mean)  # equal rewards centre to exactly 0
     squares = group_sum(torch.where(scored, (filled - mean).square(), 0.0), group)
     variance = squares / (size - 1 if unbiased else size).clamp(min=1)
     return GroupStats(mean, variance.sqrt(), size, scored)
 
 
-def group_extreme(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Tensor, " seq"]:
-    """Largest value among the rows of the same group, given to each of them."""
+def group_range(
+    x: Float[Tensor, " seq"], group: Int[Tensor, " seq"], counted: Bool[Tensor, " seq"]
+) -> tuple[Float[Tensor, " seq"], Float[Tensor, " seq"]]:
+    """Smallest and largest value among the counted rows of the same group, given to each of them.
+
+    A group without any has ∞ and -∞.
+    """
     _, index = group.unique(return_inverse=True)
     groups = int(index.max()) + 1 if len(index) else 0
-    return x.new_full((groups,), -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+
+    def largest(x: Float[Tensor, " seq"]) -> Float[Tensor, " seq"]:
+        x = torch.where(counted, x, -torch.inf)
+        return x.new_full((groups,), -torch.inf).scatter_reduce(0, index, x, "amax")[index]
+
+    return -largest(-x), largest(x)
 
 
 def group_sum(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Tensor, " seq"]:
@@ -51,6 +60,16 @@ def group_sum(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Ten
     _, index = group.unique(return_inverse=True)
     groups = int(index.max()) + 1 if len(index) else 0
     return x.new_zeros(groups).index_add(0, index, x)[index]
+
+
+def numbered(batch: Batch) -> Int[Tensor, " seq"]:
+    """Groups counted from 0, as `group_sum_over_cuts` wants them.
+
+    The batch of a live advantage has been prepared with such numbers, which its cuts keep; while it
+    is prepared its groups are whole and may have any labels.
+    """
+    group = batch.require("group", by="a sum over groups")
+    return group if batch.refresh is not None else group.unique(return_inverse=True)[1]
 
 
 def group_sum_over_cuts(

@@ -13,7 +13,7 @@ from typing import Any
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.options import bind
 from proxpo.shapes import Tensor
-from proxpo.types import KINDS, MANY, Batch, Metrics, Recipe, Stage, State
+from proxpo.types import KINDS, MANY, Batch, Context, Metrics, Recipe, Stage, State
 
 Factory = Callable[..., Stage]
 Needs = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
@@ -32,6 +32,7 @@ def stage(
     prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
+    step: Callable[[Mapping[str, Any], Batch, Metrics, Context], State] | None = None,
 ) -> Callable[[Callable[..., Any]], Factory]:
     """Register a factory. `needs`, `takes` and `whole_batch` may depend on the options.
 
@@ -59,6 +60,7 @@ def stage(
                 prepare=functools.partial(prepare, options) if prepare else None,
                 init=functools.partial(init, options) if init else None,
                 update=functools.partial(update, options) if update else None,
+                step=functools.partial(step, options) if step else None,
             )
 
         STAGES[kind][label] = make

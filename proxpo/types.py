@@ -40,25 +40,28 @@ def local(x: Tensor, scope: Reach = "batch") -> Tensor:
 
 
 FIELDS: dict[str, str] = {
-    "logp": "log-probability of each response token under the policy being trained",
-    "mask": "1 where a token of the response is trained on, 0 for padding and tool output",
+    "logp": "log-probability of each response token under the policy, from its forward pass",
+    "mask": "1 where a token is trained on, 0 for padding and tool output, from the sampler",
     "old_logp": "log-probability under the policy at the start of the step, from the trainer",
     "ref_logp": "log-probability under the frozen reference policy, from a second model",
     "rollout_logp": "log-probability reported by the sampler when it drew the token",
-    "prox_logp": "log-probability under the proximal policy, a recent snapshot of the learner",
+    "prox_logp": "log-probability under the proximal policy, from a recent snapshot of the learner",
     "prev_logp": "log-probability under the policy before the last rollout's updates, from "
     "schedule=reincarnation",
     "entropy": "entropy of the next-token distribution, from the trainer's forward pass",
     "values": "critic's value of each token, from a value head",
-    "old_values": "critic's values at rollout time",
+    "old_values": "critic's values at rollout time, from a value head",
     "returns": "the critic's target; computed by the recipe when absent",
-    "token_rewards": "reward on single tokens, e.g. of a process reward model",
-    "step_end": "1 on the last token of each scored step",
-    "lag": "policy versions between the one that sampled the token and the current one",
-    "vocab_logp": "log-probabilities of the whole vocabulary under the policy",
-    "old_vocab_logp": "log-probabilities of the whole vocabulary under the sampling policy",
-    "tokens": "token ids of the response",
-    "turn": "number of the turn each token belongs to",
+    "token_rewards": "reward on single tokens, e.g. from a process reward model",
+    "step_end": "1 on the last token of each scored step, from the process reward model",
+    "lag": "policy versions since the one that sampled the token, from the sampler",
+    "vocab_logp": "log-probabilities of the whole vocabulary, from the policy's forward pass",
+    "old_vocab_logp": "log-probabilities of the whole vocabulary under the sampling policy, from a "
+    "pass before the first update",
+    "ref_kl": "KL(π_old‖π_ref) at each token over the whole vocabulary, from the trainer's pass of "
+    "both policies",
+    "tokens": "token ids of the response, from the sampler",
+    "turn": "number of the turn each token belongs to, from the environment",
     "span_rewards": "+1, -1 or 0 on tokens inside spans that a critique marked, from a critique "
     "model through proxpo.rewards.spans",
     "hidden": "hidden state that produced each token's distribution, from the trainer's forward "
@@ -66,20 +69,21 @@ FIELDS: dict[str, str] = {
     "features": "mean over a response of d log π/d hidden, from proxpo.logp.score_features on the "
     "sampling policy",
     "mean": "mean of the Gaussian policy at each denoising step, from the current model",
-    "old_mean": "mean of the Gaussian policy at each denoising step, stored by the sampler",
-    "ref_mean": "mean of the Gaussian policy at each denoising step under the frozen reference",
+    "old_mean": "mean of the Gaussian policy at each denoising step, from the sampler",
+    "ref_mean": "mean of the Gaussian policy at each denoising step, from the frozen reference",
     "noise": "standard deviation of the Gaussian policy at each denoising step, from the sampler",
     "step_size": "length Δt of each denoising step, from the sampler",
     "time": "time in (0, 1) of each denoising step, from the sampler",
-    "rewards": "one reward per response; missing ones are NaN (null in a file)",
-    "group": "number of the prompt each response answers",
+    "rewards": "one reward per response, from the reward function; NaN (null) where missing",
+    "group": "number of the prompt each response answers, from the sampler",
     "prompt_id": "number of the prompt in its dataset, the same at every visit, from the sampler",
     "duration": "seconds that running the response took in its environment, from the environment",
     "void": "1 if a turn of the response neither calls a tool nor answers, from the environment",
     "greedy_rewards": "reward of the greedy response to the same prompt, from one extra rollout",
-    "correct": "1 if the response is right, before any reward shaping",
-    "truncated": "1 if the response was cut at the length limit",
-    "group_tokens": "valid tokens of all responses to the same prompt, over the whole step",
+    "correct": "1 if the response is right, before any reward shaping, from the reward function",
+    "truncated": "1 if the response was cut at the length limit, from the sampler",
+    "group_tokens": "valid tokens of all responses to the same prompt, over the whole step; "
+    "computed by the recipe when absent",
     "refresh": "1 where each update computes the advantage anew, because it follows the current "
     "policy; set by the recipe when it computes the advantages",
     "gate": "1 where a token's entropy lets its loss through; set by weights=entropy_gate",
@@ -112,6 +116,7 @@ class Batch:
     lag: Num[Tensor, "seq tok"] | None = None
     vocab_logp: Float[Tensor, "seq tok vocab"] | None = None
     old_vocab_logp: Float[Tensor, "seq tok vocab"] | None = None
+    ref_kl: Float[Tensor, "seq tok"] | None = None
     tokens: Int[Tensor, "seq tok"] | None = None
     turn: Int[Tensor, "seq tok"] | None = None
     span_rewards: Float[Tensor, "seq tok"] | None = None
@@ -237,8 +242,9 @@ class Stage:
     `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
     the batch fields it reads. `prepare` returns fields to add to the batch, once per rollout.
     `live` marks an advantage that follows the current policy: each update computes it anew. A stage
-    with memory has `init`, which makes its state, and `update`, which makes the next from the
-    state, the batch and the step's metrics.
+    with memory has `init`, which makes its state, and one of two that make the next: `update`, once
+    per rollout, from the state, the batch and its metrics; or `step`, after every optimizer step,
+    from the mini-batch with the numbers that the step was made from, its metrics and a context.
     """
 
     kind: str
@@ -255,6 +261,9 @@ class Stage:
     )
     init: Callable[[], State] | None = field(default=None, compare=False, repr=False)
     update: Callable[[State, Batch, Metrics], State] | None = field(
+        default=None, compare=False, repr=False
+    )
+    step: Callable[[Batch, Metrics, Context], State] | None = field(
         default=None, compare=False, repr=False
     )
 
@@ -313,9 +322,21 @@ class Recipe:
     def update_state(
         self, state: Mapping[str, State], batch: Batch, metrics: Metrics
     ) -> dict[str, State]:
-        """The state after a step: each stage with memory sees the batch and the metrics."""
+        """The state after a rollout: each stage with memory sees the batch and the metrics."""
         return {
             place: stage.update(state[place], batch, metrics) if stage.update else state[place]
+            for place, stage in self.stages()
+            if place in state
+        }
+
+    def step_state(
+        self, state: Mapping[str, State], batch: Batch, metrics: Metrics, *, ctx: Context
+    ) -> dict[str, State]:
+        """The state after one optimizer step; `ctx` has the clock and the sum over ranks."""
+        return {
+            place: stage.step(batch, metrics, replace(ctx, state=state[place]))
+            if stage.step
+            else state[place]
             for place, stage in self.stages()
             if place in state
         }

@@ -6,6 +6,7 @@ Python's own generator is used, whose sequence is the same on every machine and 
 """
 
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -42,12 +43,19 @@ def make() -> dict[str, Any]:
     # answer, seconds.
     older = zip(batch["old_logp"], batch["ref_logp"])
     batch["prev_logp"] = [[round((a + b) / 2, 4) for a, b in zip(*pair)] for pair in older]
+    gaps = zip(batch["old_logp"], batch["ref_logp"])
+    batch["ref_kl"] = [[round(_spread(b - a), 4) for a, b in zip(*pair)] for pair in gaps]
     batch["prompt_id"] = [PROMPT_ID[prompt] for prompt, _, _ in RESPONSES]
     batch["turn"] = [_sentences(text.split()) for _, _, text in RESPONSES]
     batch["span_rewards"] = [_marks(text.split(), reward) for _, reward, text in RESPONSES]
     batch["duration"] = [round(0.4 + 0.05 * len(text.split()), 2) for _, _, text in RESPONSES]
     batch["void"] = [int(text.endswith("…")) for _, _, text in RESPONSES]
     return batch
+
+
+def _spread(d: float) -> float:
+    """e^d - 1 - d: a divergence that goes with this difference of log-probabilities."""
+    return math.exp(d) - 1 - d
 
 
 def _sentences(words: list[str]) -> list[int]:

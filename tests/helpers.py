@@ -235,6 +235,7 @@ def _further_fields(mask: Tensor, group: Tensor, g: torch.Generator) -> dict[str
         "duration": 1 + 3 * uniform(rows),
         "void": torch.rand(rows, generator=g) < 0.3,
         "prev_logp": -3 * uniform(rows, tokens) - 0.05,
+        "ref_kl": uniform(rows, tokens),
     }
 
 

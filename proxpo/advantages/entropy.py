@@ -9,7 +9,7 @@ from proxpo.advantages.group_relative import group_relative
 from proxpo.advantages.returns import next_valid
 from proxpo.errors import ProxpoError
 from proxpo.extremes import batch_max, batch_min
-from proxpo.groups import group_sum_over_cuts
+from proxpo.groups import group_sum_over_cuts, numbered
 from proxpo.masked import row_mean, spread
 from proxpo.ratios.turn import turn_index
 from proxpo.shapes import Bool, Float, Tensor
@@ -52,10 +52,7 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
         )
 
     def advantage(batch: Batch, ctx: Context) -> Result:
-        # prepare() has the whole groups under any labels; later they are numbered from 0.
-        group = batch.group
-        if batch.refresh is None:
-            group = group.unique(return_inverse=True)[1]
+        group = numbered(batch)
         scored = ~batch.rewards.isnan()
         one = scored.to(batch.logp.dtype)
         r = torch.nan_to_num(batch.rewards, nan=0.0).to(batch.logp.dtype)

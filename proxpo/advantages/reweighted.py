@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.groups import group_sum_over_cuts
+from proxpo.groups import group_sum_over_cuts, numbered
 from proxpo.masked import row_mean, row_sum, spread
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -43,10 +43,7 @@ def reweighted_baseline(
         raise ProxpoError(f"reweighted_baseline: cap must be positive, got {cap}")
 
     def advantage(batch: Batch, ctx: Context) -> Result:
-        # prepare() has the whole groups under any labels; later they are numbered from 0.
-        group = batch.group
-        if batch.refresh is None:
-            group = group.unique(return_inverse=True)[1]
+        group = numbered(batch)
         one = (~batch.rewards.isnan()).to(batch.logp.dtype)
         r = torch.nan_to_num(batch.rewards, nan=0.0).to(batch.logp.dtype)
         w = one if baseline == "mean" else capped_weight(batch, cap=cap, level=level) * one

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.groups import group_extreme, group_stats
+from proxpo.groups import group_range, group_stats
 from proxpo.masked import row_mean, row_sum
 from proxpo.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
@@ -27,8 +27,7 @@ def informative_rows(batch: Batch) -> Bool[Tensor, " seq"]:
     else:
         score = batch.require("rewards", by="filter=informative").to(batch.logp.dtype)
     stats = group_stats(score, group)
-    top = group_extreme(torch.where(stats.scored, score, -torch.inf), group)
-    bottom = -group_extreme(torch.where(stats.scored, -score, -torch.inf), group)
+    bottom, top = group_range(score, group, stats.scored)
     return (top > bottom) | (stats.size == 1)
 
 

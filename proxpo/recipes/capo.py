@@ -1,5 +1,6 @@
 from typing import Literal
 
+from proxpo.advantages import group_relative
 from proxpo.recipes._registry import register
 from proxpo.recipes.dr_grpo import dr_grpo
 from proxpo.recipes.grpo import grpo
@@ -36,15 +37,16 @@ def capo(
     with the bounds of their runs unless given; a bound of 0 is none. sides="one": 0 ≤ m_H < τ_H.
 
     Departures: hidden states and distributions belong to the same position, where the released code
-    is one off. Adam's moments move once per rollout in our trainer, and each process has its own.
-    No discount, as in the code.
+    is one off. No discount, as in the code.
 
     Reference: Melo, Abate & Gal, arXiv:2510.00819; luckeciano/stable-pg-llm.
     """
     base = {
         "grpo": lambda: grpo(clip_low=clip, clip_high=clip, eps=eps),
         "dr-grpo": lambda: dr_grpo(clip=clip, max_tokens=max_tokens),
-        "reinforce": lambda: reinforce(standardise=True),
+        "reinforce": lambda: reinforce().replace(
+            advantage=group_relative(eps=eps, singleton="zero")
+        ),
     }[host]()
     policy, objective = BOUNDS[host]
     mask = curvature_mask(

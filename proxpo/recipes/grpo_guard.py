@@ -5,7 +5,7 @@ from proxpo.aggregate import token_mean
 from proxpo.filters import noisy_steps
 from proxpo.ratios import gaussian, recentred, token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import gaussian_kl
+from proxpo.regularisers import gaussian_kl, kl_to_ref
 from proxpo.trust import ppo_clip
 from proxpo.types import Recipe
 from proxpo.weights import inverse_step
@@ -41,13 +41,13 @@ def grpo_guard(
     steps = policy == "gaussian"
     bound = (1e-4 if steps else 0.2) if clip is None else clip
     weigh = (inverse_step(noise_schedule=noise_schedule, eta=eta),) if reweight and steps else ()
-    centred = gaussian() if steps else recentred()
+    centred, anchor = (gaussian(), gaussian_kl) if steps else (recentred(), kl_to_ref)
     return Recipe(
         filter=(noisy_steps(),) if steps else (),
         advantage=group_relative(bound=advantage_bound),
         weights=weigh,
         ratio=centred if normalise else token(),
         trust=ppo_clip(low=bound, high=bound),
-        regularisers=(gaussian_kl(coef=kl_coef),) if kl_coef and steps else (),
+        regularisers=(anchor(coef=kl_coef),) if kl_coef else (),
         aggregate=token_mean(),
     )

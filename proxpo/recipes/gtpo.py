@@ -32,7 +32,7 @@ def gtpo(
 
     Reference: arXiv:2508.03772; winstonsmith1897/GTPO. Other methods are called GTPO as well.
     """
-    most = max_entropy or (0.7 if code_compat else math.log(2))
+    most = (0.7 if code_compat else math.log(2)) if max_entropy is None else max_entropy
     return Recipe(
         advantage=entropy_penalised(gamma=gamma, most=most, if_calm=not code_compat),
         weights=(conflict_tokens(boost=boost, divide=code_compat),),

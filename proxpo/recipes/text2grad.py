@@ -13,7 +13,7 @@ from proxpo.values import value_loss
 def text2grad(
     *,
     kl_coef: float = 0.2,
-    kl: Literal["k1", "abs", "k2", "k3"] = "k1",
+    kl: Literal["full", "k1", "abs", "k2", "k3"] = "full",
     kl_controller: Literal["fixed", "horizon", "doubling"] = "horizon",
     kl_target: float = 0.1,
     kl_horizon: float = 10000.0,
@@ -38,8 +38,11 @@ def text2grad(
     "skip": it does). A step whose mean ratio is above max_ratio counts for nothing. outcome=True
     adds the response's reward. entropy_coef is in the paper, not in the released trainer.
 
-    Departures: KL from the sampled token, where the scripts sum over the vocabulary; its target is
-    per token. The released mask of punctuation is off by one token and not reproduced.
+    KL_t is over the whole vocabulary (`ref_kl`), as in the scripts, or estimated from the sampled
+    token ("k1", "abs", "k2"; "k3" is ours).
+
+    Departures: the KL's target is per token. The released mask of punctuation is off by one token
+    and not reproduced.
 
     Reference: arXiv:2505.22338; microsoft/Text2Grad.
     """

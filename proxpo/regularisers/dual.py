@@ -6,11 +6,12 @@ from typing import Any, Literal
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.extremes import batch_max
 from proxpo.kl import kl_estimate, kl_exact
 from proxpo.masked import masked_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import AllSum, Batch, Context, Metrics, State
+from proxpo.types import Batch, Context, Metrics, State
 
 Statistic = Literal["max", "mean"]
 METRIC = {"max": "kl/old_max", "mean": "kl/old"}
@@ -26,9 +27,9 @@ def _init(options: Mapping[str, Any]) -> State:
     return {"coef": zero + options["coef"], "m": zero, "v": zero, "t": zero}
 
 
-def _update(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metrics) -> State:
+def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Context) -> State:
     """One Adam step on β·(ε - C·KL), then β ≥ 0; metrics without the KL leave β as it is."""
-    name = METRIC[options["statistic"]]
+    name, state = METRIC[options["statistic"]], ctx.state
     if name not in metrics:
         return state
     slope = options["radius"] - options["margin"] * float(metrics[name])
@@ -39,7 +40,7 @@ def _update(options: Mapping[str, Any], state: State, batch: Batch, metrics: Met
     return {"coef": (state["coef"] - options["lr"] * step).clamp(min=0.0), "m": m, "v": v, "t": t}
 
 
-@stage("regularisers", needs=_needs, init=_init, update=_update)
+@stage("regularisers", needs=_needs, init=_init, step=_follow)
 def kl_dual(
     *,
     coef: float = 1.0,
@@ -52,7 +53,8 @@ def kl_dual(
     """β·KL(π_old‖π), β rising while margin·stat(KL) > radius and falling below, never negative.
 
     kl="exact" is over the whole vocabulary, ∂KL/∂logits = π - π_old; "sampled" is r - 1 - log r on
-    the drawn tokens, which bounds nothing. β starts at `coef` and moves by Adam at `lr`.
+    the drawn tokens, which bounds nothing. β starts at `coef` and moves by Adam at `lr`, after
+    every optimizer step.
     """
     if coef < 0 or not radius > 0 or margin < 0:
         raise ProxpoError(
@@ -68,7 +70,7 @@ def kl_dual(
         seen = found.detach().masked_fill(~batch.mask, 0.0)
         return beta * found, {
             "kl/old": masked_mean(seen, batch.mask, all_sum=ctx.all_sum, scope="microbatch"),
-            "kl/old_max": largest(seen, ctx.all_sum),
+            "kl/old_max": batch_max(seen[batch.mask], all_sum=ctx.all_sum, scope="microbatch"),
             "kl/beta": seen.new_tensor(beta),
         }
 
@@ -82,22 +84,4 @@ def divergence_from_old(batch: Batch, *, exact: bool) -> Float[Tensor, "seq tok"
     return kl_estimate(batch.old_logp.detach(), batch.logp)
 
 
-def largest(x: Float[Tensor, "seq tok"], all_sum: AllSum) -> Float[Tensor, ""]:
-    """max x over the ranks, for x ≥ 0, from sums alone: 32 bounds at a time, six times over."""
-    top = (x.max() if x.numel() else x.sum()).double()
-    ranks, high = all_sum(torch.stack([torch.ones_like(top), top]), "microbatch")
-    if ranks == 1:
-        return top.to(x.dtype)
-    low, high = torch.zeros_like(high), high * (1 + 1e-12)
-    for _ in range(6):
-        grid = (
-            low + (high - low) * torch.linspace(0, 1, 33, dtype=x.dtype, device=x.device).double()
-        )
-        reached = int((all_sum((top >= grid).double(), "microbatch") > 0).sum()) - 1
-        low, high = grid[reached], grid[min(reached + 1, 32)]
-    inside = (top >= low).double()
-    total, count = all_sum(torch.stack([inside * top, inside]), "microbatch")
-    return (total / count.clamp(min=1)).to(x.dtype)
-
-
-__all__ = ["divergence_from_old", "kl_dual", "largest"]
+__all__ = ["divergence_from_old", "kl_dual"]

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.groups import group_extreme
+from proxpo.groups import group_range
 from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
@@ -39,8 +39,7 @@ def within_group(
     min_spread: float,
 ) -> tuple[Float[Tensor, " seq"], Bool[Tensor, " seq"]]:
     """(x - min)/(max - min) of the counted rows of the group, and where they differ at all."""
-    top = group_extreme(torch.where(counted, x, -torch.inf), group)
-    bottom = -group_extreme(torch.where(counted, -x, -torch.inf), group)
+    bottom, top = group_range(x, group, counted)
     differ = counted & (top - bottom > min_spread)
     return torch.where(differ, (x - bottom) / (top - bottom), 0.0), differ
 

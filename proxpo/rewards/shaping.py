@@ -9,6 +9,7 @@ from proxpo.advantages.returns import token_rewards
 from proxpo.errors import ProxpoError
 from proxpo.kl import Clamp, Estimator, kl_estimate
 from proxpo.masked import row_mean, row_sum
+from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics, State
 
@@ -71,14 +72,17 @@ def _adapt(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metr
 
 
 def _needs_kl(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("rewards", "old_logp", "ref_logp") if options["coef"] else ("rewards",)
+    if not options["coef"]:
+        return ("rewards",)
+    read = ("ref_kl",) if options["estimator"] == "full" else ("old_logp", "ref_logp")
+    return ("rewards", *read)
 
 
 @stage("reward", needs=_needs_kl, init=_start, update=_adapt)
 def kl_in_reward(
     *,
     coef: float = 0.001,
-    estimator: Estimator = "k1",
+    estimator: Estimator | Literal["full"] = "k1",
     per: Literal["token", "sequence"] = "token",
     clamp: Clamp = "none",
     controller: Literal["fixed", "horizon", "doubling"] = "fixed",
@@ -87,18 +91,28 @@ def kl_in_reward(
 ):
     """ρ_t = score_t - β·k(log π_old - log π_ref)_t, detached.
 
+    estimator="full": KL(π_old‖π_ref) over the whole vocabulary, the batch field `ref_kl`.
     per="token" leaves it on the tokens (PPO, REINFORCE++); "sequence" subtracts its sum from the
     response's reward (RLOO). controller="horizon": β ← β(1 + clip(KL/target - 1, ±0.2)·n/horizon)
     with n responses (Ziegler et al., arXiv:1909.08593); "doubling": halved below target/1.5,
     doubled above 1.5·target (arXiv:1707.06347 section 4). KL is the mean over responses of their
     token means.
     """
+    if estimator == "full" and clamp != "none":
+        raise ProxpoError(f"kl_in_reward: clamp={clamp} bounds an estimate, not estimator=full")
+
+    def divergence(batch: Batch) -> Float[Tensor, "seq tok"]:
+        if estimator == "full":
+            return batch.ref_kl.detach()
+        return kl_estimate(
+            batch.old_logp, batch.ref_logp, estimator=estimator, clamp=clamp
+        ).detach()
 
     def shape(batch: Batch, ctx: Context) -> Result:
         if not coef:
             return batch, {}
         beta = ctx.state.get("coef", torch.tensor(coef, dtype=torch.float64)).to(batch.logp)
-        kl = kl_estimate(batch.old_logp, batch.ref_logp, estimator=estimator, clamp=clamp).detach()
+        kl = divergence(batch)
         rows = torch.stack([row_mean(kl, batch.mask).sum(), batch.mask.any(dim=1).sum().to(kl)])
         total, n = ctx.all_sum(rows)  # so that every rank adapts to the same KL
         seen = {

@@ -82,10 +82,6 @@ class Updates(Protocol):
         """Log-probabilities of the rollout under other weights."""
         ...
 
-    def advance(self, place: str, metrics: Metrics) -> None:
-        """Update the state of one stage now, rather than once at the end of the rollout."""
-        ...
-
     def exact(self) -> tuple[Policy, Samples]:
         """The model as a function of its parameters, and the rollout it is judged on."""
         ...

@@ -12,8 +12,6 @@ from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics, Recipe, Stage, State
 
-PLACE = "regularisers.kl_dual"
-
 
 class Fixed(NamedTuple):
     """How a fix-up phase went."""
@@ -45,7 +43,7 @@ def fixup(
         penalty = dual_penalty(updates.recipe)
         inside, done, passes, reached = updates.weights(), 0, 0, 1.0
         for number in range(1, updates.count + 1):
-            updates.advance(PLACE, updates.step(1))
+            updates.step(1)
             epoch_ends = number % updates.parts == 0 and every == "epoch"
             if not (epoch_ends or number == updates.count):
                 continue
@@ -85,7 +83,7 @@ def fix(updates: Updates, penalty: Stage, *, rows: int, max_passes: int) -> Fixe
             kl = largest(updates, penalty, [part])
             if kl > radius:
                 clean, steps = False, steps + 1
-                updates.advance(PLACE, updates.step(1, recipe=only_kl, rows=part))
+                updates.step(1, recipe=only_kl, rows=part)
         if clean:
             return Fixed(True, steps, number, kl)
     return Fixed(False, steps, max_passes, kl)

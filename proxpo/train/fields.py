@@ -2,15 +2,27 @@
 
 from typing import Any
 
+import torch
+
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Int, Tensor
+from proxpo.kl import kl_exact
+from proxpo.shapes import Float, Int, Tensor
 from proxpo.train.config import Config
 from proxpo.train.experience import Experience
 from proxpo.train.job import Job
-from proxpo.train.learner import Pass, features, needs, score, widened
+from proxpo.train.learner import (
+    Learner,
+    Pass,
+    cuts,
+    features,
+    needs,
+    score,
+    vocabulary,
+    widened,
+)
 from proxpo.types import FIELDS, Batch, Recipe
 
-OLD = "old_vocab_logp"
+ONLY_FRESH = ("old_vocab_logp", "ref_kl")  # nobody keeps the sampling policy's vocabulary
 
 # What a pass of the policy, of the critic or of the reference brings, before the first update.
 SCORED = frozenset(
@@ -25,10 +37,15 @@ SCORED = frozenset(
         "returns",
         "vocab_logp",
         "old_vocab_logp",
+        "ref_kl",
         "hidden",
         "features",
     }
 )
+
+
+# Of these, what takes a pass of its own.
+SEPARATE = frozenset({"old_logp", "ref_logp", "prev_logp", "features", "ref_kl"})
 
 
 def batch_of(job: Job, rows: Experience, *, late: bool = False) -> Batch:
@@ -65,6 +82,8 @@ def scored(job: Job, rows: Experience, *, late: bool = False) -> dict[str, Any]:
     wanted = needs(learner.recipe)
     stale = is_stale(job, rows)
     late = late and not stale
+    if stale:
+        _refuse_stale(learner.recipe, wanted)
     current = (
         score(learner, rows, how=how)
         if _needs_scores(wanted - {"old_logp"} if late else wanted, stale)
@@ -84,19 +103,39 @@ def scored(job: Job, rows: Experience, *, late: bool = False) -> dict[str, Any]:
     if "values" in current:
         known["old_values"] = known["values"] = current["values"]
     if "vocab_logp" in current:
-        known["vocab_logp"] = current["vocab_logp"]
-        known[OLD] = current["vocab_logp"]
-        if stale and OLD in wanted:
-            raise ProxpoError(
-                f"{learner.recipe.name} needs the batch field '{OLD}' ({FIELDS[OLD]}), "
-                "which is known for fresh data only: no replay, no lag, and training at the "
-                "temperature of sampling with top_p=1"
-            )
-    if learner.reference is not None:
+        known["vocab_logp"] = known["old_vocab_logp"] = current["vocab_logp"]
+    if "ref_kl" in wanted:
+        known["ref_kl"] = reference_kl(learner, rows, how=how)
+    if "ref_logp" in wanted:
         known["ref_logp"] = score(learner, rows, how=how, model=learner.reference)["logp"]
     if "features" in wanted:
         known["features"] = features(learner, rows, how=how)
     return known
+
+
+def _refuse_stale(recipe: Recipe, wanted: set[str]) -> None:
+    for name in ONLY_FRESH:
+        if name in wanted:
+            raise ProxpoError(
+                f"{recipe.name} needs the batch field '{name}' ({FIELDS[name]}), which is known "
+                "for fresh data only: no replay, no lag, and training at the temperature of "
+                "sampling with top_p=1"
+            )
+
+
+@torch.no_grad()
+def reference_kl(learner: Learner, rows: Experience, *, how: Pass) -> Float[Tensor, "seq tok"]:
+    """KL(π‖π_ref) at each token over the whole vocabulary, a micro-batch at a time."""
+    parts = []
+    for index in cuts(len(rows.mask), how.micro_batch, rows.mask.device):
+        some = rows.rows(index)
+        with learner.policy.autocast():
+            own, other = (
+                vocabulary(model, some, None, how)
+                for model in (learner.policy.model, learner.reference)
+            )
+        parts.append(widened(kl_exact(own, other), rows.mask.shape[1]))
+    return torch.cat(parts)
 
 
 def scored_where(
@@ -130,7 +169,7 @@ def is_stale(job: Job, rows: Experience) -> bool:
 
 def _needs_scores(wanted: set[str], stale: bool) -> bool:
     fresh_old = "old_logp" in wanted and not stale
-    return fresh_old or bool(wanted & (SCORED - {"old_logp", "ref_logp", "prev_logp", "features"}))
+    return fresh_old or bool(wanted & (SCORED - SEPARATE))
 
 
 def scores_late(recipe: Recipe) -> bool:

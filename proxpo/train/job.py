@@ -205,7 +205,7 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
             weight_decay=config.train.weight_decay,
             **config.train.optimizer_options,
         ),
-        reference=initial if "ref_logp" in wanted else None,
+        reference=initial if wanted & {"ref_logp", "ref_kl"} else None,
         critic=critic,
         transform=transform,
         state=recipe.init_state(),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ def forward(
         found, states = find(model, rows, options, hidden=states_wanted)
         out = dict(found._asdict()) if options["entropy"] else {"logp": found}
         if wanted & {"vocab_logp", "old_vocab_logp"}:
-            out["vocab_logp"] = _vocabulary(model, rows, states if shared else None, how)
+            out["vocab_logp"] = vocabulary(model, rows, states if shared else None, how)
     if own and learner.critic is not None:
         # The critic does not move the policy.
         out["values"] = learner.critic(states.detach().float())[..., 0]
@@ -105,7 +105,7 @@ def forward(
     return out
 
 
-def _vocabulary(
+def vocabulary(
     model: Any, rows: Experience, states: Tensor | None, how: Pass
 ) -> Float[Tensor, "seq tok vocab"]:
     """log π of every token of the vocabulary, from the states that enter the head or a whole run.
@@ -183,6 +183,13 @@ def features(learner: Learner, rows: Experience, *, how: Pass) -> Float[Tensor, 
     return torch.cat(parts)
 
 
+class Descent(NamedTuple):
+    """What a backward pass saw: its metrics, and the rows with the numbers it was made from."""
+
+    metrics: Metrics
+    batch: Batch
+
+
 def gradients(
     learner: Learner,
     recipe: Recipe,
@@ -192,12 +199,13 @@ def gradients(
     how: Pass,
     seed: int,
     clock: Clock | None = None,
-) -> Metrics:
+) -> Descent:
     """Backward of one mini-batch, micro-batch by micro-batch; the metrics of the whole.
 
     `batch` holds what is fixed for the rollout; the micro-batches share its denominators, so they
     add up to the gradient of the mini-batch in one piece. Responses without a token to train on
-    count in the denominators and cost nothing.
+    count in the denominators and cost nothing. Of the policy's present numbers the batch handed
+    back has those that a stage reads after the step.
     """
     fixed: dict[str, Any] = {"denominators": count(batch), "state": learner.state, "clock": clock}
     rows, batch = _filled(recipe, rows, batch)
@@ -209,20 +217,31 @@ def gradients(
         apart = sums(_bare(recipe))  # it asks for other sums, in another order
     share = [float(batch.mask[part].sum()) for part in parts]
     totals: Metrics = {}
+    present: list[dict[str, Tensor]] = []
     for number, part in enumerate(parts):
         options = fixed | {"generator": _draws(seed, number)}
-        loss = _backward(learner, recipe, rows.rows(part), batch.rows(part), how, options, apart)
+        loss, now = _backward(
+            learner, recipe, rows.rows(part), batch.rows(part), how, options, apart
+        )
+        present.append(_followed(recipe, now, batch.mask.shape[1]))
         weight = share[number] / max(sum(share), 1.0)
         for name, value in loss.metrics.items():
-            now, before = value.detach().float(), totals.get(name)
+            seen, before = value.detach().float(), totals.get(name)
             if name.endswith("_max"):
-                totals[name] = now if before is None else torch.maximum(before, now)
+                totals[name] = seen if before is None else torch.maximum(before, seen)
             else:
-                totals[name] = weight * now if before is None else before + weight * now
+                totals[name] = weight * seen if before is None else before + weight * seen
         totals["loss"] = totals.get("loss", 0.0) + loss.value.detach().float()
     if recipe.rescale is not None:
         totals |= _rescaled(learner, recipe, rows, batch, parts, how, fixed, seed)
-    return totals
+    joined = {name: torch.cat([one[name] for one in present]) for name in present[0]}
+    return Descent(totals, batch.replace(**joined).clean(*joined) if joined else batch)
+
+
+def _followed(recipe: Recipe, now: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """The policy's present numbers that a stage reads after the step, padded to this width."""
+    read = {name for _, one in recipe.stages() if one.step is not None for name in one.needs}
+    return {name: widened(now[name].detach(), width) for name in now.keys() & read}
 
 
 def _draws(seed: int, number: int) -> torch.Generator:
@@ -249,9 +268,9 @@ def _rescaled(
     fixed: dict[str, Any],
     seed: int,
 ) -> Metrics:
-    """A second backward pass measures what the rescale stage asks for; all gradients are scaled."""
+    """A second backward pass measures what the rescale stage asks for; the policy's are scaled."""
     assert recipe.rescale is not None
-    trained = learner.trainable()
+    trained = [p for p in learner.policy.model.parameters() if p.requires_grad]
     found = [p.grad for p in trained]
     for p in trained:
         p.grad = None
@@ -279,13 +298,17 @@ def _backward(
     how: Pass,
     options: dict[str, Any],
     apart: AllSum,
-) -> Loss:
-    """`apart` adds over micro-batches for the policy term alone, as a transform sees it."""
+) -> tuple[Loss, dict[str, Tensor]]:
+    """The loss, and what the forward pass brought.
+
+    `apart` adds over micro-batches for the policy term alone, as a transform sees it.
+    """
     narrow = _narrow(batch, rows.mask.shape[1])
     if learner.transform is None:
-        loss = policy_loss(recipe, narrow.replace(**forward(learner, rows, how=how)), **options)
+        found = forward(learner, rows, how=how)
+        loss = policy_loss(recipe, narrow.replace(**found), **options)
         loss.value.backward()
-        return loss
+        return loss, found
     bare, alone = _bare(recipe), options | {"all_sum": apart}
     if bare != recipe:
         # Terms without an advantage: an ordinary backward of their own.
@@ -302,7 +325,7 @@ def _backward(
         found = forward(learner, rows, how=how)
         split = objective(recipe, narrow.replace(**found), **alone)
         (-(split.weights * found["logp"]).sum()).backward()
-    return split.loss
+    return split.loss, found
 
 
 def _bare(recipe: Recipe) -> Recipe:
@@ -366,4 +389,5 @@ def _entering(head: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-__all__ = ["Learner", "Pass", "features", "forward", "gradients", "needs", "score", "widened"]
+__all__ = ["Descent", "Learner", "Pass", "cuts", "features", "forward", "gradients", "needs"]
+__all__ += ["score", "vocabulary", "widened"]

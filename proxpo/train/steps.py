@@ -29,7 +29,7 @@ from proxpo.train.job import Job
 from proxpo.train.learner import Learner, Pass, gradients, score, widened
 from proxpo.train.replay import mixture, share_of
 from proxpo.train.streams import derive, generator
-from proxpo.types import Batch, Metrics, Recipe
+from proxpo.types import Batch, Context, Metrics, Recipe
 
 MOST_SKIPPED = 5  # updates in a row without a finite gradient before the run stops
 
@@ -59,7 +59,6 @@ class Steps:
         self._done = self._others = self._replayed = 0
         self._fields: dict[str, Tensor] = {}
         self._ready: dict[str, Ready] = {}
-        self._advanced: set[str] = set()
 
     @property
     def variants(self) -> tuple[Recipe, ...]:
@@ -160,15 +159,6 @@ class Steps:
         finally:
             self.load(present)
 
-    def advance(self, place: str, metrics: Metrics) -> None:
-        learner, stages = self.job.learner, dict(self.recipe.stages())
-        update = stages[place].update
-        if update is None:
-            raise ProxpoError(f"{self.recipe.name}: {place} has no state to advance")
-        changed = update(learner.state[place], self.batch(), metrics)
-        learner.state = {**learner.state, place: changed}
-        self._advanced.add(place)
-
     def exact(self) -> tuple[Policy, Samples]:
         self._exact = True
         batch, rows, width = self.batch(), self.rows, self.rows.mask.shape[1]
@@ -185,17 +175,16 @@ class Steps:
         return Policy(self.job.policy.model, read), samples
 
     def finish(self, schedule: Mapping[str, Tensor] | None = None) -> None:
-        """The state of every stage after the rollout; those already advanced stay as they are."""
+        """The state of every stage after the rollout."""
         learner, before = self.job.learner, self.job.learner.state
         learner.version += self._exact  # the schedule has moved the weights by itself
         for variant in self.variants:
             ready = self._prepared(variant)
             seen = {**self.last, **ready.metrics}
             learner.state = variant.update_state(learner.state, ready.batch, seen) or learner.state
-        fixed = {place: before[place] for place in self._advanced}
         if schedule is not None and "schedule" in before:
-            fixed["schedule"] = dict(schedule)
-        learner.state = {**before, **learner.state, **fixed}
+            learner.state = {**learner.state, "schedule": dict(schedule)}
+        learner.state = {**before, **learner.state}
 
     @cached_property
     def _chance(self) -> torch.Generator:
@@ -246,14 +235,13 @@ class Steps:
         return rows.to(self.rows.group.device), seed
 
     def _descend(self, recipe: Recipe, ready: Ready, index: Tensor, seed: int) -> Metrics:
-        """Backward, clip, check, step."""
-        job = self.job
-        learner = job.learner
+        """Backward, clip, check, step; then the stages that follow every step."""
+        job, learner = self.job, self.job.learner
         set_rate(learner, job.config, job.step)
-        rows, batch = self.rows.rows(index), ready.batch.rows(index)
+        rows, batch, clock = self.rows.rows(index), ready.batch.rows(index), job.clock
         try:
-            metrics = gradients(
-                learner, recipe, rows, batch, how=ready.how, seed=seed, clock=job.clock
+            metrics, batch = gradients(
+                learner, recipe, rows, batch, how=ready.how, seed=seed, clock=clock
             )
         except NotFiniteError:  # a transform that would not go on; elsewhere the norm tells
             metrics = {"loss": torch.tensor(math.nan)}
@@ -261,7 +249,11 @@ class Steps:
             norm = optimizer_step(job, finite=False)
         else:
             norm = optimizer_step(job)
-        return {**ready.metrics, **metrics, "grad_norm": torch.tensor(norm)}
+        metrics = {**ready.metrics, **metrics, "grad_norm": torch.tensor(norm)}
+        if math.isfinite(norm):
+            moved = recipe.step_state(learner.state, batch, metrics, ctx=Context(clock=clock))
+            learner.state = {**learner.state, **moved}
+        return metrics
 
     def _note(self, metrics: Metrics) -> None:
         for name, value in metrics.items():

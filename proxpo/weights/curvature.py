@@ -22,7 +22,6 @@ from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics, State
 
-RATE = "select/learning_rate"
 MOST = 1 << 24  # entries of token x candidate x unit that exist at once
 
 
@@ -107,20 +106,31 @@ def _start(options: Mapping[str, Any]) -> State:
     return {"token_id": ids, "first": empty, "second": empty, "steps": steps}
 
 
-def _advance(options: Mapping[str, Any], state: State, batch: Batch, seen: Metrics) -> State:
-    """Moments after a step: each row takes the mean of its kept gradients; absent rows rest."""
-    ready = batch.advantages is not None and batch.hidden is not None and RATE in seen
-    if options["optimizer"] == "sgd" or not ready:
-        return state
-    keep, tokens, _ = _judge(batch, state, float(seen[RATE]), options)
+def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Context) -> State:
+    """Moments after a step: each row takes the mean of its kept gradients; absent rows rest.
+
+    The mean is over the tokens of all ranks.
+    """
+    if options["optimizer"] == "sgd":
+        return ctx.state
+    keep, tokens, _ = _judge(batch, ctx.state, _rate(options, ctx), options)
     some = Candidates(*(x[keep] for x in tokens))
-    ids, row = some.ids.unique(return_inverse=True)
+    vocabulary = batch.require("vocab_logp", by="select=curvature_mask").shape[-1]
+    count = ctx.all_sum(torch.bincount(some.ids.flatten(), minlength=vocabulary).double())
+    ids = count.nonzero()[:, 0]
+    row, _ = find(ids, some.ids)
     total = some.hidden.new_zeros(len(ids), some.hidden.shape[1]).double()
     for k in range(some.ids.shape[1]):  # a candidate at a time: no token x candidate x unit
         part = (some.advantage * some.pull[:, k])[:, None] * some.hidden
         total.index_add_(0, row[:, k], part.double())
-    count = torch.bincount(row.flatten(), minlength=len(ids)).clamp(min=1)
-    return _moved(options, state, ids.cpu(), (total / count[:, None]).cpu())
+    mean = ctx.all_sum(total) / count[ids][:, None]
+    return _moved(options, ctx.state, ids.cpu(), mean.cpu())
+
+
+def _rate(options: Mapping[str, Any], ctx: Context) -> float:
+    """η: the trainer's at this moment, or the option."""
+    given = ctx.clock.learning_rate
+    return options["learning_rate"] if given is None else given
 
 
 def _moved(options: Mapping[str, Any], state: State, ids: Tensor, mean: Tensor) -> State:
@@ -161,7 +171,7 @@ def _judge(
     return keep, tokens, found
 
 
-@stage("select", needs=("hidden", "vocab_logp", "tokens"), init=_start, update=_advance)
+@stage("select", needs=("hidden", "vocab_logp", "tokens"), init=_start, step=_follow)
 def curvature_mask(
     *,
     tau_policy: float = 1e-4,
@@ -180,7 +190,8 @@ def curvature_mask(
     sides="one": 0 ≤ m_H < tau_objective instead. A bound of 0 is none. normalize="sequence" divides
     each response by its kept tokens under a mean over them; "all" leaves the divisor. η is the
     trainer's current learning rate, else `learning_rate`. The Adam model remembers two moments for
-    each row of the head that was a candidate, those of the tokens this process has kept.
+    each row of the head that was a candidate; they move after every optimizer step, by the tokens
+    that all ranks have kept.
     """
     for name, bound in (("tau_policy", tau_policy), ("tau_objective", tau_objective)):
         if not bound >= 0:
@@ -196,11 +207,11 @@ def curvature_mask(
         "beta1": beta1,
         "beta2": beta2,
         "eps": eps,
+        "learning_rate": learning_rate,
     }
 
     def select(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
-        given = ctx.clock.learning_rate
-        rate = learning_rate if given is None else given
+        rate = _rate(options, ctx)
         stays, _, found = _judge(batch, ctx.state, rate, options)
         keep = torch.zeros_like(batch.mask).index_put((batch.mask,), stays)
         weight = keep.to(batch.logp.dtype)
@@ -211,7 +222,7 @@ def curvature_mask(
         seen = {
             "select/kept": masked_mean(keep, batch.mask),
             "select/policy_shift_max": largest,
-            RATE: torch.tensor(rate, dtype=torch.float64),
+            "select/learning_rate": torch.tensor(rate, dtype=torch.float64),
         }
         return weight, seen
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from proxpo.ratios.gaussian import SMALLEST
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
-SMALLEST = 1e-6
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from methods.reference import (
+from methods.loops import (
     Numbers,
     Reference,
     centred,
@@ -90,9 +90,8 @@ def simpletir_strict(b: Batch) -> torch.Tensor:
 # Text2Grad ----------------------------------------------------------------------------------------
 
 
-def span_rewards(b: Batch, kl: Callable[[float], float], coef: float) -> Numbers:
-    d = {k: number(b.old_logp[k]) - number(b.ref_logp[k]) for k in tokens(b)}
-    return {k: number(b.span_rewards[k]) - coef * kl(d[k]) for k in d}
+def span_rewards(b: Batch, kl: Numbers, coef: float) -> Numbers:
+    return {k: number(b.span_rewards[k]) - coef * kl[k] for k in tokens(b)}
 
 
 def gae_to_hole(rho: Numbers, b: Batch, *, lam: float) -> Numbers:
@@ -111,13 +110,15 @@ def gae_to_hole(rho: Numbers, b: Batch, *, lam: float) -> Numbers:
 
 
 def text2grad(b: Batch) -> torch.Tensor:
-    raw = gae_to_hole(span_rewards(b, lambda d: d, 0.2), b, lam=0.95)
+    kl = {k: number(b.ref_kl[k]) for k in tokens(b)}
+    raw = gae_to_hole(span_rewards(b, kl, 0.2), b, lam=0.95)
     x = clipped(ratio(b), whitened(raw), 0.2, 0.2)
     return token_mean(plus(x, (0.1, value_terms(b, raw, clip=0.2))), b)
 
 
 def text2grad_raw(b: Batch) -> torch.Tensor:
-    rho = span_rewards(b, lambda d: d * d / 2, 0.5)
+    d = {k: number(b.old_logp[k]) - number(b.ref_logp[k]) for k in tokens(b)}
+    rho = span_rewards(b, {k: x * x / 2 for k, x in d.items()}, 0.5)
     for k, kept_reward in token_rewards(b).items():
         rho[k] += kept_reward
     raw = gae(rho, b, gamma=0.9, lam=0.8)
@@ -185,7 +186,7 @@ def capo_dr_grpo(b: Batch) -> torch.Tensor:
 
 
 def capo_reinforce(b: Batch) -> torch.Tensor:
-    a = z_scores(b)
+    a = z_scores(b, eps=1e-4)
     rest = within(b, a, (1e-5, math.inf), k=4, rate=0.04)
     x = score({k: a[k] for k in tokens(rest)}, rest)
     return sum(x.values(), 0.0 * b.logp[0, 0]) / len([i for i in range(len(b.mask)) if row(b, i)])

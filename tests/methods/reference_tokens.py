@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from methods.reference import (
+from methods.loops import (
     Numbers,
     Reference,
     Terms,

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from methods.reference import (
+from methods.loops import (
+    Bounds,
     Numbers,
     Reference,
     Terms,
     bounded,
+    clipped_between,
     everywhere,
     exp,
     full_kl,
@@ -40,20 +42,6 @@ from methods.reference import (
     z_scores,
 )
 from proxpo import Batch
-
-Bounds = tuple[float, float]
-
-
-def clipped_between(
-    r: Terms, a: Numbers, bounds: Callable[[Any], Bounds], *, dual: float = math.inf
-) -> Terms:
-    """max(-A r, -A clip(r, lo, hi)), bounds by token; at most dual·|A| where A < 0."""
-    out = {}
-    for k in r:
-        x = larger(-a[k] * r[k], -a[k] * bounded(r[k], *bounds(k)))
-        out[k] = smaller(x, -a[k] * dual) if a[k] < 0 else x
-    return out
-
 
 # DCPO ---------------------------------------------------------------------------------------------
 

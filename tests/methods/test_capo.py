@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import proxpo
 from proxpo import Batch
-from proxpo.types import Clock
+from proxpo.types import Clock, Context
 from proxpo.weights.curvature import Candidates, adam_step, candidates, gradient, sgd_step, shifts
 
 PLACE = "select.curvature_mask"
@@ -28,7 +28,7 @@ def tokens(batch: Batch) -> Candidates:
 def kept_tokens(made: proxpo.Recipe, batch: Batch, **options: object) -> torch.Tensor:
     ready = proxpo.prepare(made, batch)
     counts = {"denominators": ready.denominators}
-    ctx = proxpo.types.Context(**counts, **options)
+    ctx = Context(**counts, **options)
     return made.select[0].apply(ready.batch, ctx)[0] > 0
 
 
@@ -174,8 +174,7 @@ def test_everything_rejected() -> None:
 
 
 def stepped(made: proxpo.Recipe, state: dict, batch: Batch) -> dict:
-    metrics = proxpo.loss_fn(made)(batch, state=state).metrics
-    return made.update_state(state, batch, metrics)
+    return made.step_state(state, batch, {}, ctx=Context())
 
 
 def test_moments(batch: Batch) -> None:

@@ -7,6 +7,7 @@ from helpers import advantages, close, f64, loss_and_gradients, make_batch, meth
 import proxpo
 from proxpo import Batch
 from proxpo.filters.prune import keep_best
+from proxpo.types import Context
 
 SLUG = "cppo"
 
@@ -122,10 +123,12 @@ def test_random_draws_from_the_generator() -> None:
     batch, made = distinct(8, size=4), method(SLUG, metric="random")
 
     def drawn(seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return proxpo.prepare(made, batch, generator=generator).batch.mask.any(1)
+        ctx = Context(generator=torch.Generator().manual_seed(seed))
+        return (made.prune[0].apply(batch, ctx)[0] & batch.mask).any(1)
 
-    assert torch.equal(drawn(1), drawn(1))
+    generator = torch.Generator().manual_seed(1)
+    ready = proxpo.prepare(made, batch, generator=generator).batch
+    assert torch.equal(drawn(1), ready.mask.any(1))
     found = torch.stack([drawn(seed) for seed in range(200)]).double()
     assert found.sum(1).eq(6).all()
     assert (found.mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(200)

@@ -148,6 +148,7 @@ def test_bounds_by_probability() -> None:
     close(torch.stack(example), [[[0.769, 0.5]], [[1.187, 5.0]]], atol=1e-3)
 
 
+@pytest.mark.checks(SLUG, "the bounds depend on the old policy alone")
 def test_bounds_do_not_look_at_the_current_policy() -> None:
     batch = crafted([[0.3, 2.0, -1.0]], [1.0])
     moved = batch.replace(logp=batch.logp + 1)

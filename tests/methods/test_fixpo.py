@@ -10,6 +10,7 @@ from proxpo.errors import ProxpoError
 from proxpo.regularisers import kl_dual
 from proxpo.regularisers.dual import divergence_from_old
 from proxpo.schedules.fixup import kl_alone
+from proxpo.types import Context
 
 SLUG = "fixpo"
 METRIC = "kl/old_max"
@@ -20,7 +21,7 @@ def moved(*kls: float, **options) -> list[float]:
     stage, found = kl_dual(**options), []
     state = stage.init()
     for kl in kls:
-        state = stage.update(state, make_batch(1), {METRIC: torch.tensor(kl)})
+        state = stage.step(make_batch(1), {METRIC: torch.tensor(kl)}, Context(state=state))
         found.append(float(state["coef"]))
     return found
 

@@ -179,6 +179,8 @@ def test_the_adapter_is_off_and_says_what_it_needs() -> None:
     made = method(SLUG, policy="tokens")
     assert made.trust.options["low"] == 0.2
     assert made.filter == made.weights == ()
+    anchored = method(SLUG, policy="tokens", kl_coef=0.1).regularisers
+    assert [(one.name, one.options["coef"]) for one in anchored] == [("kl_to_ref", 0.1)]
     with pytest.raises(ValueError, match="'vocab_logp'"):
         proxpo.loss_fn(made)(make_batch(1).replace(vocab_logp=None))
 

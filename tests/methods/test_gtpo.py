@@ -131,9 +131,20 @@ def test_code_variant_divides_by_the_longer_run_and_sums() -> None:
     close(policy_gradient(method(SLUG, code_compat=True), longer), expected)
 
 
+def test_bounds_on_the_entropy() -> None:
+    """Those of the paper and of the code; a bound that lets nothing through is refused."""
+    kept = {compat: method(SLUG, code_compat=compat).advantage.options for compat in (False, True)}
+    close([kept[False]["most"], kept[True]["most"]], [math.log(2), 0.7])
+    assert (kept[False]["if_calm"], kept[True]["if_calm"]) == (True, False)
+    with pytest.raises(ValueError, match="most must be positive"):
+        method(SLUG, max_entropy=0.0)
+
+
 def test_missing_fields_are_named() -> None:
     batch = spoken([[1, 2], [3, 4]], [1, 0])
-    with pytest.raises(ValueError, match="'tokens' \\(token ids of the response\\)"):
+    with pytest.raises(
+        ValueError, match="'tokens' \\(token ids of the response, from the sampler\\)"
+    ):
         proxpo.loss_fn(method(SLUG))(batch.replace(tokens=None))
     with pytest.raises(ValueError, match="'entropy'"):
         proxpo.loss_fn(method(SLUG))(batch.replace(entropy=None))

@@ -16,6 +16,9 @@ from helpers import (
 
 import proxpo
 from proxpo import Batch
+from proxpo.supervised import Members
+from proxpo.supervised import scores as supervised_scores
+from proxpo.types import local
 
 SLUG = "pacs"
 
@@ -38,10 +41,13 @@ def proxy_gradient(batch: Batch, **options: object) -> torch.Tensor:
     return per_row(policy_gradient(method(SLUG, **options), batch), batch)
 
 
-def scores(batch: Batch) -> torch.Tensor:
-    d = (batch.logp - batch.old_logp).sum(1)
-    return torch.stack([d[i] - d[(batch.group == g) & (torch.arange(len(d)) != i)].mean()
-                        for i, g in enumerate(batch.group)])  # fmt: skip
+def scores(batch: Batch, score: str) -> torch.Tensor:
+    """ψ as the loss has it."""
+    proxy = (batch.logp - batch.old_logp).sum(1)
+    one = torch.ones_like(proxy)
+    at = Members(one, one, batch.group, local)
+    at = at._replace(n=at.sums(one)[0])
+    return supervised_scores(proxy, at, score, 1e-6)[0]
 
 
 @pytest.mark.checks(SLUG, "on-policy every ψ is 0 and the loss is ln 2 · mean(w)")
@@ -87,12 +93,22 @@ def test_shift(score: str) -> None:
 
 
 @pytest.mark.checks(SLUG, "scores are compared with the others of the group: Σψ = 0")
-def test_scores_of_a_group_cancel() -> None:
+@pytest.mark.parametrize("score", ["leave_one_out", "standardised", "centred"])
+def test_scores_of_a_group_cancel(score: str) -> None:
     batch = labelled([1, 0, 0, 1], [0, 1, 1])
-    psi = scores(batch)
+    psi = scores(batch, score)
     close(psi[:4].sum(), 0.0)
+    close(psi[4:].sum(), 0.0)
     agrees = (psi * (2 * batch.rewards - 1) > 0).double().mean()
-    close(proxpo.loss_fn(method(SLUG))(batch).metrics["score/agrees"], agrees)
+    close(proxpo.loss_fn(method(SLUG, score=score))(batch).metrics["score/agrees"], agrees)
+
+
+def test_score_leaves_its_own_response_out() -> None:
+    batch = labelled([1, 0, 0, 1], [0, 1, 1])
+    d = (batch.logp - batch.old_logp).sum(1)
+    others = [(batch.group == g) & (torch.arange(len(d)) != i) for i, g in enumerate(batch.group)]
+    expected = torch.stack([d[i] - d[rest].mean() for i, rest in enumerate(others)])
+    close(scores(batch, "leave_one_out"), expected)
 
 
 @pytest.mark.checks(SLUG, "β scales the gradient at ψ = 0; |dloss/dr̂| ≤ 2 max w / N everywhere")

@@ -5,6 +5,7 @@ import torch
 from helpers import advantages, close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
 import proxpo
+from methods.toy_updates import ToyUpdates, run
 from proxpo import Batch
 
 SLUG = "rapid"
@@ -126,5 +127,10 @@ def test_refused(cap: float) -> None:
         method(SLUG, cap=cap)
 
 
-def test_a_rollout_feeds_several_small_steps() -> None:
-    assert method(SLUG, horizon=8).schedule.options == {"steps": 8, "on": "parts"}
+@pytest.mark.checks(SLUG, "a rollout feeds H small steps; H = 1 is one step on fresh data")
+@pytest.mark.parametrize("horizon", [1, 8])
+def test_a_rollout_feeds_several_small_steps(horizon: int) -> None:
+    made = method(SLUG, horizon=horizon)
+    updates = ToyUpdates(recipe=made)
+    run(made, updates)
+    assert updates.calls == [("step", horizon, horizon, True)]  # each on its own share

@@ -80,6 +80,10 @@ def test_determinism_and_range() -> None:
     first = dithered(batch, 4, distribution="uniform").rewards
     assert torch.equal(first, dithered(batch, 4, distribution="uniform").rewards)
     assert not torch.equal(first, dithered(batch, 5, distribution="uniform").rewards)
+    goes_on, made = seeded(4), method(SLUG, distribution="uniform")
+    steps = [proxpo.prepare(made, batch, generator=goes_on).batch.rewards for _ in range(2)]
+    assert torch.equal(steps[0], first)
+    assert not torch.equal(steps[1], first)  # the next step of the run draws anew
     assert 0.0499 < first.abs().max() <= 0.05
     close(first.std(), 0.05 / math.sqrt(3), rtol=0.03)
 

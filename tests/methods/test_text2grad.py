@@ -4,6 +4,7 @@ from helpers import advantages, close, f64, loss_and_gradients, make_batch, meth
 
 import proxpo
 from proxpo import Batch
+from proxpo.kl import kl_exact
 from proxpo.rewards import find_span, span_values, token_values
 
 TEXT = "First we add 3 and 4, which gives 8.  Then we double it."
@@ -105,6 +106,23 @@ def test_kl_enters_the_reward(batch: Batch) -> None:
     close(found, torch.where(batch.mask, batch.span_rewards - 0.3 * kl, 0.0))
     state = made.update_state(made.init_state(), batch, proxpo.prepare(made, batch).metrics)
     assert float(state["reward.kl_in_reward"]["coef"]) != 0.3  # adaptive as it comes
+
+
+@pytest.mark.checks("text2grad", "the KL in the reward runs over the whole vocabulary by default")
+def test_kl_over_the_vocabulary(batch: Batch) -> None:
+    """`ref_kl` is KL(π_old‖π_ref); neither policy's number of the drawn token is read."""
+    made = method("text2grad", whitening=False, lam=0.0)
+    kl = kl_exact(batch.old_vocab_logp, batch.vocab_logp)
+    there = without_values(batch).replace(ref_kl=kl)
+    found = advantages(made, there)
+    close(found, torch.where(batch.mask, batch.span_rewards - 0.2 * kl, 0.0))
+    moved = there.replace(ref_logp=batch.ref_logp - 1)
+    close(advantages(made, moved), found, atol=0.0)
+    with pytest.raises(proxpo.ProxpoError, match=r"'ref_kl' .*trainer's pass of both policies"):
+        proxpo.loss_fn(made)(batch.replace(ref_kl=None))
+    with pytest.raises(proxpo.ProxpoError, match="clamp=verl bounds an estimate"):
+        method("ppo", kl_coef=0.1, **{"reward": {"name": "kl_in_reward", "estimator": "full",
+                                                 "clamp": "verl"}})  # fmt: skip
 
 
 def test_a_step_too_far_off_counts_for_nothing(batch: Batch) -> None:

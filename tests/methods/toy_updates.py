@@ -72,9 +72,6 @@ class ToyUpdates:
     def logp(self, weights: list[Tensor]) -> Tensor:
         return self.rollout.logp + weights[0].sum()
 
-    def advance(self, place: str, metrics: dict[str, Tensor]) -> None:
-        self.calls.append(("advance", place))
-
     def exact(self) -> tuple[Any, Any]:
         raise NotImplementedError
 

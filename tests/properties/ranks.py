@@ -10,19 +10,21 @@ from helpers import CASES, gradients, make_batch, recipe, with_leaves
 
 import proxpo
 from proxpo import Batch
-from proxpo.types import AllSum, local
+from proxpo.types import AllSum, Context, local
 
 SEED = 11
 
 
 def run_case(case: str, batch: Batch, all_sum: AllSum = local) -> dict:
     """Loss, gradients and next state, as plain lists."""
-    made, batch = recipe(case), with_leaves(batch)
-    value, metrics = proxpo.loss_fn(made)(batch, all_sum=all_sum)
-    state = made.update_state(made.init_state(), batch, metrics)
+    made, leaves = recipe(case), with_leaves(batch)
+    batch, counts, seen = proxpo.prepare(made, leaves, all_sum=all_sum)
+    value, metrics = proxpo.policy_loss(made, batch, denominators=counts, all_sum=all_sum)
+    state = made.update_state(made.init_state(), batch, seen | metrics)
+    state = made.step_state(state, batch, metrics, ctx=Context(all_sum=all_sum))
     return {
         "loss": float(value.detach()),
-        "gradients": {name: grad.tolist() for name, grad in gradients(value, batch).items()},
+        "gradients": {name: grad.tolist() for name, grad in gradients(value, leaves).items()},
         "state": {p: {k: v.tolist() for k, v in s.items()} for p, s in state.items()},
     }
 

@@ -9,6 +9,7 @@ from helpers import CASES, close, make_batch, method, recipe
 from safetensors.torch import load_file, save_file
 
 import proxpo
+from proxpo.types import Context
 
 STATEFUL = [case for case in CASES if recipe(case).init_state()]
 
@@ -31,9 +32,11 @@ def assert_same(found: dict, expected: dict) -> None:
 
 
 def stepped(made: object, state: dict, seed: int) -> tuple[torch.Tensor, dict]:
-    batch = make_batch(seed)
-    value, metrics = proxpo.loss_fn(made)(batch, state=state)
-    return value, made.update_state(state, batch, metrics)
+    """The loss, and the state after an optimizer step and the end of the rollout."""
+    batch, counts, seen = proxpo.prepare(made, make_batch(seed), state=state)
+    value, metrics = proxpo.policy_loss(made, batch, denominators=counts, state=state)
+    state = made.step_state(state, batch, metrics, ctx=Context())
+    return value, made.update_state(state, batch, seen | metrics)
 
 
 def test_some_recipes_have_state() -> None:
@@ -51,6 +54,19 @@ def test_round_trip(case: str, tmp_path: Path) -> None:
         value, following = stepped(made, nested(restored, flat(state)), seed=2)
         assert value == expected
         assert_same(flat(following), flat(after))
+
+
+@pytest.mark.parametrize("case", STATEFUL)
+def test_memory_moves(case: str) -> None:
+    """Every stage that follows the run has another state after a step than before it."""
+    made = recipe(case)
+    before = made.init_state()
+    _, after = stepped(made, before, seed=1)
+    for place, stage in made.stages():
+        held = stage.options.get("controller") == "fixed" or stage.options.get("coef") == 0
+        if before.get(place) and (stage.update or stage.step) and not held:
+            same = [torch.equal(after[place][name], value) for name, value in before[place].items()]
+            assert not all(same), place
 
 
 def test_a_step_neither_changes_its_state_nor_its_batch() -> None:

@@ -126,7 +126,8 @@ def test_rows_without_tokens_change_nothing_but_the_cost(tmp_path) -> None:
             live = Stage(kind="advantage", name="x", apply=lambda *_: None, live=True)
             recipe = recipe.replace(advantage=live)
         learner.optimizer.zero_grad()
-        metrics = gradients(learner, recipe, rows, batch.replace(refresh=None), how=how, seed=0)
+        batch = batch.replace(refresh=None)
+        metrics = gradients(learner, recipe, rows, batch, how=how, seed=0).metrics
         found.append((float(metrics["loss"]), [p.grad.clone() for p in learner.trainable()]))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
     for a, b in zip(found[0][1], found[1][1]):
@@ -157,7 +158,7 @@ def test_rescaling_divides_by_what_was_clipped(tmp_path) -> None:
 
     def grads(recipe):
         learner.optimizer.zero_grad()
-        metrics = gradients(learner, recipe, rows, steps.batch(), how=how, seed=0)
+        metrics = gradients(learner, recipe, rows, steps.batch(), how=how, seed=0).metrics
         return metrics, torch.cat([p.grad.flatten() for p in learner.trainable()])
 
     _, plain = grads(learner.recipe)

@@ -1,0 +1,116 @@
+"""Stages that follow every optimizer step, and the numbers that only both policies can give."""
+
+import pytest
+import torch
+from train_runs import job_of, sample
+
+import proxpo.train.steps as steps_module
+from proxpo.kl import kl_exact
+from proxpo.train.fields import reference_kl
+from proxpo.train.learner import Pass, gradients, vocabulary
+from proxpo.train.steps import Steps
+from proxpo.train.update import update
+from proxpo.types import Stage
+
+MOMENTS = "select.curvature_mask"
+BETA = "regularisers.kl_dual"
+
+
+def moments(job, place: str = MOMENTS) -> dict[str, torch.Tensor]:
+    return job.learner.state[place]
+
+
+@pytest.mark.checks("capo", "the moments move once per optimizer step, from the tokens it kept")
+def test_moments_follow_every_optimizer_step(tmp_path) -> None:
+    job = job_of(tmp_path, "updates_per_rollout=3", method="capo")
+    seen = []
+    original = steps_module.optimizer_step
+
+    def counted(job, **options):
+        seen.append(float(moments(job)["steps"]))
+        return original(job, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps_module, "optimizer_step", counted)
+        update(job, sample(job).experience)
+    assert seen == [0.0, 1.0, 2.0]
+    assert float(moments(job)["steps"]) == 3.0
+    job.close()
+
+
+def test_moments_are_those_of_the_whole_mini_batch(tmp_path) -> None:
+    """Cut into micro-batches or not; rows of different lengths are padded to one width."""
+    found = []
+    for size in (0, 5):
+        job = job_of(tmp_path / str(size), f"micro_batch={size or 'none'}", method="capo")
+        update(job, sample(job).experience)
+        found.append(moments(job))
+        job.close()
+    assert torch.equal(found[0]["token_id"], found[1]["token_id"])
+    for name in ("first", "second"):
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-3, atol=1e-6)
+    assert found[0]["first"].abs().max() > 0
+
+
+def test_a_step_that_is_left_out_moves_no_memory(tmp_path, monkeypatch) -> None:
+    job = job_of(tmp_path, method="capo")
+    rows = sample(job).experience
+    monkeypatch.setattr(steps_module.torch.nn.utils, "clip_grad_norm_", lambda *_: torch.inf)
+    update(job, rows)
+    assert job.skipped == 1
+    assert float(moments(job)["steps"]) == 0.0
+    job.close()
+
+
+@pytest.mark.checks("fixpo", "the multiplier moves after every step of both phases")
+def test_the_multiplier_follows_every_step(tmp_path) -> None:
+    sets = ("updates_per_rollout=3", "train.lr=1e-3", "radius=1e-6", "max_fixup_passes=2")
+    job = job_of(tmp_path, *sets, method="fixpo")
+    metrics = update(job, sample(job).experience)
+    assert metrics["fixup/steps"] > 0
+    assert float(moments(job, BETA)["t"]) == 3 + metrics["fixup/steps"]
+    job.close()
+
+
+@pytest.mark.checks("st-ppo", "the policy's gradient is divided, the critic's is left alone")
+def test_rescaling_spares_the_critic(tmp_path) -> None:
+    class Tenth:
+        def loss(self, ratio, batch, ctx):
+            return ratio * batch.advantages
+
+        def factor(self, norm):
+            return 0.1
+
+        def __call__(self, ratio, batch, ctx):
+            return self.loss(ratio, batch, ctx), {}
+
+    job = job_of(tmp_path, "critic=true", "variant=turn-ppo", method="st-ppo", task="calculator")
+    learner, rows, grads = job.learner, sample(job).experience, []
+    batch = Steps(job, rows, path=("test",)).batch()
+    tenth = Stage(kind="rescale", name="tenth", apply=Tenth())
+    for recipe in (learner.recipe, learner.recipe.replace(rescale=tenth)):
+        learner.optimizer.zero_grad()
+        gradients(learner, recipe, rows, batch, how=Pass(temperature=1.0, micro_batch=7), seed=0)
+        own = torch.cat([p.grad.flatten() for p in job.policy.model.parameters()])
+        grads.append((own.clone(), learner.critic.weight.grad.clone()))
+    (plain, critic), (scaled, spared) = grads
+    torch.testing.assert_close(scaled, 0.1 * plain, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(spared, critic, rtol=1e-4, atol=1e-7)
+    assert critic.abs().max() > 0
+    job.close()
+
+
+def test_divergence_from_the_reference_over_the_vocabulary(tmp_path) -> None:
+    """0 as long as the policy is the reference; then KL(π‖π_ref), whatever the micro-batches."""
+    job = job_of(tmp_path, "kl_coef=0.1", "train.lr=1e-3", method="grpo")
+    learner, rows = job.learner, sample(job).experience
+    whole = Pass(temperature=1.0, micro_batch=99)
+    start = reference_kl(learner, rows, how=whole)
+    assert start[rows.mask].abs().max() < 1e-6
+    update(job, rows)
+    found = reference_kl(learner, rows, how=Pass(temperature=1.0, micro_batch=5))
+    with torch.no_grad():
+        both = [vocabulary(m, rows, None, whole) for m in (job.policy.model, job.initial)]
+    torch.testing.assert_close(found[rows.mask], kl_exact(*both)[rows.mask], rtol=1e-3, atol=1e-6)
+    assert found[rows.mask].max() > 1e-4
+    job.close()

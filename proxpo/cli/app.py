@@ -12,6 +12,12 @@ app = typer.Typer(
     help="Proximal policy-optimization methods for RL post-training of language models.",
 )
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Model = Annotated[str | None, typer.Option(help="tiny, smollm2, a folder, or a Hugging Face id.")]
+Task = Annotated[
+    str | None, typer.Option(help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file.")
+]
+
 
 def _version(asked: bool) -> bool:
     if asked:
@@ -50,9 +56,7 @@ def inspect_command(
             "weights+=tis; p3o:ess_scope=microbatch is for p3o alone. May be repeated.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON and nothing else: one entry per method.")
-    ] = False,
+    as_json: AsJson = False,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a page with a heat map of every token's weight."),
@@ -71,7 +75,7 @@ def inspect_command(
 @app.command("methods")
 def methods_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One method, in full.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The catalogue; with a name: formula, departures, defaults, stages and source."""
     from proxpo.cli.catalogue import show_method, show_methods
@@ -89,12 +93,8 @@ def train_command(
         typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset."),
     ] = None,
     method: Annotated[str | None, typer.Option(help="A method (see proxpo methods).")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="tiny, smollm2, a folder, or a Hugging Face id.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file.")
-    ] = None,
+    model: Model = None,
+    task: Task = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -163,12 +163,8 @@ def compare_command(
         str | None,
         typer.Option(metavar="CONFIG", help="What runs share: a YAML file or a preset."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="tiny, smollm2, a folder, or a Hugging Face id.")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file.")
-    ] = None,
+    model: Model = None,
+    task: Task = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Runs at a time [cores, or GPUs].")
     ] = None,
@@ -265,7 +261,7 @@ def sparsity_command(
         str, typer.Option(metavar="REGEX", help="Only weights whose name contains this.")
     ] = "",
     rank: Annotated[bool, typer.Option("--rank", help="Also the rank of each change.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Which share of the weights training has changed, and where; in a stated dtype."""
     from proxpo.cli.sparsity import show_sparsity
@@ -277,7 +273,7 @@ def sparsity_command(
 
 @app.command("doctor")
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What works on this machine: every host is tried, and what is missing gets its pip line."""
     from proxpo.cli.doctoring import run_doctor

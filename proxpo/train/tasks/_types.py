@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from proxpo.errors import ProxpoError
 
@@ -17,6 +17,28 @@ class Problem:
     answer: Any
     index: int
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lazy(Sequence[Problem]):
+    """Problems by number, made when asked for; len() of them in all."""
+
+    make: Callable[[int], Problem]
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return self.make(index % self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,4 +144,4 @@ def fit_prompts(task: Task, tokenizer: Any, *, limit: int, drop: bool = False) -
     return replace(task, train=fitting(task.train, "train"), test=fitting(task.test, "test"))
 
 
-__all__ = ["Messages", "Problem", "Reply", "RewardSpec", "Task", "fit_prompts"]
+__all__ = ["Lazy", "Messages", "Problem", "Reply", "RewardSpec", "Task", "fit_prompts"]

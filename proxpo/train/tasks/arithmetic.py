@@ -7,11 +7,11 @@ so no test problem is ever trained on, in any run. Nothing is read from or writt
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from proxpo.errors import ProxpoError
 from proxpo.train.streams import derive
-from proxpo.train.tasks._types import Messages, Problem, RewardSpec, Task
+from proxpo.train.tasks._types import Lazy, Messages, Problem, RewardSpec, Task
 
 TRAIN_SIZE = 1 << 20
 TEXT_LEVELS: dict[str, dict] = {
@@ -55,28 +55,6 @@ def held_out(x: Sum, share: float) -> bool:
     """Whether the problem belongs to the test split: a fixed share of all operand pairs."""
     low, high = sorted((x.a, x.b))
     return derive(0, "held out", low, x.operation, high) < share * 2**63
-
-
-@dataclass(frozen=True)
-class Lazy(Sequence[Problem]):
-    """Problems by number, made when asked for; len() of them in all."""
-
-    make: Callable[[int], Problem]
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        return self.make(index % self.size)
 
 
 @dataclass(frozen=True)
@@ -216,7 +194,6 @@ __all__ = [
     "CHAT_LEVELS",
     "TEXT_LEVELS",
     "Generated",
-    "Lazy",
     "Sum",
     "arithmetic",
     "arithmetic_chat",

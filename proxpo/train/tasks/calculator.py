@@ -15,8 +15,8 @@ from typing import Literal
 
 from proxpo.errors import ProxpoError
 from proxpo.train.streams import derive
-from proxpo.train.tasks._types import Problem, Reply, RewardSpec, Task
-from proxpo.train.tasks.arithmetic import EXACT, TRAIN_SIZE, Lazy
+from proxpo.train.tasks._types import Lazy, Problem, Reply, RewardSpec, Task
+from proxpo.train.tasks.arithmetic import EXACT, TRAIN_SIZE
 
 Level = Literal["default", "chain"]
 LEVELS = {"default": 2, "chain": 3}  # operands

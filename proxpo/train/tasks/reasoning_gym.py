@@ -1,12 +1,9 @@
 """Any dataset of the package reasoning-gym, `reasoning-gym:<name>`: generated, verified by rule."""
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
-from proxpo.train.tasks._types import Problem, RewardSpec, Task
+from proxpo.train.tasks._types import Lazy, Problem, RewardSpec, Task
 
 SYSTEM = (
     "Think about the problem first. Then give your final answer between <answer> and </answer>, "
@@ -14,32 +11,6 @@ SYSTEM = (
 )
 # Entry i of a dataset is drawn from seed + i, so the splits' seeds must lie further apart.
 APART = 1_000_000_000
-
-
-@dataclass(frozen=True)
-class Entries(Sequence[Problem]):
-    """The entries of one reasoning-gym dataset as problems, made when asked for."""
-
-    dataset: Any
-    seed: int
-    write: Callable[[str], Any]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        number = index % len(self)
-        entry = self.dataset[number]
-        where = {"seed": self.seed, "size": len(self), "index": number}
-        return Problem(self.write(entry["question"]), entry["answer"], number, where)
 
 
 def reasoning_gym(
@@ -58,12 +29,18 @@ def reasoning_gym(
     if not 0 < size < APART or not 0 < test_size < APART:
         raise ProxpoError(f"task reasoning-gym:{name}: size and test_size are in 1..{APART - 1}")
 
-    def entries(start: int, count: int) -> Entries:
+    def entries(start: int, count: int) -> Lazy:
         try:
             dataset = gym.create_dataset(name, seed=start, size=count, **(config or {}))
         except (TypeError, AssertionError, ValueError) as error:
             raise ProxpoError(f"task reasoning-gym:{name}: {_reason(error)}") from None
-        return Entries(dataset, start, functools.partial(_prompt, chat))
+
+        def make(number: int) -> Problem:
+            entry = dataset[number]
+            where = {"seed": start, "size": len(dataset), "index": number}
+            return Problem(_prompt(chat, entry["question"]), entry["answer"], number, where)
+
+        return Lazy(make, len(dataset))
 
     return Task(
         name=f"reasoning-gym:{name}",
@@ -98,4 +75,4 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-__all__ = ["Entries", "reasoning_gym"]
+__all__ = ["reasoning_gym"]

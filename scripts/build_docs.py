@@ -63,8 +63,10 @@ def method_page(method: Method, tested: dict[str, list[str]]) -> str:
     body, departures, reference = split_docstring(method.text)
     title, _, rest = body.partition("\n")
     recipe = method.make()
-    options = "\n".join(f"| `{k}` | `{v!r}` |" for k, v in method.defaults.items())
-    stages = "\n".join(f"| {place.split('.')[0]} | `{stage}` |" for place, stage in recipe.stages())
+    options = "\n".join(f"| `{k}` | `{_cell(repr(v))}` |" for k, v in method.defaults.items())
+    stages = "\n".join(
+        f"| {place.split('.')[0]} | `{_cell(str(stage))}` |" for place, stage in recipe.stages()
+    )
     passes = f"\nRun as {len(recipe.passes)} passes over each batch.\n" if recipe.passes else ""
     return f"""# {method.slug}
 
@@ -112,15 +114,32 @@ def tested_statements() -> dict[str, list[str]]:
     """slug -> statements of the tests marked `checks(slug, statement)`."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        calls = [
-            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-        ]
-        for call in calls:
-            literal = all(isinstance(argument, ast.Constant) for argument in call.args)
-            if literal and ast.unparse(call.func) == "pytest.mark.checks":
-                slug, statement = (argument.value for argument in call.args)
-                found.setdefault(slug, []).append(statement)
+        tree = ast.parse(path.read_text())
+        named = _constants(tree)
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "pytest.mark.checks":
+                slug, statement = (_value(argument, named) for argument in call.args)
+                if slug is not None and statement is not None:
+                    found.setdefault(slug, []).append(statement)
     return found
+
+
+def _constants(tree: ast.Module) -> dict[str, str]:
+    """Strings that a file gives a name to: NAME = "..."."""
+    return {
+        line.targets[0].id: line.value.value
+        for line in tree.body
+        if isinstance(line, ast.Assign)
+        and isinstance(line.targets[0], ast.Name)
+        and isinstance(line.value, ast.Constant)
+    }
+
+
+def _value(argument: ast.expr, named: dict[str, str]) -> str | None:
+    """A string as written or as named; None for one that is made when the test runs."""
+    if isinstance(argument, ast.Name):
+        return named.get(argument.id)
+    return argument.value if isinstance(argument, ast.Constant) else None
 
 
 def stages_page() -> str:
@@ -140,7 +159,7 @@ def stages_page() -> str:
 
 def catalogue() -> str:
     rows = [
-        f"| [`{m.slug}`](docs/methods/{m.slug}.md) | {_after_colon(m.summary)} | {m.paper} |"
+        f"| [`{m.slug}`](docs/methods/{m.slug}.md) | {_cell(_after_colon(m.summary))} | {m.paper} |"
         for m in methods().values()
     ]
     return "\n".join(["| method | what it does | source |", "| --- | --- | --- |", *rows, ""])
@@ -161,6 +180,11 @@ def _signature(factory) -> str:
 
 def _after_colon(summary: str) -> str:
     return summary.partition(": ")[2] or summary
+
+
+def _cell(text: str) -> str:
+    """Bars would end the cell of a table."""
+    return text.replace("|", "\\|")
 
 
 def _one_line(text: str) -> str:

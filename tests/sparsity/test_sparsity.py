@@ -12,7 +12,6 @@ from proxpo.cli import main
 from proxpo.errors import ProxpoError
 from proxpo.sparsity import changed, compare, overlap, stored_weights, train_only
 
-checks = pytest.mark.checks
 LAYERS = ("model.layers.0.mlp.weight", "model.layers.0.norm.weight", "model.layers.1.mlp.weight")
 
 
@@ -34,7 +33,9 @@ def moved(by: float, share: float = 1.0, seed: int = 1) -> dict[str, torch.Tenso
     }
 
 
-@checks("sparse-updates", "equal weights: sparsity 1 for every tolerance; all moved by 1: 0")
+@pytest.mark.checks(
+    "sparse-updates", "equal weights: sparsity 1 for every tolerance; all moved by 1: 0"
+)
 def test_limits() -> None:
     for tol in (0.0, 1e-5, 1.0):
         same = compare(weights(), weights(), tol=tol)
@@ -44,7 +45,9 @@ def test_limits() -> None:
     assert every.size == 48 + 6 + 24
 
 
-@checks("sparse-updates", "does not fall with the tolerance; tolerance 0 is the exact count")
+@pytest.mark.checks(
+    "sparse-updates", "does not fall with the tolerance; tolerance 0 is the exact count"
+)
 def test_tolerance() -> None:
     g = torch.Generator().manual_seed(3)
     before = {"w": torch.randn(200, generator=g)}
@@ -60,7 +63,7 @@ def test_tolerance() -> None:
     assert found[0] == exact == pytest.approx(0.5, abs=0.02)
 
 
-@checks("sparse-updates", "|d| equal to the tolerance is unchanged; NaN is changed")
+@pytest.mark.checks("sparse-updates", "|d| equal to the tolerance is unchanged; NaN is changed")
 def test_edges() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         step = torch.tensor([1e-3, -1e-3, 1.1e-3, math.nan], dtype=dtype)
@@ -68,7 +71,9 @@ def test_edges() -> None:
         assert found.tolist() == [False, False, True, True]
 
 
-@checks("sparse-updates", "float32 updates of 5e-6: dense exactly, sparse at 1e-5, sparser in bf16")
+@pytest.mark.checks(
+    "sparse-updates", "float32 updates of 5e-6: dense exactly, sparse at 1e-5, sparser in bf16"
+)
 def test_dtype_decides() -> None:
     before, after = weights(), moved(5e-6)
     single = compare(before, after, dtype="float32")
@@ -82,7 +87,9 @@ def test_dtype_decides() -> None:
     assert compare(mixed, after, dtype="stored").exact_sparsity < 0.05  # compared in float32
 
 
-@checks("sparse-updates", "o₁|I₁| = o₂|I₂|; equal runs give 1; an empty set has no overlap")
+@pytest.mark.checks(
+    "sparse-updates", "o₁|I₁| = o₂|I₂|; equal runs give 1; an empty set has no overlap"
+)
 def test_overlap() -> None:
     first, second = moved(1.0, 0.3), moved(1.0, 0.6, seed=2)
     found = overlap(weights(), first, second)
@@ -96,7 +103,7 @@ def test_overlap() -> None:
     assert empty.second == 0.0
 
 
-@checks("sparse-updates", "independent random sets overlap as chance has it")
+@pytest.mark.checks("sparse-updates", "independent random sets overlap as chance has it")
 def test_chance() -> None:
     g = torch.Generator().manual_seed(5)
     before = {"w": torch.zeros(100, 400)}
@@ -107,7 +114,9 @@ def test_chance() -> None:
     assert found.chance_first == pytest.approx(found.first, abs=0.02)
 
 
-@checks("sparse-updates", "the total is the mean over tensors weighed by size, not the plain mean")
+@pytest.mark.checks(
+    "sparse-updates", "the total is the mean over tensors weighed by size, not the plain mean"
+)
 def test_total() -> None:
     after = weights()
     after[LAYERS[1]] = after[LAYERS[1]] + 1  # 6 of 78
@@ -156,7 +165,7 @@ def test_refusals() -> None:
         train_only(optimizer, {p: torch.ones(3, dtype=torch.bool)})
 
 
-@checks(
+@pytest.mark.checks(
     "sparse-updates", "masked training leaves all other weights bit-identical, AdamW's decay too"
 )
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])

@@ -16,6 +16,7 @@ from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.reference.policy import Policy, Samples
 from proxpo.shapes import Float, Int, Tensor
 from proxpo.train.config import Config
+from proxpo.train.descent import gradients
 from proxpo.train.experience import Experience
 from proxpo.train.fields import (
     batch_of,
@@ -26,7 +27,7 @@ from proxpo.train.fields import (
     scores_late,
 )
 from proxpo.train.job import Job
-from proxpo.train.learner import Learner, Pass, gradients, score, widened
+from proxpo.train.learner import Learner, Pass, score, widened
 from proxpo.train.replay import mixture, share_of
 from proxpo.train.streams import derive, generator
 from proxpo.types import Batch, Context, Metrics, Recipe
@@ -78,11 +79,13 @@ class Steps:
         only: bool = False,
     ) -> Metrics:
         self._late = only and n == 1 and scores_late(self.recipe)
-        parts = self.parts if parts is None else parts
+        parts = self._checked(self.parts if parts is None else parts)
         for variant in (recipe,) if recipe is not None else self.variants:
             ready = self._prepared(self.variants[0] if recipe is not None else variant)
             for number in range(self._done, self._done + n):
                 index, seed = self._part(number, parts) if rows is None else self._given(rows)
+                if not len(index):  # the rollout has fewer prompts than were asked for
+                    continue
                 self.last = self._descend(variant, ready, index, seed)
                 if recipe is None:
                     self._note(self.last)
@@ -228,6 +231,15 @@ class Steps:
         shuffle = generator(self.job.config.seed, *self.path, epoch)
         index = share_of(self.rows, shuffle, parts, part)
         return index, derive(self.job.config.seed, *self.path, "noise", number)
+
+    def _checked(self, parts: int) -> int:
+        prompts = self.job.config.rollout.prompts_per_step
+        if parts > prompts:
+            raise ProxpoError(
+                f"{self.recipe.name}: {parts} mini-batches want as many prompts in a rollout, and "
+                f"rollout.prompts_per_step is {prompts}"
+            )
+        return parts
 
     def _given(self, rows: Int[Tensor, " row"]) -> tuple[Tensor, int]:
         self._others += 1

@@ -8,9 +8,10 @@ import proxpo.train.learner as module
 from proxpo.errors import ProxpoError
 from proxpo.stages import STAGES, stage
 from proxpo.train.config import load_config
+from proxpo.train.descent import gradients
 from proxpo.train.fields import batch_of
 from proxpo.train.job import build
-from proxpo.train.learner import Pass, gradients
+from proxpo.train.learner import Pass
 from proxpo.train.steps import Steps
 from proxpo.train.update import update
 from proxpo.types import Stage

@@ -33,6 +33,7 @@ NEEDED = {
 }
 CHEAPER = {
     "mdpo": {"updates": 2},
+    "rapid": {"horizon": 2},
     "fixpo": {"max_fixup_passes": 2},
     "trpo": {"cg_iterations": 2, "searches": 2},
 }

@@ -5,9 +5,11 @@ import torch
 from train_runs import job_of, sample
 
 import proxpo.train.steps as steps_module
+from proxpo.errors import ProxpoError
 from proxpo.kl import kl_exact
+from proxpo.train.descent import gradients
 from proxpo.train.fields import reference_kl
-from proxpo.train.learner import Pass, gradients, vocabulary
+from proxpo.train.learner import Pass, vocabulary
 from proxpo.train.steps import Steps
 from proxpo.train.update import update
 from proxpo.types import Stage
@@ -113,4 +115,38 @@ def test_divergence_from_the_reference_over_the_vocabulary(tmp_path) -> None:
         both = [vocabulary(m, rows, None, whole) for m in (job.policy.model, job.initial)]
     torch.testing.assert_close(found[rows.mask], kl_exact(*both)[rows.mask], rtol=1e-3, atol=1e-6)
     assert found[rows.mask].max() > 1e-4
+    job.close()
+
+
+def weights_after(out, *sets: str, **overrides) -> tuple[list[torch.Tensor], dict]:
+    job = job_of(out, *sets, **overrides)
+    metrics = update(job, sample(job).experience)
+    found = [p.detach().clone() for p in job.learner.trainable()]
+    job.close()
+    return found, metrics
+
+
+def test_a_transform_sees_each_layer_once(tmp_path) -> None:
+    """A mask that drops nothing reads states and vocabulary, and leaves ISOPO's step as it was."""
+    off = ("select+=curvature_mask", "select.tau_policy=0", "select.tau_objective=0")
+    plain, _ = weights_after(tmp_path / "a", method="isopo")
+    masked, metrics = weights_after(tmp_path / "b", *off, method="isopo")
+    assert metrics["select/kept"] == 1.0
+    for a, b in zip(plain, masked):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_regularisers_report_under_a_transform(tmp_path) -> None:
+    """Their backward is their own; their metrics and the state they feed are the recipe's."""
+    job = job_of(tmp_path, "regularisers+=kl_dual", "updates_per_rollout=2", method="isopo")
+    metrics = update(job, sample(job).experience)
+    assert metrics["kl/beta"] == pytest.approx((1.0 + 0.99) / 2)
+    assert float(moments(job, BETA)["t"]) == 2
+    job.close()
+
+
+def test_more_mini_batches_than_prompts_are_refused(tmp_path) -> None:
+    job = job_of(tmp_path, "prompts_per_step=2", method="rapid")
+    with pytest.raises(ProxpoError, match=r"rapid: 4 mini-batches want .*prompts_per_step is 2"):
+        update(job, sample(job).experience)
     job.close()

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from proxpo.gradients import Transform, active, isopo, isopo_ntk, proma
+from proxpo.gradients._shard import Shard
 from proxpo.gradients.diagnostics import watch
 
 A = torch.tensor([1.0, -0.6, 0.3]).double()
 GROUPS = torch.tensor([4, 7, 4])
-PLACES = 16
+PLACES, DRAWN = 16, 5
 # Lengths of the packed sequences (the rest is padding), and how many positions rank 0 holds.
 CUTS = {
     "one sequence on both": ([5, 7, 4], 8),
@@ -27,7 +28,7 @@ CUTS = {
 MIXED = {"p": -1.0, "q": -0.5, "r": 0.5, "reg": 0.3}
 METHODS = {
     "fisher": lambda: isopo(overlap="all"),
-    "drawn": lambda: isopo(overlap=5),
+    "drawn": lambda: isopo(overlap=DRAWN),
     "euclidean": lambda: isopo(preset="euclidean", reg=0.4, scale="mean"),
     "figure4": lambda: isopo(preset="figure4", overlap=6),
     "reinforce": lambda: isopo(preset="reinforce"),
@@ -250,9 +251,31 @@ def worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found: dict[Any, Any] = {case: steps(*case, rank=rank) for case in cases()}
     found["mistakes"] = mistakes(rank)
+    found["traffic"] = traffic(rank)
     found["a group of one"] = a_group_of_one(rank)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.destroy_process_group()
+
+
+def traffic(rank: int) -> int:
+    """How many numbers the lengths of one micro-batch send over the group."""
+    sent: list[int] = []
+    total, fetch = Shard.total, Shard.fetch
+
+    def counted_total(self: Shard, x: Tensor) -> Tensor:
+        sent.append(x.numel())
+        return total(self, x)
+
+    def counted_fetch(self: Shard, *given: Any) -> list[Tensor]:
+        found = fetch(self, *given)
+        sent.extend(x.numel() for x in found)
+        return found
+
+    Shard.total, Shard.fetch = counted_total, counted_fetch
+    part = row(*CUTS["uneven"][:1], 13).cut(8 * rank, 8 * rank + 8, dist.group.WORLD)
+    block(model_of("split"), isopo(overlap=DRAWN, path="gram"), part, watched=False)
+    Shard.total, Shard.fetch = total, fetch
+    return sum(sent)
 
 
 def a_group_of_one(rank: int) -> dict[str, Any]:

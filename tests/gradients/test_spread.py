@@ -41,6 +41,17 @@ def test_two_parts_equal_the_whole(ranks, kind, method, cut):
         assert_close(own, state, **EXACT)
 
 
+def test_what_the_ranks_tell_each_other(ranks):
+    """F: the rows of J and ⟨V_i, G_j⟩ of every layer, V_i of every vector; not the positions."""
+    model, m, drawn = split.model_of("split"), len(split.A), split.DRAWN
+    embed = drawn * (model.embed.embedding_dim + 1 + m)
+    weights = [p.shape for p in model.parameters() if p.dim() == 2]  # the tied one as head
+    vectors = [p.numel() for p in model.parameters() if p.dim() == 1]
+    sent = embed + sum(drawn * (sum(shape) + m) for shape in weights)
+    sent += sum((m + drawn) * width for width in vectors)
+    assert [rank["traffic"] for rank in ranks] == [sent, sent]
+
+
 def test_a_group_of_one_rank_changes_nothing(ranks):
     want = split.steps("split", "fisher", "uneven")[0]["gradients"]
     for rank in ranks:

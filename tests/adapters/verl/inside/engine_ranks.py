@@ -13,7 +13,7 @@ from proxpo.gradients import isopo, isopo_ntk
 
 FIRST, SECOND = slice(0, 4), slice(4, 8)
 ULYSSES = {"ulysses_sequence_parallel_size": 2, "attention": "varlen"}
-MIXED = {"p": -0.5, "q": -0.5, "r": 0.5, "reg": 0.3}
+MIXED = {"p": -0.5, "q": -1.0, "r": 0.5, "reg": 0.3}  # not free of the scale of the objective
 SPREAD = {
     "fisher": ("proxpo_isopo", ALL, lambda: isopo(**ALL)),
     "mixed": ("proxpo_isopo", {**ALL, **MIXED}, lambda: isopo(**ALL, **MIXED)),
@@ -34,7 +34,7 @@ def slices(rank: int, ranks: int, folder: str) -> None:
     """Ulysses: two ranks hold half of the positions each, of all sequences or of half of them."""
     start(rank, ranks, f"{folder}/store")
     own = make_data if ranks == 2 else functools.partial(make_data, [FIRST, SECOND][rank // 2])
-    engine = make_engine(**ULYSSES)
+    engine = make_engine(**ULYSSES, checkpointing=ranks == 4)
     found = {}
     for name, (loss, options, _) in SPREAD.items():
         engine.transform = None
@@ -60,11 +60,21 @@ def settings_of_slices(engine: Any) -> dict[str, Any]:
     found["lora weights"] = {n: p.full_tensor().detach() for n, p in lora_a.items()}
     steps = make_engine(**ULYSSES, lr=0.05)
     found["norms"] = [step(steps, actor("proxpo_isopo", options=reg)) for _ in range(2)]
+    found["sequences"] = sequences(engine)
     engine.transform = None
     proma = actor("proxpo_isopo", options=PROMA)
     with pytest.raises(ValueError, match="gradient=proma needs ulysses_sequence_parallel_size=1"):
         backward(engine, make_data(micro=4), proma)
     return found
+
+
+def sequences(engine: Any) -> torch.Tensor:
+    """What the two ranks take for the sequences of 21 positions, one behind the other."""
+    with engine.train_mode(zero_grad_on_exit=False):
+        own = engine._sequences(make_data(slice(0, 3), micro=3))
+    parts = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(parts, own)
+    return torch.cat(parts, dim=1)
 
 
 def finish(folder: str, found: dict[str, Any]) -> None:

@@ -28,8 +28,12 @@ pytestmark = pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", SPREAD)
 @pytest.mark.checks("isopo", "under verl's Ulysses the gradients are those of one rank")
 def test_ulysses_equals_one_rank(ranks, mesh, name):
-    """Two ranks that share all sequences; four, of which two share a half of them each."""
+    """Two ranks that share all sequences; four, of which two share a half, with checkpointing."""
     close(ranks[mesh][name], own_isopo(SPREAD[name][2](), 4))
+
+
+def test_ulysses_pads_the_last_slice(ranks):
+    assert ranks["slices"]["sequences"].tolist() == [[0] * 9 + [1] * 5 + [2] * 7 + [-1]]
 
 
 def test_ulysses_with_terms_outside_the_transform(engine, ranks):

@@ -147,7 +147,7 @@ def check_engine(recipe: Recipe, trainer: Any) -> None:
     state = trainer.accelerator.state
     deepspeed = getattr(state, "deepspeed_plugin", None)
     reasons = {
-        "DeepSpeed ZeRO-3 hides the weights of a layer": deepspeed is not None
+        "DeepSpeed ZeRO-3 hides the weights of a layer; use ZeRO-2 or FSDP2": deepspeed is not None
         and deepspeed.zero_stage == 3,
         "FSDP1 flattens the weights of a layer; use fsdp_version 2": trainer.is_fsdp_enabled
         and not state.is_fsdp2,

@@ -200,7 +200,7 @@ class ProxpoTrainer(GRPOTrainer):
         if recipe.regularisers:  # terms without an advantage: a backward of their own
             fresh = now(batch, self._forward(model, inputs))
             extra = self._loss(step, recipe, fresh).value - self._loss(step, bare, fresh).value
-            self.accelerator.backward(processes * extra)
+            self._backward(processes * extra)
         given = self._given(step, bare)
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
         number = torch.arange(len(attended), device=attended.device)[:, None]
@@ -217,6 +217,14 @@ class ProxpoTrainer(GRPOTrainer):
         descended = -(split.weights * found["logp"]).sum()
         value = processes * (split.loss.value + extra).detach()
         return Loss(value + descended - descended.detach(), split.loss.metrics)
+
+    def _backward(self, value: torch.Tensor) -> None:
+        """Gradients that TRL's backward, which follows, will be added to."""
+        if self.is_deepspeed_enabled:  # its engine would make the optimizer step as well
+            engine = self.accelerator.deepspeed_engine_wrapped
+            engine.backward(value, sync_gradients=False, scale_wrt_gas=False)
+        else:
+            self.accelerator.backward(value)
 
     def _loss(self, step: Step, recipe: Recipe, batch: Batch) -> Loss:
         return policy_loss(recipe, batch, **self._given(step, recipe))

@@ -1,4 +1,4 @@
-"""Two processes over gloo, under DDP and FSDP2, equal one that accumulates their micro-batches."""
+"""Two processes over gloo equal one that accumulates: under DDP, FSDP2 and DeepSpeed's ZeRO."""
 
 import copy
 import os
@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 from trl_own_loop import EXACT, FUSED, agree, own_gradients
-from trl_ranks import KINDS, RUNS, SETTINGS
+from trl_ranks import PLANS, RUNS, SETTINGS, WHOLE
 from trl_runs import Gradients, Watched, canned, losses, trainer
 
 import proxpo
 
 HERE = Path(__file__).parent
-WHOLE = ("euclidean", "p3o", "regularised")
+# ZeRO-1 and 2 hand out float32 gradients and round the weights at a step; ZeRO-3 computes so.
+ROUNDED = {"zero1": (1e-6, 1e-4), "zero2": (1e-6, 1e-4), "zero3": (1e-5, 1e-4)}
+WRAPPERS = {"ddp": "DistributedData", "fsdp2": "FSDP"} | dict.fromkeys(ROUNDED, "DeepSpeed")
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +59,28 @@ def alone(out: Path, name: str) -> tuple[Watched, list[dict[str, torch.Tensor]]]
     return run, kept.steps
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WHOLE)
+def pairs(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(kind, name) for kind, plan in PLANS.items() for name in plan if name in names]
+
+
+@pytest.mark.parametrize(("kind", "name"), pairs(WHOLE))
 def test_two_processes_equal_one(ranks, runs_alone, kind, name):
     """Gradients of both steps and losses, where no sequence's gradient depends on another's."""
     run, want = runs_alone[name]
+    bounds = ROUNDED.get(kind, (EXACT if run._transform is not None else FUSED,) * 2)
     for rank in range(2):
         steps, _, lost, state, wrapper = torch.load(ranks / f"{kind}-{name}-{rank}.pt")
-        assert wrapper.startswith("DistributedData" if kind == "ddp" else "FSDP")
-        for found, one in zip(steps, want):
-            agree(found, one, to=EXACT if run._transform is not None else FUSED)
+        assert wrapper.startswith(WRAPPERS[kind])
+        assert len(steps) == len(want) == 2
+        for found, one, bound in zip(steps, want, bounds):
+            agree(found, one, to=bound)
         if rank == 0:
-            assert_close(lost, losses(run), rtol=1e-6, atol=1e-7)  # TRL adds in float32
+            assert_close(lost, losses(run), rtol=max(1e-6, bounds[1] / 10), atol=1e-7)
         if run._transform is not None:
             assert state.keys() == run._transform.state_dict().keys()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["isopo", "ntk"])
+@pytest.mark.parametrize(("kind", "name"), pairs(("isopo", "ntk")))
 def test_two_processes_equal_the_own_loop(ranks, runs_alone, kind, name):
     """Each process is a micro-batch: sequences meet inside it, and trailing averages over both."""
     slug, options = RUNS[name]
@@ -85,8 +91,16 @@ def test_two_processes_equal_the_own_loop(ranks, runs_alone, kind, name):
     start = copy.deepcopy(runs_alone["p3o"][0].start)
     want, _ = own_gradients(start, proxpo.make_recipe(slug, options), parts)
     for rank in range(2):
-        agree(found[rank][0][0], want)
+        agree(found[rank][0][0], want, to=ROUNDED[kind][0] if kind in ROUNDED else EXACT)
     assert_close(found[0][3], found[1][3])
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_weights_in_pieces_are_refused(ranks, rank):
+    assert (ranks / f"zero3-{rank}.txt").read_text() == (
+        "recipe isopo: gradient=isopo cannot run here: DeepSpeed ZeRO-3 hides the weights of a "
+        "layer; use ZeRO-2 or FSDP2"
+    )
 
 
 def padded(part: dict[str, torch.Tensor], prompt: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -1,12 +1,8 @@
 """Two processes that talk over gloo equal one that accumulates their micro-batches."""
 
-import os
-import socket
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+import two_processes
 from models import Tiny, nll, padded
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -75,24 +71,17 @@ def together(model: torch.nn.Module, transform: Transform, rank: int) -> list[di
     return steps
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def work(rank: int, folder: str) -> None:
     for kind in KINDS:
         for number, transform in enumerate(transforms()):
             steps = together(wrapped(kind), transform, rank)
             torch.save([steps, transform.state_dict()], f"{folder}/{kind}-{number}-{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, args=(port, folder), nprocs=2)
+    two_processes.run(work, folder)
     return folder
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import split
 import torch
-import torch.multiprocessing as mp
+import two_processes
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,7 +16,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
     folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(split.worker, args=(folder,), nprocs=2)
+    two_processes.run(split.work, folder)
     return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
 
 

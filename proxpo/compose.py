@@ -6,7 +6,7 @@ policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,16 +85,8 @@ def prepare(
     Advantages given with the batch are used as they are.
     """
     ctx = Context(all_sum=all_sum, generator=generator, clock=clock or Clock())
-    state = recipe.init_state() if state is None else state
-    metrics: Metrics = {}
+    run = _Run(recipe, ctx, recipe.init_state() if state is None else state)
     batch = batch.clean()
-
-    def run(place: str, stage: Stage, batch: Batch) -> Any:
-        require(recipe, stage, batch)
-        value, seen = stage.apply(batch, replace(ctx, state=state.get(place, {})))
-        metrics.update(seen)
-        return value
-
     earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
     with torch.no_grad():
         if batch.advantages is None:
@@ -117,7 +109,7 @@ def prepare(
             batch = batch.replace(**stage.prepare(batch))
     if batch.group is not None and batch.group_tokens is None:
         batch = batch.replace(group_tokens=tokens_of_group(batch))
-    return Prepared(batch, count(batch, all_sum=all_sum), metrics)
+    return Prepared(batch, count(batch, all_sum=all_sum), run.metrics)
 
 
 def policy_loss(
@@ -140,35 +132,45 @@ def policy_loss(
         generator=generator,
         clock=clock or Clock(),
     )
-    state = recipe.init_state() if state is None else state
-    metrics: Metrics = {}
+    run = _Run(recipe, ctx, recipe.init_state() if state is None else state)
     read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))
     batch = batch.clean(*(read & CURRENT))
-
-    def run(place: str, stage: Stage, *inputs: Tensor) -> Tensor:
-        require(recipe, stage, batch)
-        value, seen = stage.apply(*inputs, batch, replace(ctx, state=state.get(place, {})))
-        metrics.update(seen)
-        return value
-
     if recipe.advantage is not None and recipe.advantage.live and batch.refresh is not None:
         with torch.no_grad():
-            found = as_tokens(run("advantage", recipe.advantage), batch)
+            found = as_tokens(run("advantage", recipe.advantage, batch), batch)
         batch = batch.replace(advantages=found.masked_fill(~batch.mask, 0.0))
-    ratio = run("ratio", recipe.ratio)
-    token_loss = run("trust", recipe.trust, ratio)
+    ratio = run("ratio", recipe.ratio, batch)
+    token_loss = run("trust", recipe.trust, batch, ratio)
     for stage in recipe.weights:
-        token_loss = token_loss * run(f"weights.{stage.name}", stage)
+        token_loss = token_loss * run(f"weights.{stage.name}", stage, batch)
     for stage in recipe.regularisers:
-        token_loss = token_loss + run(f"regularisers.{stage.name}", stage, ratio)
+        token_loss = token_loss + run(f"regularisers.{stage.name}", stage, batch, ratio)
     for stage in recipe.select:
-        token_loss = token_loss * run(f"select.{stage.name}", stage)
-    loss = run("aggregate", recipe.aggregate, token_loss)
+        token_loss = token_loss * run(f"select.{stage.name}", stage, batch)
+    loss = run("aggregate", recipe.aggregate, batch, token_loss)
     if recipe.value is not None and batch.values is not None:
-        value_loss = run("aggregate", recipe.aggregate, run("value", recipe.value))
-        metrics["loss/value"] = value_loss.detach()
+        value_terms = run("value", recipe.value, batch)
+        value_loss = run("aggregate", recipe.aggregate, batch, value_terms)
+        run.metrics["loss/value"] = value_loss.detach()
         loss = loss + value_loss
-    return Loss(loss, {name: seen.detach() for name, seen in metrics.items()})
+    return Loss(loss, {name: seen.detach() for name, seen in run.metrics.items()})
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Applies stages of a recipe, each with its own state, and gathers what they saw."""
+
+    recipe: Recipe
+    ctx: Context
+    state: States
+    metrics: Metrics = field(default_factory=dict)
+
+    def __call__(self, place: str, stage: Stage, batch: Batch, *inputs: Tensor) -> Any:
+        require(self.recipe, stage, batch)
+        own = replace(self.ctx, state=self.state.get(place, {}))
+        value, seen = stage.apply(*inputs, batch, own)
+        self.metrics.update(seen)
+        return value
 
 
 def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:

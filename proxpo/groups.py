@@ -46,13 +46,13 @@ def group_range(
     A group without any has ∞ and -∞.
     """
     _, index = group.unique(return_inverse=True)
+    top, bottom = (torch.where(counted, one, -torch.inf) for one in (x, -x))
+    return -_largest(bottom, index), _largest(top, index)
+
+
+def _largest(x: Float[Tensor, " seq"], index: Int[Tensor, " seq"]) -> Float[Tensor, " seq"]:
     groups = int(index.max()) + 1 if len(index) else 0
-
-    def largest(x: Float[Tensor, " seq"]) -> Float[Tensor, " seq"]:
-        x = torch.where(counted, x, -torch.inf)
-        return x.new_full((groups,), -torch.inf).scatter_reduce(0, index, x, "amax")[index]
-
-    return -largest(-x), largest(x)
+    return x.new_full((groups,), -torch.inf).scatter_reduce(0, index, x, "amax")[index]
 
 
 def group_sum(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Tensor, " seq"]:

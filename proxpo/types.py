@@ -167,16 +167,17 @@ class Batch:
 
         With names, only those fields: the ones a new forward pass has brought.
         """
-
-        def cleaned(x: Tensor) -> Tensor:
-            if x.dtype in (torch.bfloat16, torch.float16):
-                x = x.float()
-            if not x.is_floating_point() or x.shape[:2] != self.mask.shape:
-                return x
-            return x.masked_fill(~self.mask.reshape(self.mask.shape + (1,) * (x.dim() - 2)), 0.0)
-
         chosen = [(name, value) for name, value in self.items() if not names or name in names]
-        return replace(self, **{name: cleaned(value) for name, value in chosen if name not in ROWS})
+        wide = [(name, value) for name, value in chosen if name not in ROWS]
+        return replace(self, **{name: _cleaned(value, self.mask) for name, value in wide})
+
+
+def _cleaned(x: Tensor, mask: Tensor) -> Tensor:
+    if x.dtype in (torch.bfloat16, torch.float16):
+        x = x.float()
+    if not x.is_floating_point() or x.shape[:2] != mask.shape:
+        return x
+    return x.masked_fill(~mask.reshape(mask.shape + (1,) * (x.dim() - 2)), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

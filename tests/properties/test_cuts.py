@@ -24,6 +24,7 @@ import proxpo
 from properties.ranks import SEED, run_case
 from proxpo import Batch, Recipe
 
+pytestmark = pytest.mark.long  # the shapes of every case are checked in tests/methods
 PER_MICROBATCH = [
     case for case in CASES if not all(stage.whole_batch for _, stage in recipe(case).stages())
 ]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from properties.strategies import Spec, specs
 from proxpo import Batch
 
+pytestmark = pytest.mark.long  # the shapes of every case are checked in tests/methods
 every_case = pytest.mark.parametrize("case", CASES)
 few = settings(max_examples=2)
 COUNTS_EMPTY_ROWS = "dr-grpo-truncated"  # responses without end of sequence stay in the mean

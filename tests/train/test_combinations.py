@@ -75,6 +75,7 @@ def base(tmp_path_factory):
     return build(load_config(None, [*SMALL, *TINY, "method=grpo"], overrides={"out": str(out)}))
 
 
+@pytest.mark.long
 def test_random_combinations_train_and_survive_a_checkpoint(base, tmp_path) -> None:
     start = {k: v.clone() for k, v in base.policy.model.state_dict().items()}
     refused: list[str] = []

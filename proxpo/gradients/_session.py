@@ -24,7 +24,11 @@ Observer = Callable[[str, dict[str, Tensor]], None]
 
 @runtime_checkable
 class Rule(Protocol):
-    """A method: how the position gradients of one parameter become its gradient."""
+    """A method: how the position gradients of one parameter become its gradient.
+
+    A rule with `spreads = True` may be given positions of one rank out of several: it must make
+    lengths whole with `layout.total` and `layout.fetch`, and return this rank's part.
+    """
 
     @property
     def quantities(self) -> tuple[str, ...]:

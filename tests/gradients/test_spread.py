@@ -1,14 +1,19 @@
 """Positions cut over two processes that talk over gloo equal the same positions in one."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import split
 import torch
 import two_processes
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
+
+from proxpo.gradients import Layout, Outer, _plan, isopo_ntk
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -50,6 +55,38 @@ def test_what_the_ranks_tell_each_other(ranks):
     sent = embed + sum(drawn * (sum(shape) + m) for shape in weights)
     sent += sum((m + drawn) * width for width in vectors)
     assert [rank["traffic"] for rank in ranks] == [sent, sent]
+
+
+def choices(lengths: list[int], first: int, shape: tuple[int, int], **options) -> set[Any]:
+    """The form each of two ranks takes for a layer, the first of which holds `first` positions."""
+    seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    found = set()
+    for own in (seq[:first], seq[first:]):
+        layout = Layout(
+            own, len(lengths), SimpleNamespace(ranks=2, whole=Layout(seq, len(lengths)))
+        )
+        rows = Outer(torch.zeros(len(own), shape[1]), torch.zeros(len(own), shape[0]))
+        isopo_form = _plan.choose(rows, layout, path="auto", **options)
+        found.add((isopo_form, isopo_ntk().rule._gram(rows, layout)))
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=6),
+    st.integers(0, 150),
+    st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    st.sampled_from([0, 5, 64]),
+    st.booleans(),
+)
+def test_all_ranks_take_the_same_form(lengths, first, shape, overlap, norm):
+    assert len(choices(lengths, first, shape, overlap=overlap, norm=norm)) == 1
+
+
+def test_long_sequences_are_not_sent_position_by_position():
+    long = choices([3000, 3000], 3000, (2048, 1024), overlap=64, norm=True)
+    assert long <= {("stream", False), ("materialise", False)}
+    assert choices([3000, 3000], 3000, (2048, 1024), overlap=64, norm=False) == {("gram", False)}
 
 
 def test_a_group_of_one_rank_changes_nothing(ranks):

@@ -49,6 +49,8 @@ def settings_of_slices(engine: Any) -> dict[str, Any]:
     isopo_loss, reg = actor("proxpo_isopo", options=ALL), {**ALL, "reg": 0.5}
     static = make_engine(**ULYSSES, pad_to_length=True, pad_to_length_bucket=128)
     found = {"padding": backward(static, make_data(micro=4), isopo_loss)[0]}
+    low = make_engine(**ULYSSES, mixed_precision=None)
+    found["bfloat16"] = backward(low, make_data(micro=4), isopo_loss)[0]
     engine.transform = None
     kl = actor("proxpo_isopo", options=ALL, **KL)
     found["kl"] = backward(engine, make_data(micro=4), kl)[0]

@@ -225,6 +225,12 @@ def own_isopo(transform: Any, micro: int) -> dict[str, Tensor]:
     return gradients(model)
 
 
+def same_direction(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        cosine = torch.cosine_similarity(found[name].float().flatten(), value.flatten(), dim=0)
+        assert cosine > 0.99, name
+
+
 def own_isopo_and_kl() -> dict[str, torch.Tensor]:
     model = own_model()
     batch, _ = own_rows(EVERY)

@@ -14,6 +14,7 @@ from engine_setup import (
     make_engine,
     own_isopo,
     own_isopo_and_kl,
+    same_direction,
     step,
 )
 from torch.distributed.tensor import distribute_tensor
@@ -44,6 +45,10 @@ def test_ulysses_with_terms_outside_the_transform(engine, ranks):
 
 def test_ulysses_with_a_rank_that_holds_padding_alone(ranks):
     close(ranks["slices"]["padding"], own_isopo(isopo(**ALL), 4))
+
+
+def test_ulysses_in_verl_s_default_precision(ranks):
+    same_direction(ranks["slices"]["bfloat16"], own_isopo(isopo(**ALL), 4))
 
 
 def test_ulysses_with_adapters(ranks):

@@ -1,6 +1,7 @@
 """Advantages from returns: rewards summed to the end of the response, with or without a critic."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -46,7 +47,12 @@ def whiten(
     return torch.where(mask, (x - mean) * scale, 0.0)
 
 
-@stage("advantage", needs=("rewards",))
+def _return_needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    grouped = options["baseline"] in ("group", "leave_one_out")
+    return ("rewards", "group") if grouped else ("rewards",)
+
+
+@stage("advantage", needs=_return_needs)
 def discounted_return(
     *,
     gamma: float = 1.0,
@@ -88,7 +94,12 @@ def _baseline(batch: Batch, ctx: Context, baseline: str, singleton: str) -> Floa
     return torch.where(scored & (stats.size == 1), 0.0 if singleton == "raw" else torch.nan, mean)
 
 
-@stage("advantage", needs=("rewards", "greedy_rewards"))
+def _greedy_needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    anchored = options["form"] == "official" and options["kl_coef"]
+    return ("rewards", "greedy_rewards", *(("old_logp", "ref_logp") if anchored else ()))
+
+
+@stage("advantage", needs=_greedy_needs)
 def greedy_baseline(
     *,
     form: Literal["framework", "official"] = "framework",
@@ -111,9 +122,7 @@ def greedy_baseline(
         left = batch.mask.flip(1).cumsum(1).flip(1).to(gain.dtype)  # L - t on valid tokens
         out = gamma**left * gain[:, None]
         if kl_coef:
-            ref = batch.require("ref_logp", by="advantage=greedy_baseline(form=official)")
-            old = batch.require("old_logp", by="advantage=greedy_baseline(form=official)")
-            out = out - kl_coef * (old - ref)
+            out = out - kl_coef * (batch.old_logp - batch.ref_logp)
         return torch.where(scored(batch), out, 0.0), {}
 
     def scored(batch: Batch) -> Bool[Tensor, "seq tok"]:

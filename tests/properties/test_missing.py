@@ -7,6 +7,7 @@ from helpers import CASES, make_batch, recipe
 from methods.toy_updates import ToyUpdates, run
 
 import proxpo
+from proxpo import Batch
 from proxpo.errors import ProxpoError
 from proxpo.types import FIELDS
 
@@ -43,6 +44,16 @@ def test_the_loss_says_what_it_lacks(case: str) -> None:
         with pytest.raises(ProxpoError) as error:
             loss(batch.replace(**{name: None}))
         assert_told(error.value, case, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_else_is_read(case: str) -> None:
+    """What the stages say they read is enough; a field read in silence would be missed here."""
+    batch = make_batch(1)
+    batch = batch.replace(rewards=(batch.rewards > 0.5).double())
+    said = {name for _, stage in recipe(case).stages() for name in stage.needs} | GIVEN
+    bare = Batch(**{name: value for name, value in batch.items() if name in said})
+    assert proxpo.loss_fn(recipe(case))(bare).value.isfinite()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if recipe(case).budget])

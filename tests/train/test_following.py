@@ -1,5 +1,7 @@
 """Stages that follow every optimizer step, and the numbers that only both policies can give."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from train_runs import job_of, sample
@@ -43,9 +45,11 @@ def test_moments_follow_every_optimizer_step(tmp_path) -> None:
 def test_moments_are_those_of_the_whole_mini_batch(tmp_path) -> None:
     """Cut into micro-batches or not; rows of different lengths are padded to one width."""
     found = []
-    for size in (0, 5):
-        job = job_of(tmp_path / str(size), f"micro_batch={size or 'none'}", method="capo")
-        update(job, sample(job).experience)
+    for size in ("none", 4):
+        job = job_of(tmp_path / str(size), f"micro_batch={size}", method="capo")
+        rows = sample(job).experience
+        short = (rows.group == rows.group[0])[:, None] & (torch.arange(rows.mask.shape[1]) > 2)
+        update(job, replace(rows, mask=rows.mask & ~short))  # one prompt's: a micro-batch of four
         found.append(moments(job))
         job.close()
     assert torch.equal(found[0]["token_id"], found[1]["token_id"])
@@ -149,4 +153,13 @@ def test_more_mini_batches_than_prompts_are_refused(tmp_path) -> None:
     job = job_of(tmp_path, "prompts_per_step=2", method="rapid")
     with pytest.raises(ProxpoError, match=r"rapid: 4 mini-batches want .*prompts_per_step is 2"):
         update(job, sample(job).experience)
+    job.close()
+
+
+def test_a_field_that_one_form_reads_is_provided(tmp_path) -> None:
+    """The repository's ReMax has a KL to the reference, so the run has a reference."""
+    job = job_of(tmp_path, "form=official", "updates_per_rollout=2", method="remax")
+    metrics = update(job, sample(job).experience)
+    assert job.learner.reference is not None
+    assert metrics["loss"] == pytest.approx(metrics["loss"])
     job.close()

@@ -158,7 +158,7 @@ def test_more_mini_batches_than_prompts_are_refused(tmp_path) -> None:
 
 def test_a_field_that_one_form_reads_is_provided(tmp_path) -> None:
     """The repository's ReMax has a KL to the reference, so the run has a reference."""
-    job = job_of(tmp_path, "form=official", "updates_per_rollout=2", method="remax")
+    job = job_of(tmp_path, "form=official", "kl_coef=0.05", method="remax")
     metrics = update(job, sample(job).experience)
     assert job.learner.reference is not None
     assert metrics["loss"] == pytest.approx(metrics["loss"])

@@ -124,7 +124,7 @@ def test_turns_must_be_given_or_chosen() -> None:
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.lists(st.lists(finite, max_size=4), min_size=1, max_size=3))
 def test_extremes_from_sums(parts: list[list[float]]) -> None:
     """Every rank adds its counts to those of the others, and all find the same extreme."""

@@ -65,7 +65,7 @@ def test_tau() -> None:
     assert after(batch, tau=1.0, limit=100) == 100 - 34
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 40), min_size=2, max_size=6),
     st.integers(0, 30),

@@ -8,6 +8,7 @@ from trl_runs import Watched, losses, questions, seen, trainer
 
 from proxpo.adapters.trl._step import ROW
 
+pytestmark = pytest.mark.long
 # Two updates on each rollout, so that ratios leave 1 and clips act.
 OFTEN = {"num_iterations": 2, "learning_rate": 1e-4}
 PLAIN = {"eps": 1e-4, "aggregate.count_empty": True}
@@ -27,7 +28,7 @@ CASES = {
     ),
     "dr_grpo": (
         "dr-grpo",
-        {"max_tokens": 4, "aggregate.count_empty": True},
+        {"max_tokens": 3, "aggregate.count_empty": True},
         {"scale_rewards": "none"},
     ),
     "cispo": ("cispo", {"eps": 1e-4, "prompts": None}, {"epsilon_high": 1.2}),

@@ -74,6 +74,7 @@ def test_gradients_are_those_of_the_own_loop(case, tmp_path):
         assert_close(torch.as_tensor(mine[name]), torch.as_tensor(value), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_accumulation_changes_nothing(tmp_path):
     """Where no sequence depends on another: lengths without an overlap set."""
     options = {"gradient.preset": "euclidean"}
@@ -90,6 +91,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", WHOLE)
 def test_accumulation_changes_no_statistic(case, tmp_path):
     """Token means, prompt means and the ESS are those of the whole optimizer step."""

@@ -35,18 +35,15 @@ def ranks(tmp_path_factory) -> Path:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "trl_ranks.py"), str(rank), str(folder), str(port)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "trl_ranks.py"), str(folder), str(port)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
     return folder
 
 

@@ -26,6 +26,7 @@ LABELS = ("pacs",)
 TIES = ("cppo",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slug", sorted(set(methods()) - REFUSED))
 def test_twenty_steps(slug, tmp_path):
     speaks = {"rollout_func": canned} if "rollout_logp" in needs(proxpo.make_recipe(slug)) else {}

@@ -17,6 +17,7 @@ from proxpo.adapters.trl._memory import read_memory
 from proxpo.adapters.trl._order import EpochOrder
 from proxpo.errors import ProxpoError
 
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
 
 

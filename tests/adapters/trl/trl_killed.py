@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from trl_runs import trainer
+from trl_runs import plain_layers, trainer
 
 # Both kinds of memory: an adaptive KL coefficient, and the trailing averages of a transform.
 RECIPE = (
@@ -32,4 +32,5 @@ class Kill(TrainerCallback):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     slug, options = RECIPE
-    trainer(sys.argv[1], slug, options=options, callbacks=[Kill()], **RUN).train()
+    with plain_layers():
+        trainer(sys.argv[1], slug, options=options, callbacks=[Kill()], **RUN).train()

@@ -1,4 +1,4 @@
-"""One of two processes of a TRL run over gloo: its gradients and micro-batches go to a file."""
+"""Two processes of a TRL run over gloo: their gradients and micro-batches go to files."""
 
 import os
 import sys
@@ -152,4 +152,11 @@ def run_all(kind: str, rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    import deepspeed  # noqa: F401  with all else, before the processes part ways: imported once
+    import trl_runs
+
+    trl_runs.policy(SETTINGS["dtype"])
+    other = os.fork()
+    main(int(other == 0), Path(sys.argv[1]), sys.argv[2])
+    if other:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))

@@ -2,10 +2,13 @@
 
 import copy
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from accelerate.utils import imports
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
@@ -16,11 +19,13 @@ from proxpo.adapters.trl._step import ROW
 from proxpo.train.models import Policy, load_policy
 
 gc.freeze()  # every run of a Trainer ends with a collection, which need not look at the libraries
+# Asked dozens of times in a run, at a few milliseconds each.
+imports._is_package_available = cache(imports._is_package_available)
 PAIRS = [(12 + 7 * n % 31, 34 - n) for n in range(24)]
 SMALL: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "num_generations": 2,
-    "max_completion_length": 4,
+    "max_completion_length": 3,
     "max_steps": 20,
     "logging_steps": 1,
     "learning_rate": 1e-4,
@@ -34,6 +39,14 @@ SMALL: dict[str, Any] = {
     "pad_to_multiple_of": None,  # as the own loop, which pads to the longest
     "seed": 3,
 }
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Without oneDNN, whose calls take ten times as long as the arithmetic of layers this small."""
+    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    yield
+    torch.backends.mkldnn.enabled = before
 
 
 class ExactRMSNorm(Qwen3RMSNorm):

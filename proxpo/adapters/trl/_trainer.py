@@ -41,7 +41,9 @@ class ProxpoTrainer(GRPOTrainer):
 
     recipe: the name of a method, or a Recipe. recipe_options: its options and stages, by name.
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
-    and resuming work as in TRL. Options of GRPOConfig that a recipe decides are refused.
+    and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
+    if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Options
+    of GRPOConfig that a recipe decides are refused.
     """
 
     args: GRPOConfig
@@ -96,11 +98,12 @@ class ProxpoTrainer(GRPOTrainer):
         output[ROW] = torch.arange(first, first + rows, device=self.accelerator.device)
         fields = self._fields(output)
         size: Any = self.num_generations if mode == "train" else self.num_generations_eval
+        rewards = weighted(self._scores, self.reward_weights)
         self._rollouts[mode] = [
             prepared(
                 recipe,
                 fields,
-                rewards=weighted(self._scores, self.reward_weights).to(self._precision),
+                rewards=rewards.to(torch.promote_types(self.model.dtype, torch.float32)),
                 group_size=size,
                 first=first,
                 version=self.state.global_step,
@@ -139,11 +142,6 @@ class ProxpoTrainer(GRPOTrainer):
         quiet: Any = self.args.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, quiet):
             return self._forward(self.model, output, rows=rows)
-
-    @property
-    def _precision(self) -> torch.dtype:
-        """Of rewards and advantages: float64 under a float64 policy, else float32."""
-        return torch.promote_types(self.model.dtype, torch.float32)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))

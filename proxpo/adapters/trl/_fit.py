@@ -81,6 +81,12 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
     missing = needs(recipe) - GIVEN - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
         raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
+    for _, stage in recipe.stages():
+        if stage.step is not None:
+            raise ProxpoError(
+                f"recipe {recipe.name}: {stage.kind}={stage.name} follows every optimizer step by "
+                "its numbers, which TRL hands to no one after the step"
+            )
     _check_options(recipe, args)
     _check_updates(recipe, args)
     if recipe.prompts:

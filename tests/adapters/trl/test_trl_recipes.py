@@ -124,6 +124,12 @@ BAD = [
     ),
     ("isopo", {}, {"cast_lm_head_to_fp32": True}, "gradient=isopo cannot run here: its log-prob"),
     ("grpo", {"schedule": "poisson_replay"}, {}, "decides over the optimizer steps of a rollout"),
+    (
+        "grpo",
+        {"regularisers": "kl_dual", "regularisers.kl": "sampled"},
+        {},
+        "regularisers=kl_dual follows every optimizer step by its numbers",
+    ),
 ]
 
 

@@ -107,6 +107,7 @@ def test_failing_runs_are_kept_with_their_reason_and_spoil_nothing(tmp_path, cap
 
     def kill() -> None:
         _wait_for(lambda: _steps(long) >= 1)
+        _wait_for(lambda: _working_in(long))
         for pid in _working_in(long):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -193,8 +194,15 @@ def _working_in(folder: Path) -> list[int]:
     """Processes that hold a run's file in this folder open."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            held = [os.readlink(one) for one in (process / "fd").iterdir()]
+        with contextlib.suppress(OSError):  # it has ended
+            held = [_target(one) for one in (process / "fd").iterdir()]
             if any(path.startswith(f"{folder}/") and "/runs/" in path for path in held):
                 found.append(int(process.name))
     return found
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # closed since it was listed
+        return ""

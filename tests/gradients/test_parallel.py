@@ -91,7 +91,7 @@ def test_two_processes_equal_one(results, kind, number):
     transform = transforms()[number]
     want = alone(transform)
     for rank in range(2):
-        steps, state = torch.load(f"{results}/{kind}-{number}-{rank}.pt")
+        steps, state = torch.load(f"{results}/{kind}-{number}-{rank}.pt", weights_only=True)
         assert_close(steps, want, **EXACT)
         assert state.keys() == transform.state_dict().keys()
         for key, value in transform.state_dict().items():

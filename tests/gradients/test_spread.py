@@ -22,7 +22,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
     folder = str(tmp_path_factory.mktemp("ranks"))
     two_processes.run(split.work, folder)
-    return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+    return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -277,5 +277,5 @@ def test_two_processes_equal_one(tmp_path):
     two_ranks.naive(model).sum().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     for wrap in two_ranks.WRAPS:
-        ours = torch.load(tmp_path / f"{wrap}.pt")
+        ours = torch.load(tmp_path / f"{wrap}.pt", weights_only=True)
         assert_close(ours, expected, rtol=1e-9, atol=1e-12)

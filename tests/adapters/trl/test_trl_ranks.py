@@ -66,7 +66,9 @@ def test_two_processes_equal_one(ranks, runs_alone, kind, name):
     run, want = runs_alone[name]
     bounds = ROUNDED.get(kind, (EXACT if run._transform is not None else FUSED,) * 2)
     for rank in range(2):
-        steps, _, lost, state, wrapper = torch.load(ranks / f"{kind}-{name}-{rank}.pt")
+        steps, _, lost, state, wrapper = torch.load(
+            ranks / f"{kind}-{name}-{rank}.pt", weights_only=True
+        )
         assert wrapper.startswith(WRAPPERS[kind])
         assert len(steps) == len(want) == 2
         for found, one, bound in zip(steps, want, bounds):
@@ -81,7 +83,7 @@ def test_two_processes_equal_one(ranks, runs_alone, kind, name):
 def test_two_processes_equal_the_own_loop(ranks, runs_alone, kind, name):
     """Each process is a micro-batch: sequences meet inside it, and trailing averages over both."""
     slug, options = RUNS[name]
-    found = [torch.load(ranks / f"{kind}-{name}-{rank}.pt") for rank in range(2)]
+    found = [torch.load(ranks / f"{kind}-{name}-{rank}.pt", weights_only=True) for rank in range(2)]
     parts = [found[rank][1][0] for rank in range(2)]
     wide = max(part["prompt_ids"].shape[1] for part in parts)
     parts = [padded(part, wide, max(p["completion_ids"].shape[1] for p in parts)) for part in parts]

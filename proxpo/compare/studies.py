@@ -52,9 +52,14 @@ def _wish(tree: Mapping[str, Any]) -> Wish:
         _only(one, ARM_KEYS, "arms.")
         if not isinstance(one.get("method"), str):
             raise ProxpoError(f"an arm needs 'method: NAME', got {one}")
+        if not isinstance(one.get("name", ""), str):
+            raise ProxpoError(f"the name of an arm is text, got {one['name']!r}: put it in quotes")
     for key in ("seeds", "tune"):
-        if not isinstance(tree.get(key, 1), int):
+        if type(tree.get(key, 1)) is not int:
             raise ProxpoError(f"'{key}' is a number, got {tree[key]!r}")
+    for key in ("score", "config"):
+        if not isinstance(tree.get(key, ""), str):
+            raise ProxpoError(f"'{key}' is a name, got {tree[key]!r}")
     return Wish(
         title=str(tree.get("title", "")),
         question=" ".join(str(tree.get("question", "")).split()),
@@ -75,7 +80,7 @@ def _only(tree: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
 
 def _block(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = tree.get(key) or {}
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or any(not isinstance(name, str) for name in found):
         raise ProxpoError(f"'{key}' is a block of settings, got {found!r}")
     return found
 

@@ -27,6 +27,7 @@ from proxpo.train.config import ConfigDumper, read_yaml
 VERSION = 1
 PLAN, BASE, RUNS = "plan.yaml", "base.yaml", "runs"
 SCORE = "proxpo/eval/accuracy"
+MOST_VALUES, DEEPEST, HUGE = 200_000, 50, 1 << 64  # of a YAML file, aliases followed
 _SCORE = (int, float, type(None))
 
 
@@ -105,15 +106,34 @@ def read_plan(folder: str | Path) -> Plan:
     path = Path(folder) / PLAN
     if not path.is_file():
         raise ProxpoError(f"{folder} holds no comparison: {PLAN} is missing")
-    tree = read_yaml(path)
+    tree = read_tree(path)
     if tree.get("version") != VERSION:
         raise ProxpoError(f"{path}: version {tree.get('version')} is not {VERSION}, read here")
     try:
         return check_runs(_plan(tree))
-    except RecursionError:
-        raise ProxpoError(f"{path} is damaged: nested too deeply") from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ProxpoError(f"{path} is damaged: {' '.join(str(error).split())}") from None
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file; refused where a value cannot be read or aliases multiply."""
+    try:
+        tree = read_yaml(path)
+    except ProxpoError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ProxpoError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    waiting: list[tuple[Any, int]] = [(tree, 0)]
+    for _ in range(MOST_VALUES):
+        if not waiting:
+            return tree
+        value, depth = waiting.pop()
+        if depth > DEEPEST or (isinstance(value, int) and not -HUGE < value < HUGE):
+            raise ProxpoError(f"{path}: nested too deeply or with a number of too many digits")
+        inner = value.values() if isinstance(value, dict) else value
+        if isinstance(value, (dict, list, set, tuple)):
+            waiting += [(one, depth + 1) for one in inner]
+    raise ProxpoError(f"{path}: more than {MOST_VALUES:,} values")
 
 
 def check_runs(plan: Plan) -> Plan:
@@ -271,5 +291,6 @@ __all__ = [
     "check_runs",
     "differences",
     "read_plan",
+    "read_tree",
     "write_plan",
 ]

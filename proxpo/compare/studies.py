@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.compare.design import Wish
+from proxpo.compare.plan import read_tree
 from proxpo.errors import ProxpoError, nearest, resolve
-from proxpo.train.config import read_yaml
 
 STUDIES = Path(__file__).parents[1] / "studies"
 KEYS = ("title", "question", "config", "set", "arms", "vary", "sweep", "seeds", "tune", "score")
@@ -36,7 +36,7 @@ def read_study(name: str) -> Wish:
             raise ProxpoError(f"study {name}: no such file")
         known = studies()
         path = known[resolve(name, known, what="study")]
-    tree = read_yaml(path)
+    tree = read_tree(path)
     try:
         return _wish(tree)
     except ProxpoError as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from proxpo.compare.design import Wish, make_plan, parse_arm, parse_axis
 from proxpo.compare.live import Lines, LiveTable
@@ -70,7 +71,7 @@ def list_studies() -> None:
     console = Console(highlight=False)
     for name in studies():
         wish = read_study(name)
-        console.print(f"[bold]{name}[/bold]  {wish.title}\n  {wish.question}\n")
+        console.print(f"[bold]{name}[/bold]  {escape(wish.title)}\n  {escape(wish.question)}\n")
 
 
 def _wish(asked: Asked) -> Wish:
@@ -126,9 +127,10 @@ def _watch(console: Console) -> LiveTable | Lines:
 
 def _announced(plan: Plan, folder: Path) -> str:
     runs = len(plan.runs) + (len(plan.arms) * len(plan.seeds.report) if plan.sweep else 0)
-    words = [f"[bold]{plan.title}[/bold]: {len(plan.arms)} arms, {runs} runs -> {folder}"]
-    words += [plan.question] if plan.question else []
-    return "\n".join([*words, *(f"note: {note}" for note in plan.notes)])
+    title = f"[bold]{escape(plan.title)}[/bold]: {len(plan.arms)} arms, {runs} runs -> "
+    words = [plan.question] if plan.question else []
+    words += [f"note: {note}" for note in plan.notes]
+    return title + escape("\n".join([str(folder), *words]))
 
 
 def _report(console: Console, plan: Plan, folder: Path) -> int:

@@ -12,7 +12,7 @@ def write_reports(paths: list[str], out: str | None) -> None:
     try:
         from proxpo.report.analysis import analyse
         from proxpo.report.comparison import gather, write_report
-        from proxpo.report.wording import caveats, claims, ranking_lines
+        from proxpo.report.wording import caveats, claims, heading, ranking_lines, warnings
     except ModuleNotFoundError as error:
         raise ProxpoError(
             f"reports need {error.name}: pip install 'proxpo[train]'; the runs are complete, and "
@@ -23,11 +23,14 @@ def write_reports(paths: list[str], out: str | None) -> None:
     comparison = gather(paths, Path(out or "report"))
     analysis = analyse(comparison)
     page = write_report(analysis, Path(out) if out else comparison.folder)
-    console.print(f"{analysis.variant.label}, step {analysis.end:g}, Student's 95 % interval:")
-    for line in (*ranking_lines(analysis), *claims(analysis)):
-        console.print(line)
-    for line in (*caveats(analysis), *analysis.notes):
-        console.print(line, style="dim")
+    lines = [
+        *((line, "bold") for line in warnings(analysis)),
+        (heading(analysis), ""),
+        *((line, "") for line in (*ranking_lines(analysis), *claims(analysis))),
+        *((line, "dim") for line in (*caveats(analysis), *analysis.notes)),
+    ]
+    for line, style in lines:
+        console.print(line, style=style)
     console.print(f"report: {page}")
 
 

@@ -6,7 +6,6 @@ A setting is named as everywhere (`lr`, `train.lr`, `clip_high`, `ratio.q`); `cl
 varies two settings together.
 """
 
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.plan import RUNS, SCORE, Arm, Choice, Plan, PlannedRun, Seeds
+from proxpo.compare.naming import run_name, setting_key, shown
+from proxpo.compare.plan import RUNS, SCORE, Arm, Choice, Plan, PlannedRun, Seeds, check_runs
 from proxpo.errors import ProxpoError
 from proxpo.recipes import method
 from proxpo.settings import parse_setting, parse_value
@@ -22,6 +22,7 @@ from proxpo.train._schema import SECTIONS, place
 from proxpo.train.config import Config, as_dict, find, load_config, read_yaml
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
+LONGEST = 200  # characters of an arm's name
 OWN = ("method", "recipe", "seed", "out")  # what a base does not hold: each run has its own
 Settings = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]
@@ -55,13 +56,16 @@ def make_plan(wish: Wish) -> Plan:
         raise ProxpoError("a comparison needs at least one seed")
     arms, pairs = _with_shared(wish, [_arm(*one) for one in wish.arms])
     base = _base(wish.config, pairs)
-    arms = _with_file_recipe(wish.config, arms)
-    arms, notes = _varied(arms, wish.vary)
-    notes += _check_sweep(arms, wish.sweep, wish.vary)
+    arms, notes = _with_file_recipe(wish.config, arms)
+    sweep, vary = _axes(wish.sweep, "--sweep"), _axes(wish.vary, "--vary")
+    arms, more = _varied(arms, vary)
+    notes += more
+    notes += _check_sweep(arms, sweep, vary)
     _check_names(arms)
+    first = max(TUNING, wish.seeds)
     seeds = Seeds(
         report=tuple(range(wish.seeds)),
-        tune=tuple(range(TUNING, TUNING + wish.tune)) if wish.sweep else (),
+        tune=tuple(range(first, first + wish.tune)) if sweep else (),
     )
     plan = Plan(
         title=wish.title or " · ".join(dict.fromkeys(arm.family for arm in arms)),
@@ -69,12 +73,12 @@ def make_plan(wish: Wish) -> Plan:
         base=base,
         arms=tuple(arms),
         seeds=seeds,
-        sweep={key: tuple(values) for key, values in wish.sweep.items()},
-        vary={key: tuple(values) for key, values in wish.vary.items()},
+        sweep=sweep,
+        vary=vary,
         score=wish.score,
         notes=tuple(notes),
     )
-    return replace(plan, runs=tuple(first_runs(plan)))
+    return check_runs(replace(plan, runs=tuple(first_runs(plan))))
 
 
 def parse_arm(text: str) -> tuple[None, str, Settings]:
@@ -95,8 +99,6 @@ def parse_axis(text: str, *, option: str) -> tuple[str, tuple[Any, ...]]:
     found = tuple(parse_value(one.strip()) for one in values.split(",") if one.strip())
     if not key.strip() or not equals or not found:
         raise ProxpoError(f"{option} takes KEY=VALUE,VALUE..., got '{text}'")
-    if len(set(map(str, found))) < len(found):
-        raise ProxpoError(f"{option} {key.strip()}: a value is given twice")
     return key.strip(), found
 
 
@@ -113,15 +115,26 @@ def first_runs(plan: Plan) -> list[PlannedRun]:
 
 
 def with_choices(plan: Plan, chosen: Sequence[Choice]) -> Plan:
-    """The plan with its choices made and the report runs that follow from them."""
+    """The plan with its choices made and the report runs that follow from them.
+
+    A run that the plan holds already keeps its folder.
+    """
     best = {one.arm: one.settings for one in chosen}
+    known = {_identity(run): run for run in plan.runs}
     later = [
         _run(plan, arm, best[arm.name], seed, "report")
         for seed in plan.seeds.report
         for arm in plan.arms
         if arm.name in best
     ]
-    return replace(plan, chosen=tuple(chosen), runs=(*first_runs(plan), *later))
+    runs = [run for run in plan.runs if run.role != "report"]
+    runs += [known.get(_identity(run), run) for run in later]
+    return check_runs(replace(plan, chosen=tuple(chosen), runs=tuple(runs)))
+
+
+def _identity(run: PlannedRun) -> tuple[str, int, str, str]:
+    """The parts of a planned run that decide its numbers."""
+    return run.arm, run.seed, run.role, setting_key(run.settings)
 
 
 def swept_settings(arm: Arm, sweep: Axes) -> list[Settings]:
@@ -146,23 +159,31 @@ def config_of(plan: Plan, run: PlannedRun) -> Config:
     return load_config(None, sets, overrides={"method": arm.method, "seed": run.seed})
 
 
-def shown(value: Any) -> str:
-    """A value as `--set` reads it."""
-    if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
-
-
 def _arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
     chosen = method(slug).slug
-    for key, value in settings.items():
-        if not isinstance(value, (str, int, float, bool, type(None))):
-            raise ProxpoError(f"{chosen}: '{key}' takes one value, got {value!r}")
-    label = name or " ".join([chosen, *(f"{k}={shown(v)}" for k, v in settings.items())])
-    arm = Arm(name=label, method=chosen, settings=dict(settings), family=label)
-    for key in settings:
+    values = {key: _scalar(value, f"{chosen}: '{key}'") for key, value in settings.items()}
+    label = name or " ".join([chosen, *(f"{k}={shown(v)}" for k, v in values.items())])
+    arm = Arm(name=label, method=chosen, settings=values, family=label)
+    for key in values:
         _placed(key, arm)
     return arm
+
+
+def _scalar(value: Any, place: str) -> Any:
+    """The value that a run reads from its command line: "1" in a study's file is the number 1."""
+    if not isinstance(value, (str, int, float, bool, type(None))):
+        raise ProxpoError(f"{place} takes one value, got {value!r}")
+    return parse_value(shown(value).strip())
+
+
+def _axes(axes: Axes, option: str) -> dict[str, tuple[Any, ...]]:
+    """The values of each swept or varied setting, each of them once."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for key, values in axes.items():
+        found[key] = tuple(_scalar(value, f"{option} {key}") for value in values)
+        if len(set(map(shown, found[key]))) < len(found[key]):
+            raise ProxpoError(f"{option} {key}: a value is given twice")
+    return found
 
 
 def _with_shared(wish: Wish, arms: list[Arm]) -> tuple[list[Arm], list[tuple[str, Any]]]:
@@ -178,6 +199,7 @@ def _with_shared(wish: Wish, arms: list[Arm]) -> tuple[list[Arm], list[tuple[str
         if not chosen:
             raise ProxpoError(f"--set {given}: {method(scope).slug} is not compared here")
         paths = _paths(key, chosen)
+        _refuse_partial(key, value, chosen, paths)
         if not colon and all(path[0] != "recipe" for path in paths.values()):
             base.append((".".join(next(iter(paths.values()))), value))
             continue
@@ -186,21 +208,44 @@ def _with_shared(wish: Wish, arms: list[Arm]) -> tuple[list[Arm], list[tuple[str
     return [replace(arm, settings={**shared[arm.name], **arm.settings}) for arm in arms], base
 
 
+def _refuse_partial(key: str, value: Any, arms: Sequence[Arm], paths: Mapping[str, Any]) -> None:
+    """A setting of all arms must be one of every arm."""
+    lacking = [arm for arm in arms if arm.name not in paths]
+    if not lacking:
+        return
+    try:
+        _placed(key, lacking[0])
+        reason = ""
+    except ProxpoError as error:
+        reason = f"{lacking[0].name}: {error}"
+    slugs = dict.fromkeys(arm.method for arm in arms if arm.name in paths)
+    names = ", ".join(arm.name for arm in lacking)
+    apart = " ".join(f"--set {slug}:{key}={shown(value)}" for slug in slugs)
+    raise ProxpoError(
+        f"--set {key}={shown(value)} does not apply to {names} ({reason}): set it for the others "
+        f"alone, {apart}"
+    )
+
+
 def _base(source: str | None, pairs: Iterable[tuple[str, Any]]) -> Settings:
     tree = as_dict(load_config(source, list(pairs)))
     return {key: value for key, value in tree.items() if key not in OWN}
 
 
-def _with_file_recipe(source: str | None, arms: list[Arm]) -> list[Arm]:
+def _with_file_recipe(source: str | None, arms: list[Arm]) -> tuple[list[Arm], list[str]]:
     """A config file's recipe block belongs to the file's method; arms may override it."""
     if source is None:
-        return arms
+        return arms, []
     read = read_yaml(find(source))
     own, recipe = method(str(read.get("method", Config().method))).slug, read.get("recipe") or {}
-    return [
+    others = [arm.name for arm in arms if arm.method != own]
+    text = ", ".join(f"{key}={shown(value)}" for key, value in recipe.items())
+    mixed = recipe and 0 < len(others) < len(arms)
+    changed = [
         replace(arm, settings={**recipe, **arm.settings}) if arm.method == own else arm
         for arm in arms
     ]
+    return changed, [f"recipe of {source} ({text}): for {own} alone"] if mixed else []
 
 
 def _varied(arms: list[Arm], vary: Axes) -> tuple[list[Arm], list[str]]:
@@ -246,6 +291,10 @@ def _check_sweep(arms: list[Arm], sweep: Axes, vary: Axes) -> list[str]:
 def _check_names(arms: list[Arm]) -> None:
     names = [arm.name for arm in arms]
     for name in names:
+        if not name.strip() or not name.isprintable() or len(name) > LONGEST:
+            raise ProxpoError(
+                f"arm name {name[:40]!r}: expected 1 to {LONGEST} characters that can be printed"
+            )
         if names.count(name) > 1:
             raise ProxpoError(
                 f"'{name}' is compared with itself: {names.count(name)} arms are equal"
@@ -305,17 +354,14 @@ def _flat(base: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _run(plan: Plan, arm: Arm, swept: Mapping[str, Any], seed: int, role: str) -> PlannedRun:
-    words = [arm.name, *(f"{key}={shown(value)}" for key, value in swept.items())]
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(words)).strip("-.")
-    if len(name) > 80 or name != name.lower():  # also where upper and lower case are one
-        name = f"{name[:60].lower()}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:8]}"
+    name = f"{run_name(arm, swept)}-seed{seed}"
     run = PlannedRun(
-        id=f"{name}-seed{seed}",
+        id=name,
         arm=arm.name,
         settings={**arm.varied, **swept},
         seed=seed,
         role=role,
-        folder=f"{RUNS}/{name}-seed{seed}",
+        folder=f"{RUNS}/{name}",
     )
     try:
         return replace(run, steps=config_of(plan, run).train.steps)
@@ -331,7 +377,6 @@ __all__ = [
     "make_plan",
     "parse_arm",
     "parse_axis",
-    "shown",
     "swept_settings",
     "with_choices",
 ]

@@ -13,9 +13,9 @@ setting with the best mean final score goes to the report seeds (role "report"),
 has seen. Without one there is nothing to choose and every run has the role "".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -27,6 +27,8 @@ from proxpo.train.config import ConfigDumper, read_yaml
 VERSION = 1
 PLAN, BASE, RUNS = "plan.yaml", "base.yaml", "runs"
 SCORE = "proxpo/eval/accuracy"
+MOST_VALUES, DEEPEST, HUGE = 200_000, 50, 1 << 64  # of a YAML file, aliases followed
+_SCORE = (int, float, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +106,50 @@ def read_plan(folder: str | Path) -> Plan:
     path = Path(folder) / PLAN
     if not path.is_file():
         raise ProxpoError(f"{folder} holds no comparison: {PLAN} is missing")
-    tree = read_yaml(path)
+    tree = read_tree(path)
     if tree.get("version") != VERSION:
         raise ProxpoError(f"{path}: version {tree.get('version')} is not {VERSION}, read here")
     try:
-        return _plan(tree)
+        return check_runs(_plan(tree))
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ProxpoError(f"{path} is damaged: {' '.join(str(error).split())}") from None
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file; refused where a value cannot be read or aliases multiply."""
+    try:
+        tree = read_yaml(path)
+    except ProxpoError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ProxpoError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    waiting: list[tuple[Any, int]] = [(tree, 0)]
+    for _ in range(MOST_VALUES):
+        if not waiting:
+            return tree
+        value, depth = waiting.pop()
+        if depth > DEEPEST or (isinstance(value, int) and not -HUGE < value < HUGE):
+            raise ProxpoError(f"{path}: nested too deeply or with a number of too many digits")
+        inner = value.values() if isinstance(value, dict) else value
+        if isinstance(value, (dict, list, set, tuple)):
+            waiting += [(one, depth + 1) for one in inner]
+    raise ProxpoError(f"{path}: more than {MOST_VALUES:,} values")
+
+
+def check_runs(plan: Plan) -> Plan:
+    """The plan, if no two of its runs share an id or a folder; one line otherwise."""
+    for name in ("id", "folder"):
+        seen: dict[str, PlannedRun] = {}
+        for run in plan.runs:
+            value = str(PurePath(getattr(run, name))).lower()  # case is no difference on every disk
+            if value in seen:
+                raise ProxpoError(
+                    f"'{seen[value].arm}' and '{run.arm}', seed {run.seed}, share the {name} "
+                    f"{getattr(run, name)}: one has overwritten the other, make the comparison "
+                    "again in another folder"
+                )
+            seen[value] = run
+    return plan
 
 
 def write_plan(plan: Plan, folder: str | Path) -> None:
@@ -137,7 +176,8 @@ def _changed(path: str, old: Any, new: Any) -> list[str]:
         return [
             line for key in keys for line in _changed(f"{path}.{key}", old.get(key), new.get(key))
         ]
-    return [] if old == new else [f"{path}: {_brief(old)} -> {_brief(new)}"]
+    same = repr(old) == repr(new)  # 1 == True, but they are two settings
+    return [] if same else [f"{path}: {_brief(old)} -> {_brief(new)}"]
 
 
 def _brief(value: Any) -> str:
@@ -151,25 +191,73 @@ def _brief(value: Any) -> str:
 
 def _plan(tree: Mapping[str, Any]) -> Plan:
     given = dict(tree)
-    given["arms"] = tuple(Arm(**one) for one in tree["arms"])
-    given["seeds"] = Seeds(**{role: tuple(map(int, s)) for role, s in tree["seeds"].items()})
+    given["arms"] = tuple(_made(Arm, one, "arms") for one in _list(tree, "arms"))
+    seeds = _mapping(tree["seeds"], "seeds")
+    given["seeds"] = Seeds(**{role: _seeds(seeds[role], f"seeds.{role}") for role in seeds})
     for name in ("sweep", "vary"):
-        given[name] = {key: tuple(values) for key, values in tree.get(name, {}).items()}
-    given["chosen"] = tuple(
-        Choice(
-            arm=one["arm"],
-            settings=dict(one["settings"]),
-            scores=tuple((dict(s), x) for s, x in one["scores"]),
-        )
-        for one in tree.get("chosen", ())
-    )
-    given["runs"] = tuple(PlannedRun(**one) for one in tree.get("runs", ()))
-    given["notes"] = tuple(tree.get("notes", ()))
-    named = {arm.name for arm in given["arms"]}
-    for run in given["runs"]:
-        if run.arm not in named:
-            raise ValueError(f"run {run.id} belongs to '{run.arm}', which is no arm")
+        axes = _mapping(tree.get(name, {}), name)
+        given[name] = {key: tuple(_list(axes, key)) for key in axes}
+    given["chosen"] = tuple(_choice(one) for one in _list(tree, "chosen"))
+    given["runs"] = tuple(_made(PlannedRun, one, "runs") for one in _list(tree, "runs"))
+    given["notes"] = tuple(map(str, _list(tree, "notes")))
+    given["base"] = _mapping(tree["base"], "base")
+    for name in ("title", "question", "score"):
+        if not isinstance(tree.get(name, ""), str):
+            raise ValueError(f"{name} is text, got {tree[name]!r}")
+    _check_references(given["arms"], given["runs"])
     return Plan(**given)
+
+
+def _check_references(arms: Sequence[Arm], runs: Sequence[PlannedRun]) -> None:
+    names = [arm.name for arm in arms]
+    for name in names:
+        if names.count(name) > 1 or not name.isprintable() or not name.strip():
+            raise ValueError(f"arm name {name!r} is given twice, empty or not printable")
+    for run in runs:
+        if run.arm not in names:
+            raise ValueError(f"run {run.id} belongs to '{run.arm}', which is no arm")
+        parts = PurePath(run.folder).parts
+        if not parts or ".." in parts or PurePath(run.folder).is_absolute():
+            raise ValueError(f"run {run.id}: folder '{run.folder}' is not inside the comparison")
+
+
+def _made(kind: Any, tree: Any, place: str) -> Any:
+    """An Arm or a PlannedRun whose fields have their types."""
+    made = kind(**_mapping(tree, place))
+    for one in fields(kind):
+        value = getattr(made, one.name)
+        expected = one.type if isinstance(one.type, type) else Mapping
+        if not isinstance(value, expected) or isinstance(value, bool):
+            words = "a block" if expected is Mapping else expected.__name__
+            raise ValueError(f"{place}: '{one.name}' is {words}, got {value!r}")
+    return made
+
+
+def _choice(tree: Any) -> Choice:
+    settings, arm = _mapping(tree["settings"], "chosen"), tree["arm"]
+    scores = [(_mapping(tried, "chosen"), score) for tried, score in _list(tree, "scores")]
+    if any(isinstance(score, bool) or not isinstance(score, _SCORE) for _, score in scores):
+        raise ValueError(f"chosen: scores of '{arm}' are numbers or null")
+    return Choice(arm=str(arm), settings=settings, scores=tuple(scores))
+
+
+def _seeds(values: Any, place: str) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(seed) is not int for seed in values):
+        raise ValueError(f"{place} is a list of whole numbers, got {values!r}")
+    return tuple(values)
+
+
+def _mapping(tree: Any, place: str) -> dict[str, Any]:
+    if not isinstance(tree, Mapping) or any(not isinstance(key, str) for key in tree):
+        raise ValueError(f"'{place}' is a block of names and values, got {tree!r}"[:200])
+    return dict(tree)
+
+
+def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
+    values = tree[key] if key == "arms" else tree.get(key, [])
+    if not isinstance(values, list):
+        raise ValueError(f"'{key}' is a list, got {values!r}"[:200])
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -200,7 +288,9 @@ __all__ = [
     "Plan",
     "PlannedRun",
     "Seeds",
+    "check_runs",
     "differences",
     "read_plan",
+    "read_tree",
     "write_plan",
 ]

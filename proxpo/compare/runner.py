@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from proxpo.compare.design import command, swept_settings, with_choices
+from proxpo.compare.naming import setting_key
 from proxpo.compare.plan import PLAN, Choice, Plan, PlannedRun, differences, read_plan, write_plan
 from proxpo.compare.state import FAILURE, LOG, State, last_words, state_of, write_failure
 from proxpo.errors import ProxpoError
@@ -97,9 +98,9 @@ def choose(plan: Plan, folder: Path) -> list[Choice]:
     for arm in plan.arms:
         scores = []
         for swept in swept_settings(arm, plan.sweep):
-            settings = {**arm.varied, **swept}
+            key = setting_key({**arm.varied, **swept})
             runs = [r for r in plan.runs if r.role == "tune" and r.arm == arm.name]
-            states = [look(plan, r, folder) for r in runs if dict(r.settings) == settings]
+            states = [look(plan, r, folder) for r in runs if setting_key(r.settings) == key]
             reached = [s.score for s in states if s.status == "done" and s.score is not None]
             whole = len(reached) == len(states) and reached
             scores.append((swept, sum(reached) / len(reached) if whole else None))

@@ -10,6 +10,7 @@ from proxpo.files import write_whole
 
 SUMMARY, FAILURE, METRICS, LOG = "summary.json", "failure.json", "metrics.jsonl", "log.txt"
 TAIL = 1 << 17  # bytes of metrics.jsonl that are looked at: some eighty steps
+LARGEST = 3.4028234663852886e38  # float32's: no metric of a training run is larger
 Status = Literal["waiting", "running", "done", "failed"]
 
 
@@ -27,14 +28,13 @@ class State:
 def state_of(folder: Path, *, steps: int, score: str) -> State:
     """The state of the run in `folder`, which is to do `steps` steps."""
     rows = last_rows(folder / METRICS)
-    step = int(rows[-1].get("step", 0)) if rows else 0
     at: dict[str, Any] = {
-        "step": step,
+        "step": int(_last(rows, "step") or 0),
         "score": _last(rows, score),
         "kl": _last(rows, "proxpo/eval/kl"),
     }
     summary = _read(folder / SUMMARY)
-    if summary is not None and summary.get("steps", 0) >= steps:
+    if summary is not None and (measured(summary.get("steps")) or 0) >= steps:
         return State(status="done", **at)
     failure = _read(folder / FAILURE)
     if failure is not None:
@@ -51,7 +51,7 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
             lines = file.read().split(b"\n")[1 if start else 0 :]
     except OSError:
         return []
-    return [row for line in lines if (row := _parsed(line)) is not None]
+    return [row for line in lines if isinstance(row := parsed(line), dict)]
 
 
 def write_failure(folder: Path, reason: str, *, kind: str, step: int) -> None:
@@ -71,23 +71,41 @@ def last_words(log: Path) -> str:
     return spoken[-1].removeprefix("proxpo: ") if spoken else ""
 
 
+def measured(value: Any) -> float | None:
+    """A finite number that a run can have measured, at most float32's largest; else None."""
+    if type(value) not in (int, float) or not -LARGEST <= value <= LARGEST:
+        return None
+    return float(value)
+
+
+def parsed(data: bytes | str) -> Any:
+    """The value of a JSON text, None where it is damaged or nested too deeply."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _last(rows: list[dict[str, Any]], name: str) -> float | None:
-    return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
+    values = (measured(row.get(name)) for row in reversed(rows))
+    return next((value for value in values if value is not None), None)
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        return _parsed(path.read_bytes())
+        tree = parsed(path.read_bytes())
     except OSError:
         return None
+    return tree if isinstance(tree, dict) else None
 
 
-def _parsed(data: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-__all__ = ["FAILURE", "LOG", "State", "last_words", "state_of", "write_failure"]
+__all__ = [
+    "FAILURE",
+    "LOG",
+    "State",
+    "last_words",
+    "measured",
+    "parsed",
+    "state_of",
+    "write_failure",
+]

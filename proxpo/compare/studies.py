@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.compare.design import Wish
+from proxpo.compare.plan import read_tree
 from proxpo.errors import ProxpoError, nearest, resolve
-from proxpo.train.config import read_yaml
 
 STUDIES = Path(__file__).parents[1] / "studies"
 KEYS = ("title", "question", "config", "set", "arms", "vary", "sweep", "seeds", "tune", "score")
@@ -36,7 +36,7 @@ def read_study(name: str) -> Wish:
             raise ProxpoError(f"study {name}: no such file")
         known = studies()
         path = known[resolve(name, known, what="study")]
-    tree = read_yaml(path)
+    tree = read_tree(path)
     try:
         return _wish(tree)
     except ProxpoError as error:
@@ -52,9 +52,14 @@ def _wish(tree: Mapping[str, Any]) -> Wish:
         _only(one, ARM_KEYS, "arms.")
         if not isinstance(one.get("method"), str):
             raise ProxpoError(f"an arm needs 'method: NAME', got {one}")
+        if not isinstance(one.get("name", ""), str):
+            raise ProxpoError(f"the name of an arm is text, got {one['name']!r}: put it in quotes")
     for key in ("seeds", "tune"):
-        if not isinstance(tree.get(key, 1), int):
+        if type(tree.get(key, 1)) is not int:
             raise ProxpoError(f"'{key}' is a number, got {tree[key]!r}")
+    for key in ("score", "config"):
+        if not isinstance(tree.get(key, ""), str):
+            raise ProxpoError(f"'{key}' is a name, got {tree[key]!r}")
     return Wish(
         title=str(tree.get("title", "")),
         question=" ".join(str(tree.get("question", "")).split()),
@@ -75,7 +80,7 @@ def _only(tree: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
 
 def _block(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = tree.get(key) or {}
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or any(not isinstance(name, str) for name in found):
         raise ProxpoError(f"'{key}' is a block of settings, got {found!r}")
     return found
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from proxpo.compare.plan import Arm
+from proxpo.report.alignment import Aligned, align
+from proxpo.report.comparable import declared, difference_lines, settings_of, unlike
 from proxpo.report.quantities import (
     KL,
     SCORE,
@@ -49,7 +51,7 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One finished, reported run in numbers, all of them within the common budget."""
+    """One finished, reported run in numbers, all taken at the steps that every run shares."""
 
     run: Run
     start: float
@@ -69,6 +71,7 @@ class ArmResult:
     runs: tuple[Measured, ...]
     failed: int
     unfinished: int
+    broken: int = 0  # runs whose score was no number at some step
     share: bool = False  # the score lies between 0 and 1, and so does an interval of its mean
 
     def values(self, name: str) -> np.ndarray:
@@ -117,7 +120,7 @@ class Pair:
     measure: str  # "final" | "area"
     difference: Difference
     p_holm: float
-    barred: str = ""  # why nothing is claimed although the interval excludes zero
+    barred: str = ""  # why nothing is claimed even where the interval excludes zero
 
     @property
     def winner(self) -> str:
@@ -132,11 +135,19 @@ class Analysis:
     comparison: Comparison
     score: Picked | None
     kl: Picked | None
-    end: float  # the step up to which all reported runs were evaluated
+    steps: np.ndarray  # where all reported runs are compared
+    interpolated: bool  # the runs share no evaluation step: values between evaluations
+    differing: tuple[str, ...]  # settings that forbid a verdict, a line each with their values
+    unknown: tuple[str, ...]  # arms with a run whose settings are not recorded
     targets: tuple[float, ...]
     arms: tuple[ArmResult, ...]  # the best first
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
+
+    @property
+    def end(self) -> float:
+        """The last step at which all reported runs are compared."""
+        return float(self.steps[-1]) if len(self.steps) else math.nan
 
     @property
     def variant(self) -> Variant:
@@ -159,37 +170,52 @@ def analyse(comparison: Comparison) -> Analysis:
     score = pick(SCORE, runs, wanted=comparison.score)
     kl = pick(KL, runs)
     scores = {i: series(runs[i], name) for i, name in (score.names if score else {}).items()}
-    used = [i for i, run in enumerate(runs) if _counts(run) and i in scores]
-    end = min((scores[i].steps[-1] for i in used), default=math.nan)
-    within = {i: Series(*(part[scores[i].steps <= end] for part in scores[i])) for i in used}
-    targets = _targets([[within[i] for i in used if runs[i].name == a.name] for a in _arms(runs)])
+    used = {i: one for i, one in scores.items() if _counts(runs[i])}
+    common = align(used)
+    whole = common.curves if len(common.steps) else {}
+    targets = _targets([[whole[i] for i in whole if runs[i].name == a.name] for a in _arms(runs)])
     drift = {i: series(runs[i], name) for i, name in (kl.names if kl else {}).items()}
-    measured = {i: measure(runs[i], scores[i], drift.get(i), end, targets) for i in used}
+    measured = {i: measure(runs[i], one, drift.get(i), targets) for i, one in whole.items()}
     share = score is not None and score.variant.share
-    arms = [_arm(arm, comparison, measured, share=share) for arm in comparison.arms or _arms(runs)]
+    names = score.names if score else {}
+    broken = {i for i, name in names.items() if name in runs[i].broken}
+    arms = [
+        _arm(arm, comparison, measured, broken=broken, share=share)
+        for arm in comparison.arms or _arms(runs)
+    ]
     ordered = sorted(arms, key=_worth, reverse=True)
+    apart = _apart(ordered, comparison)
+    logged = [(runs[i].name, names[i]) for i in whole]
+    barred = {
+        pair: _pair_barred(paths, {name for arm, name in logged if arm in pair}, common)
+        for pair, paths in apart.items()
+    }
+    holders = {one.arm.name: [each.run for each in one.runs] for one in arms}
+    differing = list(dict.fromkeys(path for paths in apart.values() for path in paths))
     return Analysis(
         comparison=comparison,
         score=score,
         kl=kl,
-        end=end,
+        steps=common.steps,
+        interpolated=common.interpolated,
+        differing=tuple(difference_lines(holders, differing)),
+        unknown=tuple(
+            name for name, own in holders.items() if any(_unrecorded(run) for run in own)
+        ),
         targets=targets,
         arms=tuple(ordered),
-        pairs=tuple(_pairs(ordered)),
-        notes=(*comparison.notes, *_notes(comparison, scores, used, end, score)),
+        pairs=tuple(_pairs(ordered, barred)),
+        notes=(*comparison.notes, *_notes(comparison, used, common, score, kl, drift)),
     )
 
 
-def measure(
-    run: Run, score: Series, drift: Series | None, end: float, targets: Sequence[float]
-) -> Measured:
-    """A run in numbers, cut at step `end`."""
-    inside = score.steps <= end
-    steps, values = score.steps[inside], score.values[inside]
+def measure(run: Run, score: Series, drift: Series | None, targets: Sequence[float]) -> Measured:
+    """A run in numbers; `score` is at the steps that all runs share, and the last is the end."""
+    steps, values = score
+    end = float(steps[-1])
     spent, drawn = clock(run), samples(run)
     nothing = Series(np.empty(0), np.empty(0))
     drift = nothing if drift is None else drift
-    known = drift.steps <= end
     reach = []
     for target in targets:
         at = reached(steps, values, target)
@@ -207,11 +233,45 @@ def measure(
         run=run,
         start=float(values[0]),
         final=float(values[-1]),
-        area=area(score.steps, score.values, end),
-        kl=float(drift.values[known][-1]) if known.any() else math.nan,
-        step_seconds=float(spent.values[-1] / spent.steps[-1]) if len(spent.steps) else math.nan,
+        area=area(steps, values, end),
+        kl=value_at(*drift, end),
+        step_seconds=_pace(spent, end),
         reach=tuple(reach),
     )
+
+
+def _pace(spent: Series, end: float) -> float:
+    """Seconds a step up to the last timed step that is not after `end`."""
+    known = (spent.steps > 0) & (spent.steps <= end)
+    if not known.any():
+        return math.nan
+    return float(spent.values[known][-1] / spent.steps[known][-1])
+
+
+def _apart(arms: Sequence[ArmResult], comparison: Comparison) -> dict[tuple[str, str], list[str]]:
+    """For each pair of arms the settings that forbid a verdict between them."""
+    chosen = {one.arm: one.settings for one in comparison.chosen}
+    return {
+        (a.arm.name, b.arm.name): unlike(
+            [one.run for one in a.runs], [one.run for one in b.runs], declared(a.arm, b.arm, chosen)
+        )
+        for a, b in itertools.combinations(arms, 2)
+    }
+
+
+def _unrecorded(run: Run) -> bool:
+    return run.source != "proxpo" or not settings_of(run)
+
+
+def _pair_barred(paths: Sequence[str], names: set[str], common: Aligned) -> str:
+    """Why no verdict is given between two arms, whatever their numbers; "" where it may be."""
+    if paths:
+        return f"their settings differ in {_listed(paths)}"
+    if len(names) > 1:
+        return f"their score is logged under different names ({_listed(sorted(names))})"
+    if common.interpolated:
+        return "the runs were not evaluated at the same steps"
+    return ""
 
 
 def _counts(run: Run) -> bool:
@@ -225,7 +285,12 @@ def _arms(runs: Sequence[Run]) -> list[Arm]:
 
 
 def _arm(
-    arm: Arm, comparison: Comparison, measured: Mapping[int, Measured], *, share: bool
+    arm: Arm,
+    comparison: Comparison,
+    measured: Mapping[int, Measured],
+    *,
+    broken: set[int],
+    share: bool,
 ) -> ArmResult:
     own = [(i, run) for i, run in enumerate(comparison.runs) if run.name == arm.name]
     reported = [(i, run) for i, run in own if run.role != "tune"]
@@ -236,6 +301,7 @@ def _arm(
         runs=tuple(measured[i] for i, _ in reported if i in measured),
         failed=sum(run.status == "failed" for _, run in reported),
         unfinished=sum(run.status in ("running", "waiting") for _, run in reported),
+        broken=sum(i in broken for i, _ in reported),
         share=share,
     )
 
@@ -245,7 +311,7 @@ def _worth(result: ArmResult) -> tuple[float, float]:
     return (-math.inf if math.isnan(mean) else mean, -math.inf if math.isnan(along) else along)
 
 
-def _pairs(arms: Sequence[ArmResult]) -> list[Pair]:
+def _pairs(arms: Sequence[ArmResult], barred: Mapping[tuple[str, str], str]) -> list[Pair]:
     """Every pair, the better-ranked arm first."""
     found: list[Pair] = []
     for measure_name in ("final", "area"):
@@ -258,7 +324,8 @@ def _pairs(arms: Sequence[ArmResult]) -> list[Pair]:
                 measure=measure_name,
                 difference=difference,
                 p_holm=p,
-                barred=_barred(a if difference.student.mean > 0 else b),
+                barred=barred[a.arm.name, b.arm.name]
+                or _barred(a if difference.student.mean > 0 else b),
             )
             for (a, b, difference), p in zip(both, corrected)
         ]
@@ -287,6 +354,8 @@ def _barred(winner: ArmResult) -> str:
         return f"{winner.failed} of {total} runs of {winner.arm.name} failed"
     if winner.unfinished:
         return f"{winner.unfinished} of {total} runs of {winner.arm.name} have not finished"
+    if winner.broken:
+        return f"the score of {winner.broken} of {total} runs of {winner.arm.name} was no number"
     return ""
 
 
@@ -313,30 +382,78 @@ def _below(value: float) -> float:
 
 def _notes(
     comparison: Comparison,
-    scores: Mapping[int, Series],
-    used: Sequence[int],
-    end: float,
+    used: Mapping[int, Series],
+    common: Aligned,
     score: Picked | None,
+    kl: Picked | None,
+    drift: Mapping[int, Series],
 ) -> list[str]:
-    notes: list[str] = []
     runs = comparison.runs
-    done = [i for i, run in enumerate(runs) if _counts(run)]
     if score is None:
         return ["No run holds a score: nothing can be ranked."]
-    without = [runs[i].folder for i in done if i not in scores]
-    if without:
-        notes.append(f"No '{score.variant.label}' in {_listed(without)}: left out of the ranking.")
-    if len({scores[i].steps[-1] for i in used}) > 1:
-        notes.append(
-            f"Runs end at different steps; they are compared at step {end:g}, which all reached."
-        )
-    names = {score.names[i] for i in used}
-    if len(names) > 1:
-        notes.append(f"The score is logged under different names: {_listed(sorted(names))}.")
+    notes = [*_score_notes(comparison, used, score), *_step_notes(runs, used, common)]
     unseeded = [runs[i].folder for i in used if runs[i].seed is None]
     if unseeded:
         notes.append(f"No seed is known for {_listed(unseeded)}: they cannot be paired.")
+    end = common.steps[-1] if len(common.steps) else math.nan
+    between = [i for i in used if i in drift and end not in drift[i].steps]
+    between = [i for i in between if not math.isnan(value_at(*drift[i], float(end)))]
+    if between:
+        listed = _listed([runs[i].folder for i in between])
+        notes.append(f"KL at step {end:.0f} is interpolated between evaluations for {listed}.")
+    for picked in (score, kl):
+        for i, name in picked.names.items() if picked else ():
+            if name in runs[i].broken:
+                at = runs[i].broken[name]
+                notes.append(f"{name} of {runs[i].folder} is no number at step {at:.0f}.")
     return notes
+
+
+def _score_notes(comparison: Comparison, used: Mapping[int, Series], score: Picked) -> list[str]:
+    """Runs without the score, and a score under several names or not the one asked for."""
+    notes: list[str] = []
+    runs = comparison.runs
+    wanted = comparison.score
+    if wanted and wanted not in score.variant.names:
+        notes.append(f"No run holds '{wanted}': ranked by {score.variant.label} instead.")
+    without = [run.folder for i, run in enumerate(runs) if _counts(run) and i not in used]
+    if without:
+        notes.append(f"No '{score.variant.label}' in {_listed(without)}: left out of the ranking.")
+    names = {score.names[i] for i in used}
+    if len(names) > 1:
+        notes.append(f"The score is logged under different names: {_listed(sorted(names))}.")
+    return notes
+
+
+def _step_notes(runs: Sequence[Run], used: Mapping[int, Series], common: Aligned) -> list[str]:
+    """Steps at which the runs are compared, where they were not all evaluated at the same ones."""
+    if not used:
+        return []
+    shortest = min(used, key=lambda i: used[i].steps[-1])
+    last = used[shortest].steps[-1]
+    if not len(common.steps):
+        latest = max(used, key=lambda i: used[i].steps[0])
+        return [
+            f"No step lies within all runs: {runs[shortest].folder} ends at step {last:.0f}, "
+            f"{runs[latest].folder} begins at step {used[latest].steps[0]:.0f}. Nothing can be "
+            "ranked."
+        ]
+    end = common.steps[-1]
+    if common.interpolated:
+        return [
+            "The runs share no evaluation step after their first: scores are interpolated at step "
+            f"{end:.0f} and nothing is claimed."
+        ]
+    if len({one.steps[-1] for one in used.values()}) > 1:
+        return [
+            f"Runs end at different steps, {runs[shortest].folder} at step {last:.0f}; they are "
+            f"compared at step {end:.0f}, the last at which all were evaluated."
+        ]
+    if any(len(one.steps) != len(common.steps) for one in used.values()):
+        return [
+            f"Runs were evaluated at different steps: the {len(common.steps)} common ones count."
+        ]
+    return []
 
 
 def _listed(names: Sequence[str]) -> str:

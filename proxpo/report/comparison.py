@@ -1,6 +1,7 @@
 """A comparison's report, drawn from its files alone: report.html, figures/, summary.json, .csv."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from proxpo.compare.plan import PLAN, Arm
 from proxpo.errors import ProxpoError
 from proxpo.files import write_whole
 from proxpo.report.analysis import Analysis, analyse
+from proxpo.report.comparable import matters
+from proxpo.report.facts import one_line
 from proxpo.report.runs import Comparison, Run, read_comparison, read_run
 
 OWN = ("seed", "out")  # differ between seeds of one arm
@@ -38,9 +41,13 @@ def write_report(analysis: Analysis, out: Path) -> Path:
         for kind, image in draw(one, arm_names(analysis)).items():
             write_whole(out / "figures" / f"{one.key}.{kind}", image)
     text = json.dumps(summary(analysis), indent=1, ensure_ascii=False, allow_nan=False)
-    write_whole(out / "summary.json", text.encode())
-    write_whole(out / "summary.csv", summary_csv(analysis).encode())
-    write_whole(out / "report.html", comparison_page(analysis, drawn).encode())
+    pages = {
+        "summary.json": text,
+        "summary.csv": summary_csv(analysis),
+        "report.html": comparison_page(analysis, drawn),
+    }
+    for name, content in pages.items():
+        write_whole(out / name, content.encode(errors="replace"))
     return out / "report.html"
 
 
@@ -103,15 +110,21 @@ def _differing(run: Run, runs: Sequence[Run], given: Sequence[str]) -> dict[str,
         for other, name in zip(runs, given)
         if not name and other.source == "proxpo" and other.method == run.method
     ]
-    return {
-        key.rsplit(".", 1)[-1]: value
+    apart = {
+        key: value
         for key, value in _flat(run.config).items()
-        if len({str(other.get(key)) for other in kin}) > 1
+        if matters(key) and len({str(other.get(key)) for other in kin}) > 1
+    }
+    last = Counter(key.rsplit(".", 1)[-1] for key in apart)
+    short = {key: key.rsplit(".", 1)[-1] for key in apart}
+    return {
+        short[key] if last[short[key]] == 1 else key: value  # task.name and model.name are two
+        for key, value in apart.items()
     }
 
 
 def _label(run: Run, differing: Mapping[str, Any]) -> str:
-    return " ".join([run.name, *(f"{key}={value}" for key, value in differing.items())])
+    return one_line(" ".join([run.name, *(f"{key}={value}" for key, value in differing.items())]))
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -16,16 +16,18 @@ from proxpo.report.runs import Run
 from proxpo.report.tables import arm_names, pairs_table, ranking_table, ranking_words
 from proxpo.report.template import fill, plain
 from proxpo.report.wording import (
+    at_steps,
     budget,
     caveats,
     claims_by_winner,
     number,
     settings_text,
     unit,
+    warnings,
 )
 
 GLOSSARY = (
-    ("final score", "the last evaluation within the budget that all runs share"),
+    ("final score", "the last evaluation step that all runs share"),
     ("interval", "Student's 95 % interval of the mean over seeds, x̄ ± t·s/√n, within 0 and 100 %"),
     (
         "band",
@@ -48,7 +50,8 @@ GLOSSARY = (
     (
         "A beats B",
         "said only when the interval of the paired differences (same seed, so same prompts) "
-        "excludes zero, no run of A is missing, and the differences are not all equal. Each pair "
+        "excludes zero, no run of A is missing, the differences are not all equal, and nothing but "
+        "the arms differs: task, model, data, budget, batch and evaluation are the same. Each pair "
         "has its own 95 %: of twenty pairs of equals one would differ by chance. A † marks what "
         "does not survive Holm's correction for the number of pairs",
     ),
@@ -85,7 +88,9 @@ def _palette() -> str:
 def _findings(analysis: Analysis) -> str:
     unsure = [*caveats(analysis), *analysis.notes]
     bad = [run for run in analysis.comparison.runs if run.status == "failed"]
-    panels = [_shown(analysis)]
+    doubts = warnings(analysis)
+    panels = [_panel("failed", "Read this first", doubts)] if doubts else []
+    panels.append(_shown(analysis))
     if unsure:
         panels.append(_panel("open", "What they do not show", unsure))
     if bad:
@@ -98,9 +103,12 @@ def _shown(analysis: Analysis) -> str:
     """The statements, one a winner, and what stands in their brackets."""
     final, area = (claims_by_winner(analysis, measure) for measure in ("final", "area"))
     if not final and not area:
-        return _panel("open", "What the runs show", ["No paired interval excludes zero."])
+        return _panel("open", "What the runs show", [_nothing(analysis)])
     points = "points, " if analysis.variant.share else ""
-    words = f"In brackets: 95 % interval of the paired differences ({points}same seeds)."
+    words = (
+        f"In brackets: 95 % interval of the paired differences ({points}same seeds, "
+        f"{at_steps('final', analysis)})."
+    )
     if any("†" in line for line in (*final, *area)):
         words += " † Not after Holm’s correction for the number of pairs."
     more = ""
@@ -112,6 +120,16 @@ def _shown(analysis: Analysis) -> str:
     lines = [f"{line}." for line in final] or ["No final score is shown to differ."]
     below = f'{more}<p class="small-text">{escape(words)}</p>'
     return _panel("shown" if final else "open", "What the runs show", lines, below)
+
+
+def _nothing(analysis: Analysis) -> str:
+    """Why there is no statement."""
+    tested = [one.difference for one in analysis.pairs if one.difference.seeds > 1]
+    if not tested:
+        return "No two arms share two seeds: nothing can be tested."
+    if all(one.holds_zero for one in tested):
+        return "No paired interval excludes zero."
+    return "Nothing is claimed; the reasons stand beside."
 
 
 def _panel(kind: str, title: str, lines: Sequence[str], below: str = "") -> str:

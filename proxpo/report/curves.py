@@ -89,19 +89,21 @@ def cloud(analysis: Analysis) -> list[Figure]:
     runs, score, kl = analysis.comparison.runs, analysis.score, analysis.kl
     if score is None or kl is None:
         return []
+    place = {id(run): i for i, run in enumerate(runs)}
     data = []
     for result in analysis.arms:
         ends, trails = [], []
-        for i, name in score.names.items():
-            if i not in kl.names or runs[i].name != result.arm.name or not _drawn(runs[i]):
+        for one in result.runs:
+            i = place[id(one.run)]
+            if math.isnan(one.kl):
                 continue
-            path = _joined(series(runs[i], kl.names[i]), series(runs[i], name), analysis.end)
-            if len(path):
-                few = thin(path[:, 0], path[:, 1], 60)
-                trails.append({"run": i, "x": digits(few[0]), "y": digits(few[1])})
-                ends.append({"run": i, "x": float(path[-1, 0]), "y": float(path[-1, 1])})
+            drift, values = series(one.run, kl.names[i]), series(one.run, score.names[i])
+            path = _joined(drift, values, analysis.end, last=(one.kl, one.final))
+            few = thin(path[:, 0], path[:, 1], 60)
+            trails.append({"run": i, "x": digits(few[0]), "y": digits(few[1])})
+            ends.append({"run": i, "x": one.kl, "y": one.final})
         if ends:
-            hull = convex_hull([(one["x"], one["y"]) for one in ends])
+            hull = convex_hull([(end["x"], end["y"]) for end in ends])
             data.append(Cloud(arm=result.arm.name, points=ends, trail=trails, hull=hull))
     if not data:
         return []
@@ -120,16 +122,12 @@ def cloud(analysis: Analysis) -> list[Figure]:
     ]
 
 
-def _drawn(run: Run) -> bool:
-    return run.role != "tune" and run.status == "done"
-
-
-def _joined(x: Series, y: Series, end: float) -> np.ndarray:
-    """(x, y) at the steps both were measured, up to `end`."""
+def _joined(x: Series, y: Series, end: float, *, last: tuple[float, float]) -> np.ndarray:
+    """(x, y) at the steps before `end` at which both were measured, then the point at `end`."""
     steps = np.intersect1d(x.steps, y.steps)
-    steps = steps[steps <= end]
+    steps = steps[steps < end]
     both = [one.values[np.isin(one.steps, steps)] for one in (x, y)]
-    return np.stack(both, axis=1)
+    return np.append(np.stack(both, axis=1), [last], axis=0)
 
 
 __all__ = ["cloud", "curves"]

@@ -29,6 +29,12 @@ DASHES: tuple[Any, ...] = (
     (0, (6, 2, 1.2, 2, 1.2, 2)),
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "p", "_")
+LOOK: Any = {
+    "svg.hashsalt": "proxpo",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "text.parse_math": False,
+}
 INK, SOFT, GRID = "#1f2430", "#586170", "#e5e8ee"
 TINTS = ("#0b57c4", "#4b83d6", "#8aafe5", "#b9cff0", "#d8e3f5", "#2f70cd", "#6c9ade", "#a5c1ea")
 
@@ -55,7 +61,7 @@ def draw(figure: Figure, arms: Sequence[str]) -> dict[str, bytes]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
-    with rc_context({"svg.hashsalt": "proxpo", "svg.fonttype": "none", "font.size": 9}):
+    with rc_context(LOOK):
         rows = len(figure.data) if figure.kind in ("forest", "bars") else 0
         tall = 1.3 + 0.36 * rows if rows else 3.7
         canvas = Canvas(figsize=(6.4, tall), dpi=144)

@@ -76,6 +76,11 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def one_line(label: str) -> str:
+    """Text from a file without line breaks or the control characters terminals obey."""
+    return "".join(c if c.isprintable() else "�" for c in " ".join(label.split()))
+
+
 def prompt_labels(file: BatchFile) -> list[str]:
     """Each response's prompt: its text where the file has text, else its number."""
     group, words = file.batch.group, file.text.get("group")
@@ -103,6 +108,7 @@ __all__ = [
     "count",
     "figures",
     "loudest",
+    "one_line",
     "prompt_labels",
     "sentence",
     "shares",

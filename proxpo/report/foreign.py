@@ -1,14 +1,16 @@
 """Runs made elsewhere: TRL's (transformers') trainer_state.json and verl's `file` logger."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from proxpo.compare.state import measured, parsed
 from proxpo.errors import ProxpoError
-from proxpo.report.runs import Run, merge_steps, numbers, read_lines, seed_in
+from proxpo.report.facts import one_line
+from proxpo.report.runs import Rows, Run, read_lines, rows_of, seed_in
 
 STATE = "trainer_state.json"
+KNOWN = ("max_steps", "train_batch_size")  # settings that TRL's state holds
 EXPECTED = "expected a proxpo run folder, TRL's trainer_state.json or verl's .jsonl log"
 
 
@@ -41,17 +43,24 @@ def _number(path: Path) -> int:
 def _trl(path: Path, *, named: Path) -> Run:
     """transformers logs training and evaluation of one step apart: they become one row."""
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        rows = merge_steps(numbers(row) for row in state["log_history"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ProxpoError(f"{path}: no log_history found; {EXPECTED}") from None
+        state = parsed(path.read_bytes())
+    except OSError:
+        state = None
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
+        raise ProxpoError(f"{path}: no log_history found; {EXPECTED}")
     folder = named.parent if re.fullmatch(r"checkpoint-\d+", named.name) else named
-    return _run(folder, rows, source="trl", notes=_unfinished(state, path))
+    read = rows_of(history, shown=str(path))
+    known = {key: state[key] for key in KNOWN if measured(state.get(key)) is not None}
+    notes = [*_unfinished(state, path), *read.notes]
+    return _run(folder, read, source="trl", notes=notes, config=known)
 
 
 def _unfinished(state: dict[str, Any], path: Path) -> list[str]:
-    done, wanted = state.get("global_step", 0), state.get("max_steps", 0)
-    return [f"{path}: ends at step {done} of {wanted}"] if done < wanted else []
+    done, wanted = (measured(state.get(key, 0)) for key in ("global_step", "max_steps"))
+    if done is None or wanted is None or done >= wanted:
+        return []
+    return [f"{path}: ends at step {done:g} of {wanted:g}"]
 
 
 def _log(folder: Path) -> Path:
@@ -65,28 +74,38 @@ def _log(folder: Path) -> Path:
 def _verl(path: Path) -> Run:
     """Lines of {"step": n, "data": {name: value}}."""
     lines, notes = read_lines(path, shown=str(path))
-    rows = [
-        {**numbers(line["data"]), **numbers({"step": line.get("step")})}
+    logged = [
+        {**line["data"], "step": line.get("step")}
         for line in lines
         if isinstance(line.get("data"), dict)
     ]
-    if not rows:
+    if not logged:
         raise ProxpoError(f"{path}: no metrics of a verl run found; {EXPECTED}")
-    return _run(path.with_suffix(""), merge_steps(rows), source="verl", shown=path, notes=notes)
+    read = rows_of(logged, shown=str(path))
+    notes += read.notes
+    return _run(path.with_suffix(""), read, source="verl", shown=path, notes=notes)
 
 
 def _run(
-    path: Path, rows: tuple, *, source: str, notes: list[str], shown: Path | None = None
+    path: Path,
+    read: Rows,
+    *,
+    source: str,
+    notes: list[str],
+    shown: Path | None = None,
+    config: dict[str, Any] | None = None,
 ) -> Run:
     name = re.sub(r"[-_. =]?(?:seed|s)[-_= ]?\d+$", "", path.name, flags=re.IGNORECASE) or path.name
     return Run(
-        name=name,
-        method=name,
+        name=one_line(name),
+        method=one_line(name),
         seed=seed_in(path.name),
-        folder=str(shown or path),
-        rows=rows,
+        folder=one_line(str(shown or path)),
+        rows=read.rows,
+        broken=read.broken,
         source=source,
-        notes=tuple(notes),
+        config=config or {},
+        notes=tuple(map(one_line, notes)),
     )
 
 

@@ -4,7 +4,8 @@ A quantity has variants that must not be mixed: a held-out accuracy is not a tra
 per response are not nats per token. A comparison uses the variant that most of its runs have.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -149,8 +150,12 @@ def pick(quantity: Quantity, runs: Sequence[Run], *, wanted: str = "") -> Picked
     variants = list(quantity.variants)
     if wanted and not any(wanted in variant.names for variant in variants):
         variants.insert(0, Variant(wanted, (wanted,)))
+    usual = Counter(name for one in known for name in one)
     found = [
-        Picked(variant, {i: name for i, one in enumerate(known) if (name := _named(variant, one))})
+        Picked(
+            variant,
+            {i: name for i, one in enumerate(known) if (name := _named(variant, one, usual))},
+        )
         for variant in variants
     ]
     if wanted:
@@ -160,14 +165,14 @@ def pick(quantity: Quantity, runs: Sequence[Run], *, wanted: str = "") -> Picked
     return best if best.names else None
 
 
-def _named(variant: Variant, known: set[str]) -> str:
+def _named(variant: Variant, known: set[str], usual: Mapping[str, int]) -> str:
+    """The name of a variant in one run: of several that fit, the one that most runs have."""
     for pattern in variant.names:
         if pattern in known:
             return pattern
-        if "*" in pattern:
-            fitting = sorted(name for name in known if fnmatchcase(name, pattern))
-            if fitting:
-                return fitting[0]
+        fitting = [name for name in known if "*" in pattern and fnmatchcase(name, pattern)]
+        if fitting:
+            return min(fitting, key=lambda name: (-usual.get(name, 0), name))
     return ""
 
 
@@ -191,7 +196,7 @@ def series(run: Run, name: str) -> Series:
 
 def clock(run: Run) -> Series:
     """Seconds spent up to each step."""
-    return _summed(run, _named(SECONDS.variants[0], names(run)))
+    return _summed(run, _named(SECONDS.variants[0], names(run), {}))
 
 
 def samples(run: Run) -> Series:

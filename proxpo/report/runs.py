@@ -4,18 +4,22 @@ Reading never fails for a damaged line or a missing end: what is there is read a
 said in `notes`. A path that holds no run at all is refused.
 """
 
-import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from proxpo.compare.plan import Arm, Choice, PlannedRun, read_plan
+from proxpo.compare.plan import Arm, Choice, PlannedRun, read_plan, read_tree
+from proxpo.compare.state import measured, parsed
 from proxpo.errors import ProxpoError
+from proxpo.report.facts import count, one_line
+from proxpo.train._schema import SECTIONS
 
 Row = Mapping[str, float]
+LONGEST = 1000  # characters of a reason
+MOST_NOTES = 4  # on the damaged lines of one file
+LAST_STEP = 1 << 53  # the last whole number up to which all are exact in float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,8 @@ class Run:
     command: str = ""  # repeats it
     config: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()  # one per step; a metric that was not measured is absent
+    # the first step at which a metric was logged as NaN, infinity, text or beyond float32
+    broken: Mapping[str, float] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     source: str = "proxpo"  # "proxpo" | "trl" | "verl"
     notes: tuple[str, ...] = ()  # what could not be read
@@ -92,46 +98,61 @@ def read_lines(path: Path, *, shown: str) -> tuple[list[dict[str, Any]], list[st
         lines = path.read_bytes().splitlines()
     except OSError as error:
         return [], [f"{shown} cannot be read: {(error.strerror or str(error)).lower()}"]
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
+        row = parsed(line)
         if isinstance(row, dict):
-            found.append(row)
+            rows.append(row)
         elif number == len(lines):
-            notes.append(f"{shown}: the last line is cut off; {len(found)} lines before it stand")
+            notes.append(f"{shown}: the last line is cut off; {len(rows)} lines before it stand")
         else:
             notes.append(f"{shown}: line {number} is damaged and left out")
-    return found, notes
+    if len(notes) > MOST_NOTES:
+        more = len(notes) - MOST_NOTES + 1
+        notes = [*notes[: MOST_NOTES - 1], f"{shown}: {more} more lines are damaged and left out"]
+    return rows, notes
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a row; what is null, NaN or text was not measured."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if type(value) in (int, float) and math.isfinite(value)
-    }
+class Rows(NamedTuple):
+    """Rows of a log in order of steps, the broken metrics, and a note on rows that are left out."""
+
+    rows: tuple[Row, ...]
+    broken: dict[str, float]
+    notes: list[str]
 
 
-def merge_steps(rows: Iterable[Mapping[str, float]]) -> tuple[Row, ...]:
-    """One row a step in order of steps; what is logged again for a step replaces the earlier."""
+def rows_of(logged: Iterable[Mapping[str, Any]], *, shown: str) -> Rows:
+    """One row a step; a value that is logged again for a step replaces the earlier.
+
+    A null was not measured. A step is a whole number from 0 on; a row without one is left out.
+    """
     merged: dict[float, dict[str, float]] = {}
-    for row in rows:
-        if "step" in row:
-            merged.setdefault(row["step"], {}).update(row)
-    return tuple(merged[step] for step in sorted(merged))
+    broken: dict[str, float] = {}
+    lost = 0
+    for row in logged:
+        step = measured(row.get("step"))
+        if step is None or not 0 <= step <= LAST_STEP or step != int(step):
+            lost += 1
+            continue
+        values = merged.setdefault(step, {})
+        for name, value in ((one_line(key), value) for key, value in row.items()):
+            number = measured(value)
+            if number is not None:
+                values[name] = number
+            elif value is not None:
+                values.pop(name, None)
+                broken[name] = min(step, broken.get(name, step))
+    notes = [f"{shown}: {count(lost, 'row')} without a step from 0 on left out"] if lost else []
+    return Rows(tuple(merged[step] for step in sorted(merged)), broken, notes)
 
 
 def seed_in(text: str) -> int | None:
     """The seed that a name tells: `grpo-seed3`, `run_s3`, `seed=3`."""
     found = re.search(r"(?:^|[-_./= ])(?:seed|s)[-_= ]?(\d+)(?=$|[-_./ ])", text, re.IGNORECASE)
-    return int(found[1]) if found else None
+    return int(found[1]) if found and len(found[1]) < 19 else None
 
 
 def _planned(folder: Path, planned: PlannedRun, method: str) -> Run:
@@ -140,6 +161,14 @@ def _planned(folder: Path, planned: PlannedRun, method: str) -> Run:
     run = _own(path, shown=planned.folder) if path.is_dir() else Run(name="", method=method)
     if not run.rows and run.status != "failed":
         run = replace(run, status="waiting", reason="")
+    other = [
+        f"{key} {run.config[key]}"
+        for key, value in (("method", method), ("seed", planned.seed))
+        if run.config.get(key, value) != value
+    ]
+    if other:
+        reason = f"its folder holds another run ({', '.join(other)})"
+        run = replace(run, status="failed", reason=reason)
     return replace(
         run,
         name=planned.arm,
@@ -157,59 +186,78 @@ def _own(folder: Path, *, shown: str) -> Run:
     config = _config(folder / "config.yaml", shown, notes)
     summary = _object(folder / "summary.json", shown, notes)
     failure = _object(folder / "failure.json", shown, notes)
-    found: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
     if (folder / "metrics.jsonl").exists():
-        found, damage = read_lines(folder / "metrics.jsonl", shown=f"{shown}/metrics.jsonl")
+        logged, damage = read_lines(folder / "metrics.jsonl", shown=f"{shown}/metrics.jsonl")
         notes += damage
+    read = rows_of(logged, shown=f"{shown}/metrics.jsonl")
     status, reason = _status(config, summary, failure)
-    command = folder / "command.txt"
+    name = one_line(str(config.get("method", folder.name)))
     return Run(
-        name=str(config.get("method", folder.name)),
-        method=str(config.get("method", folder.name)),
+        name=name,
+        method=name,
         seed=config.get("seed", seed_in(folder.name)),
         status=status,
-        reason=reason,
-        folder=shown,
-        command=command.read_text(errors="replace").strip()
-        if command.exists()
-        else f"proxpo train {shown}/config.yaml",
+        reason=one_line(reason),
+        folder=one_line(shown),
+        command=_command(folder, shown),
         config=config,
-        rows=merge_steps(map(numbers, found)),
+        rows=read.rows,
+        broken=read.broken,
         summary={k: v for k, v in summary.items() if k not in ("config", "samples")},
-        notes=tuple(notes),
+        notes=tuple(map(one_line, (*notes, *read.notes))),
     )
 
 
+def _command(folder: Path, shown: str) -> str:
+    try:
+        return one_line((folder / "command.txt").read_text(errors="replace"))
+    except OSError:
+        return one_line(f"proxpo train {shown}/config.yaml")
+
+
 def _status(config: Mapping, summary: Mapping, failure: Mapping) -> tuple[str, str]:
-    wanted = (config.get("train") or {}).get("steps", 0)
-    done = summary.get("steps", wanted)
-    if summary and done >= wanted:
+    wanted = measured((config.get("train") or {}).get("steps")) or 0.0
+    done = measured(summary.get("steps", wanted))
+    if summary and done is not None and done >= wanted:
         return "done", ""
     if failure:
-        where = f" (step {failure['step']})" if failure.get("step") is not None else ""
-        return "failed", f"{failure.get('reason') or failure.get('type', 'no reason given')}{where}"
-    return "running", f"stopped after step {done} of {wanted}" if summary else "has not finished"
+        step = measured(failure.get("step"))
+        where = "" if step is None else f" (step {step:g})"
+        words = [failure.get(key) for key in ("reason", "type")]
+        reason = next((word for word in words if word and isinstance(word, str)), "no reason given")
+        return "failed", f"{reason[:LONGEST]}{where}"
+    if not summary or done is None:
+        return "running", "has not finished"
+    return "running", f"stopped after step {done:g} of {wanted:g}"
 
 
 def _config(path: Path, shown: str, notes: list[str]) -> dict[str, Any]:
-    from proxpo.train.config import read_yaml
-
+    """The settings of a run; a part that has no such meaning is left out with a note."""
     try:
-        return read_yaml(path) if path.exists() else {}
+        config = read_tree(path) if path.exists() else {}
     except ProxpoError as error:
         notes.append(str(error).replace(str(path), f"{shown}/{path.name}"))
         return {}
+    expected: dict[str, type] = dict.fromkeys((*SECTIONS, "recipe"), dict)
+    for key, kind in (expected | {"method": str, "seed": int}).items():
+        if config.get(key) is None:
+            config.pop(key, None)
+        elif not isinstance(config[key], kind) or isinstance(config[key], bool):
+            notes.append(f"{shown}/{path.name}: '{key}' is no {kind.__name__} and left out")
+            del config[key]
+    return config
 
 
 def _object(path: Path, shown: str, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    except (OSError, ValueError):
-        pass
+        tree = parsed(path.read_bytes())
+    except OSError:
+        tree = None
+    if isinstance(tree, dict):
+        return tree
     notes.append(f"{shown}/{path.name} is damaged and left out")
     return {}
 

@@ -13,6 +13,7 @@ from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 2000
+ROUNDING = 1e-12  # differences of scores below this share of the scores are of the arithmetic
 Array = np.ndarray
 
 
@@ -35,6 +36,16 @@ class Difference:
     p: float
 
     @property
+    def holds_zero(self) -> bool:
+        """Whether there is a Student interval and zero lies in it."""
+        return self.student.low <= 0 <= self.student.high
+
+    @property
+    def constant(self) -> bool:
+        """Whether the difference is the same on all seeds, and not zero."""
+        return self.seeds > 1 and self.student.low == self.student.high != 0
+
+    @property
     def decides(self) -> bool:
         """Whether the Student interval excludes zero.
 
@@ -55,6 +66,8 @@ def student_interval(values: Array) -> Interval:
     n, mean = len(values), _mean(values)
     if n < 2:
         return Interval(mean=mean, low=math.nan, high=math.nan)
+    if np.ptp(values) == 0:  # the mean of equal numbers need not be the number, bit for bit
+        return Interval(mean=float(values[0]), low=float(values[0]), high=float(values[0]))
     half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
     return Interval(mean=mean, low=mean - half, high=mean + half)
 
@@ -70,7 +83,7 @@ def bootstrap_band(curves: Array) -> tuple[Array, Array]:
 
     The same draws serve all columns. One seed says nothing of its spread: NaN.
     """
-    if len(curves) < 2:
+    if len(curves) < 2 or not curves.size:
         nothing = np.full(curves.shape[1:], math.nan)
         return nothing, nothing
     found = stats.bootstrap(
@@ -88,9 +101,16 @@ def bootstrap_band(curves: Array) -> tuple[Array, Array]:
 
 
 def paired(a: Array, b: Array) -> Difference:
-    """Intervals and a two-sided Student p-value of the mean of a - b, seed by seed."""
-    d = np.asarray(a, dtype=float) - np.asarray(b, dtype=float)
-    spread = len(d) > 1 and float(np.ptp(d)) > 0
+    """Intervals and a two-sided Student p-value of the mean of a - b, seed by seed.
+
+    Differences that rounding alone tells apart (0.8 - 0.7 and 0.7 - 0.6) are equal.
+    """
+    a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
+    d = a - b
+    size = max(np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0))
+    spread = len(d) > 1 and float(np.ptp(d)) > ROUNDING * size
+    if len(d) > 1 and not spread:
+        d = np.full(len(d), 0.0 if abs(np.median(d)) <= ROUNDING * size else np.median(d))
     return Difference(
         seeds=len(d),
         student=student_interval(d),

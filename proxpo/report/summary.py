@@ -8,7 +8,7 @@ from typing import Any
 
 from proxpo.report.analysis import Analysis, ArmResult, Measured
 from proxpo.report.template import plain
-from proxpo.report.wording import caveats, claims, ranking_lines, settings_text
+from proxpo.report.wording import caveats, claims, ranking_lines, settings_text, warnings
 
 MEASURES = ("final", "area", "kl", "step_seconds")
 
@@ -23,6 +23,8 @@ def summary(analysis: Analysis) -> dict[str, Any]:
             "score": analysis.variant.label,
             "end_step": analysis.end,
             "targets": analysis.targets,
+            "interpolated": analysis.interpolated,
+            "warnings": warnings(analysis),
             "statements": claims(analysis),
             "caveats": [*caveats(analysis), *analysis.notes],
             "ranking": ranking_lines(analysis),

@@ -13,6 +13,7 @@ def ranking_words(analysis: Analysis) -> str:
     words = f"By mean {analysis.variant.label}"
     if not math.isnan(analysis.end):
         words += f" at step {analysis.end:,.0f}"
+        words += ", interpolated between evaluations" if analysis.interpolated else ""
     if any(run.role == "tune" for run in analysis.comparison.runs):
         words += "; settings chosen on tuning seeds, reported on others"
     return f"{words}. Bars are Student's 95 % intervals over seeds. The order alone proves nothing."

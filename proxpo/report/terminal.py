@@ -16,6 +16,7 @@ from proxpo.report.facts import (
     count,
     figures,
     loudest,
+    one_line,
     prompt_labels,
     shares,
     short,
@@ -106,11 +107,6 @@ def responses(found: Sequence[Inspection], file: BatchFile) -> Table | Group:
     return (
         Group(table, Text(f"… and {count(left, 'more response')}\n", "dim")) if left > 0 else table
     )
-
-
-def one_line(label: str) -> str:
-    """Text from a file without line breaks or the control characters terminals obey."""
-    return "".join(c if c.isprintable() else "�" for c in " ".join(label.split()))
 
 
 def bar(share: float, push: float, longest: float) -> Text:

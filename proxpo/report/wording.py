@@ -1,7 +1,7 @@
 """Numbers and findings in words, shared by the page, the terminal and the summary."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxpo.report.analysis import Analysis, ArmResult, Pair
@@ -70,8 +70,15 @@ def claim(pair: Pair, analysis: Analysis) -> str:
     sure = "" if pair.p_holm < 0.05 else "; not after correction for the number of pairs"
     return (
         f"{pair.winner} beats {loser} in {MEASURES[pair.measure]} by {mean}{points} "
-        f"(95 % interval {interval}, {count(pair.difference.seeds, 'paired seed')}{sure})."
+        f"(95 % interval {interval}, {count(pair.difference.seeds, 'paired seed')}, "
+        f"{at_steps(pair.measure, analysis)}{sure})."
     )
+
+
+def at_steps(measure: str, analysis: Analysis) -> str:
+    """`step 80` for a final score, `steps 0 to 80` for a mean over training."""
+    first = f"s {analysis.steps[0]:,.0f} to" if measure == "area" else ""
+    return f"step{first} {analysis.end:,.0f}"
 
 
 def claims(analysis: Analysis) -> list[str]:
@@ -101,34 +108,74 @@ def _in_favour(pair: Pair, share: bool) -> tuple[str, str]:
     )
 
 
-def caveats(analysis: Analysis) -> list[str]:
-    """What the numbers do not say."""
-    found: list[str] = []
-    finals = [pair for pair in analysis.pairs if pair.measure == "final"]
-    open_pairs = [pair for pair in finals if not pair.winner and pair.difference.seeds > 1]
-    if finals and len(open_pairs) == len(finals):
-        found.append("No final score is shown to differ from another: every interval holds zero.")
-    elif open_pairs:
-        names = "; ".join(f"{pair.a} and {pair.b}" for pair in open_pairs[:6])
-        more = f" and {len(open_pairs) - 6} more" if len(open_pairs) > 6 else ""
-        found.append(f"No difference in final score is shown between {names}{more}.")
-    found += sorted(
-        {
-            f"Nothing is claimed in favour of an arm that lost runs: {pair.barred}."
-            for pair in analysis.pairs
-            if pair.barred and pair.difference.decides
-        }
+def warnings(analysis: Analysis) -> list[str]:
+    """Settings that make arms incomparable; they come before any number."""
+    if not analysis.differing:
+        return []
+    words = (
+        "Not comparable: settings differ beyond the arms, and between arms that differ in them "
+        "nothing is claimed."
     )
+    return [words, *analysis.differing]
+
+
+def caveats(analysis: Analysis) -> list[str]:
+    """Conclusions that the numbers do not allow."""
+    lines: list[str] = []
+    if analysis.unknown and len(analysis.arms) > 1:
+        lines.append(
+            f"Settings unknown: the logs of {', '.join(analysis.unknown)} do not hold them, so "
+            "task, model, data and budget may differ."
+        )
+    finals = [pair for pair in analysis.pairs if pair.measure == "final"]
+    tested = [pair for pair in finals if pair.difference.seeds > 1]
+    held = [pair for pair in tested if pair.difference.holds_zero]
+    if tested and len(held) == len(finals):
+        lines.append("No final score is shown to differ from another: every interval holds zero.")
+    elif held:
+        lines.append(f"No difference in final score is shown between {_pair_names(held)}.")
+    constant = [pair for pair in tested if pair.difference.constant and not pair.barred]
+    if constant:
+        lines.append(
+            f"Between {_pair_names(constant)} the final score differs by the same amount on every "
+            "seed: without spread there is no interval, and nothing is claimed."
+        )
+    lines += _barred_lines(analysis)
     seeds = [pair.difference.seeds for pair in finals]
     if seeds and max(seeds) < 2:
-        found.append("Fewer than two seeds in common: no difference can be tested.")
+        lines.append("Fewer than two seeds in common: no difference can be tested.")
     elif seeds and min(seeds) < 5:
-        fewest = min(s for s in seeds)
-        found.append(
-            f"With {count(fewest, 'paired seed')} only large and steady differences can be shown; "
-            "the bootstrap bands in the figures are too narrow at so few."
+        lines.append(
+            f"With {count(min(seeds), 'paired seed')} only large and steady differences can be "
+            "shown; the bootstrap bands in the figures are too narrow at so few."
         )
-    return found
+    return lines
+
+
+def _barred_lines(analysis: Analysis) -> list[str]:
+    """A line for each reason why an interval that excludes zero supports no claim."""
+    reasons: dict[str, list[Pair]] = {}
+    for pair in analysis.pairs:
+        if pair.barred and (pair.difference.decides or pair.difference.constant):
+            reasons.setdefault(pair.barred, []).append(pair)
+    return [
+        f"Nothing is claimed between {_pair_names(pairs)}: {reason}."
+        for reason, pairs in sorted(reasons.items())
+    ]
+
+
+def _pair_names(pairs: Sequence[Pair]) -> str:
+    names = list(dict.fromkeys(f"{pair.a} and {pair.b}" for pair in pairs))
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{'; '.join(names[:6])}{more}"
+
+
+def heading(analysis: Analysis) -> str:
+    """The score that ranks and the step at which it is taken."""
+    at = f"step {analysis.end:g}{', interpolated' if analysis.interpolated else ''}"
+    if math.isnan(analysis.end):
+        at = "no step in common"
+    return f"{analysis.variant.label}, {at}, Student's 95 % interval:"
 
 
 def ranking_lines(analysis: Analysis) -> list[str]:
@@ -183,16 +230,19 @@ def _samples(config: Mapping[str, Any]) -> str:
 
 
 __all__ = [
+    "at_steps",
     "budget",
     "caveats",
     "claim",
     "claims",
     "claims_by_winner",
     "duration",
+    "heading",
     "lost",
     "number",
     "ranking_lines",
     "settings_text",
     "span",
     "unit",
+    "warnings",
 ]

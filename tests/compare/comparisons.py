@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.cli import main
+from proxpo.compare.plan import read_plan
 from proxpo.compare.work import PRELOAD
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -61,6 +62,11 @@ def _command(argv: list[str], said: Path, errors: Path) -> None:
     for stream, path in ((1, said), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     sys.exit(main(argv))
+
+
+def folder_of(out: Path, arm: str, seed: int) -> Path:
+    """The run folder that the plan gives an arm and a seed."""
+    return out / next(r.folder for r in read_plan(out).runs if (r.arm, r.seed) == (arm, seed))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

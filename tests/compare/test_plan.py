@@ -1,13 +1,18 @@
 """What is asked for becomes a plan; mistakes cost one line and leave nothing behind."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from proxpo.cli import main
 from proxpo.compare.design import Wish, command, config_of, make_plan, parse_arm, with_choices
-from proxpo.compare.plan import Choice, differences, read_plan, write_plan
+from proxpo.compare.naming import run_name
+from proxpo.compare.plan import Arm, Choice, differences, read_plan, write_plan
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError
 from proxpo.train.config import load_config
@@ -99,10 +104,102 @@ def test_unequal_tuning_effort_is_said():
     assert plan.notes == ("unequal tuning effort, settings tried: isopo 2, grpo 1",)
 
 
-def test_a_setting_of_a_method_goes_to_the_arms_that_have_it():
-    plan = plan_of("isopo", "grpo", base=[("overlap", 16), ("grpo:clip_high", 0.3), ("lr", 1e-3)])
+def test_a_setting_of_a_method_goes_to_its_arms():
+    pairs = [("isopo:overlap", 16), ("grpo:clip_high", 0.3), ("lr", 1e-3)]
+    plan = plan_of("isopo", "grpo", base=pairs)
     assert [dict(arm.settings) for arm in plan.arms] == [{"overlap": 16}, {"clip_high": 0.3}]
     assert {config_of(plan, run).train.lr for run in plan.runs} == {1e-3}
+
+
+def test_a_setting_for_all_arms_that_some_arm_lacks_is_refused():
+    """It would change grpo alone while the command reads as if it held for both."""
+    with pytest.raises(ProxpoError) as refused:
+        plan_of("grpo", "p3o", "dapo", base=[("clip_high", 0.28)])
+    assert str(refused.value) == (
+        "--set clip_high=0.28 does not apply to p3o (p3o: unknown setting 'clip_high'; `proxpo "
+        "train --explain` lists them): set it for the others alone, --set grpo:clip_high=0.28 "
+        "--set dapo:clip_high=0.28"
+    )
+    apart = plan_of("grpo", "p3o", base=[("grpo:clip_high", 0.28)])
+    assert [dict(arm.settings) for arm in apart.arms] == [{"clip_high": 0.28}, {}]
+
+
+def test_the_recipe_of_a_config_that_holds_for_one_arm_is_said():
+    plan = plan_of("isopo", "grpo", config="quickstart")
+    assert any("quickstart" in note and "for isopo alone" in note for note in plan.notes)
+    assert plan_of("isopo", config="quickstart").notes == ()
+
+
+TWINS = [
+    ("p=-1", "p=1"), ("lr=1e-6", "lr=1e6"), ("a b", "a-b"), ("\u03b1", "\u03b2"), ("A", "a"),
+    ("a--b", "a-b"), ("a.", "a"), ("x" * 150 + "1", "x" * 150 + "2"), ("e\u0301", "\u00e9"),
+    ("-", "+"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", TWINS)
+def test_arms_whose_names_differ_in_symbols_alone_have_their_own_folders(names):
+    """Also arms of equal settings, as in a comparison of a method with itself."""
+    arms = [(name, "grpo", {}) for name in names]
+    plan = make_plan(Wish(arms=arms, seeds=2, tune=1, sweep={"lr": (1e-6, 1e6)}))
+    chosen = [Choice(arm=name, settings={"lr": 1e6}, scores=()) for name in names]
+    runs = with_choices(plan, chosen).runs
+    assert len(runs) == 2 * (2 + 2)
+    for values in ([run.folder.lower() for run in runs], [run.id.lower() for run in runs]):
+        assert len(set(values)) == len(values)
+    assert all(re.fullmatch(r"runs/[a-z0-9.-]+", run.folder) for run in runs)
+
+
+@given(st.lists(st.text(min_size=1, max_size=30), min_size=2, max_size=6, unique=True))
+@settings(max_examples=60, derandomize=True)
+def test_no_two_names_give_one_folder(names):
+    arms = [Arm(name=name, method="grpo") for name in names]
+    folders = [run_name(arm, {}).lower() for arm in arms]
+    assert len(set(folders)) == len(folders)
+    hashed = [Arm(name=folder, method="grpo") for folder in folders if "--" in folder]
+    assert not {run_name(arm, {}) for arm in hashed} & set(folders)
+
+
+def test_plain_names_are_their_own_folders():
+    plan = plan_of("grpo", "dr-grpo", "isopo:p=-1", seeds=1)
+    assert [run.folder for run in plan.runs[:2]] == ["runs/grpo-seed0", "runs/dr-grpo-seed0"]
+    assert re.fullmatch(r"runs/isopo-p-1--[0-9a-f]{10}-seed0", plan.runs[2].folder)
+
+
+def test_tuning_seeds_are_never_reported_ones():
+    plan = plan_of("grpo", seeds=1500, tune=2, sweep={"lr": (1e-5,)})
+    assert not set(plan.seeds.tune) & set(plan.seeds.report)
+
+
+def test_a_plan_with_folders_of_an_earlier_naming_goes_on_in_them(tmp_path):
+    plan = plan_of("isopo:p=-1", "grpo", seeds=1, tune=1, sweep={"lr": (1e-5, 1e-4)})
+    renamed = [replace(run, id=f"old{i}", folder=f"runs/old{i}") for i, run in enumerate(plan.runs)]
+    write_plan(replace(plan, runs=tuple(renamed)), tmp_path)
+    chosen = [Choice(arm=arm.name, settings={"lr": 1e-4}, scores=()) for arm in plan.arms]
+    later = with_choices(read_plan(tmp_path), chosen)
+    assert [run.folder for run in later.runs if run.role == "tune"] == [r.folder for r in renamed]
+    moved = [replace(run, folder=f"{run.folder}-x") for run in later.runs]
+    again = with_choices(replace(later, runs=tuple(moved)), chosen)
+    assert [run.folder for run in again.runs] == [run.folder for run in moved]
+
+
+def test_a_plan_whose_runs_share_a_folder_is_refused(tmp_path, capsys):
+    plan = plan_of("isopo:p=-1", "isopo:p=1", seeds=1)
+    runs = [replace(run, folder="runs/isopo-p-1-seed0") for run in plan.runs]
+    write_plan(replace(plan, runs=tuple(runs)), tmp_path)
+    for words in (["compare"], ["report", str(tmp_path)]):
+        assert main([*words, "--out", str(tmp_path)]) == 2
+        said = capsys.readouterr()
+        assert "'isopo p=-1' and 'isopo p=1', seed 0, share the folder" in said.err
+        assert said.err.count("\n") == 1
+
+
+def test_equal_swept_values_are_one_and_true_is_not_1():
+    with pytest.raises(ProxpoError, match="a value is given twice"):
+        plan_of("grpo", sweep={"lr": (1, 1.0)})
+    before = plan_of("grpo:clip_high=1")
+    arms = (replace(before.arms[0], settings={"clip_high": True}),)
+    assert differences(before, replace(before, arms=arms))
 
 
 def test_a_later_setting_replaces_an_earlier_one_and_an_arm_keeps_its_own():

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from comparisons import SMALL, Started, arguments, data_of, rows_of
+from comparisons import SMALL, Started, arguments, data_of, folder_of, rows_of
 
 from proxpo.cli import main
 from proxpo.compare.plan import read_plan
@@ -34,7 +34,7 @@ def test_every_run_is_an_ordinary_run_with_its_command(uninterrupted):
 
 def test_the_stored_command_repeats_the_run_bit_for_bit(uninterrupted, tmp_path):
     out, _ = uninterrupted
-    folder = out / "runs" / "isopo-overlap-4-seed1"
+    folder = folder_of(out, "isopo overlap=4", 1)
     env, program, *words = shlex.split((folder / "command.txt").read_text())
     assert (env, program) == ("OMP_NUM_THREADS=1", "proxpo")
     words[words.index("--out") + 1] = str(tmp_path / "again")
@@ -46,12 +46,12 @@ def test_the_stored_command_repeats_the_run_bit_for_bit(uninterrupted, tmp_path)
 def test_the_same_seed_gives_every_method_the_same_prompts(uninterrupted):
     out, _ = uninterrupted
 
-    def prompts(name: str) -> list:
-        lines = (out / "runs" / name / "samples.jsonl").read_text().splitlines()
+    def prompts(arm: str, seed: int) -> list:
+        lines = (folder_of(out, arm, seed) / "samples.jsonl").read_text().splitlines()
         return [json.loads(line)["prompt"] for line in lines]
 
-    assert prompts("grpo-seed0") == prompts("isopo-overlap-4-seed0")
-    assert prompts("grpo-seed0") != prompts("grpo-seed1")
+    assert prompts("grpo", 0) == prompts("isopo overlap=4", 0)
+    assert prompts("grpo", 0) != prompts("grpo", 1)
 
 
 def test_a_finished_comparison_is_not_repeated(uninterrupted, capsys):
@@ -103,9 +103,10 @@ def test_interrupted_it_stops_its_runs_which_save(tmp_path, capsys):
 def test_failing_runs_are_kept_with_their_reason_and_spoil_nothing(tmp_path, capsys):
     """One arm diverges, one is killed as for want of memory; the third is reported all the same."""
     out = tmp_path / "failing"
-    long = out / "runs/grpo-steps-4000-seed0"
 
     def kill() -> None:
+        _wait_for((out / "plan.yaml").exists)
+        long = folder_of(out, "grpo steps=4000", 0)
         _wait_for(lambda: _steps(long) >= 1)
         _wait_for(lambda: _working_in(long))
         for pid in _working_in(long):
@@ -116,10 +117,12 @@ def test_failing_runs_are_kept_with_their_reason_and_spoil_nothing(tmp_path, cap
     methods = ("grpo", "grpo:lr=1e30,grad_clip=none", "grpo:steps=4000")
     assert main(arguments(out, *methods, seeds="1", jobs="3")) == 0
     assert "2 of 3 runs failed; --retry-failed tries again" in capsys.readouterr().out
+    long = folder_of(out, "grpo steps=4000", 0)
     killed = json.loads((long / "failure.json").read_text())
     assert killed["reason"] == "killed by SIGKILL (out of memory?)"
     assert killed["step"] >= 1
-    diverged = json.loads(next(out.glob("runs/grpo-lr-1e-30*/failure.json")).read_text())
+    folder = folder_of(out, "grpo lr=1e+30 grad_clip=none", 0)
+    diverged = json.loads((folder / "failure.json").read_text())
     assert "not finite" in diverged["reason"]
     assert json.loads((out / "runs/grpo-seed0/summary.json").read_text())["steps"] == 3
     assert "killed by SIGKILL" in (out / "report.html").read_text()

@@ -98,7 +98,8 @@ def comparison(
             )
             reason = {"reason": "the gradient was not finite in 3 updates in a row", "step": last}
             where = folder / "runs" / name
-            write_run(where, config(arm, seed, steps), metrics, failure=reason if lost else None)
+            settings = config(arm.split()[0], seed, steps)
+            write_run(where, settings, metrics, failure=reason if lost else None)
             command = f"proxpo train base.yaml --method {arm} --seed {seed} --out runs/{name}"
             (where / "command.txt").write_text(command + "\n")
     plan = Plan(

@@ -11,13 +11,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxpo.errors import ProxpoError
 from proxpo.train.rewards import Outcome, RewardItem, RewardPool, answers, tally
+from proxpo.train.rewards.worker import call
 from proxpo.train.tasks import RewardSpec
 
 FAULTS = '''
@@ -411,6 +414,25 @@ def test_final_answer(given, truth, right):
 def test_final_answer_without_a_mark():
     assert answers.final_answer("it is 1,018, yes", "1018", strict=False)["acc"]
     assert not answers.final_answer("none at all", "1018", strict=False)["acc"]
+
+
+@pytest.mark.parametrize(
+    "value", ["False", "true", "", math.nan, math.inf, 0.5, 2, -1, [], [True], {}, b"1"]
+)
+def test_correctness_that_is_no_truth_value_counts_as_neither_right_nor_wrong(value):
+    """Python takes "False" and NaN for true: the answer would count as correct."""
+    outcome = call(lambda item: {"score": 1.0, "acc": value}, {})
+    assert (outcome["status"], outcome["reward"], outcome["correct"]) == ("error", None, None)
+    assert "expected true or false" in outcome["detail"]
+
+
+@pytest.mark.parametrize(
+    ("value", "right"),
+    [(True, True), (False, False), (1, True), (0.0, False), (np.bool_(False), False),
+     (np.float32(1), True), (torch.tensor(0), False), (None, None)],
+)  # fmt: skip
+def test_truth_values_of_any_library_tell_right_from_wrong(value, right):
+    assert call(lambda item: {"score": 0.5, "acc": value}, {})["correct"] is right
 
 
 def test_math_verify_accepts_other_forms():

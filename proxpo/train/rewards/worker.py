@@ -143,8 +143,20 @@ def _value(value: Any) -> tuple[Any, bool | None]:
         return value, None
     if "score" not in value:
         raise KeyError(f"returned a dict without 'score': {', '.join(map(str, value))}"[:DETAIL])
-    right = value.get("acc")
-    return value["score"], None if right is None else bool(right)
+    return value["score"], _truth(value.get("acc"))
+
+
+def _truth(value: Any) -> bool | None:
+    """True or False, also as the number 1 or 0; None where the function does not say.
+
+    Text ("False") and NaN are truthy in Python, and 0.5 is neither right nor wrong: refused.
+    """
+    plain = value.item() if hasattr(value, "item") else value
+    if plain is None:
+        return None
+    if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
+        raise ValueError(f"returned 'acc' {_shown(plain)}, expected true or false")
+    return bool(plain)
 
 
 def _marks(value: Any) -> dict[str, Any]:

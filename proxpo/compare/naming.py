@@ -1,0 +1,42 @@
+"""Names of runs and settings: the text that `--set` reads, and folders that no two runs share."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from proxpo.compare.plan import Arm
+
+PLAIN = re.compile(r"[a-z0-9][a-z0-9.]*(?:-[a-z0-9.]+)*")
+LONGEST = 80  # characters of a name that is kept as it is
+
+
+def run_name(arm: Arm, swept: Mapping[str, Any]) -> str:
+    """Folder name of an arm's runs, without the seed: `grpo`, `isopo-p-1--5f2c9a1e04`.
+
+    A name of lower-case letters, digits, dots and single dashes is kept. Any other one loses signs
+    and symbols in its readable part, so a hash of the arm and its settings follows two dashes,
+    which no kept name has.
+    """
+    words = " ".join([arm.name, *(f"{key}={shown(value)}" for key, value in swept.items())])
+    if PLAIN.fullmatch(words) and len(words) <= LONGEST:
+        return words
+    slug = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-.")[:60].rstrip("-.")
+    content = [arm.name, arm.method, setting_key(arm.settings), setting_key(swept)]
+    return f"{slug}--{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:10]}"
+
+
+def setting_key(settings: Mapping[str, Any]) -> str:
+    """Text that is equal for equal settings alone; True and 1 differ, 1 and 1.0 do not."""
+    return json.dumps({key: shown(value) for key, value in settings.items()}, sort_keys=True)
+
+
+def shown(value: Any) -> str:
+    """A value as `--set` reads it."""
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+__all__ = ["run_name", "setting_key", "shown"]

@@ -120,9 +120,7 @@ def test_a_long_prompt_is_drawn_with_its_own_limit_near_the_context(policy) -> N
 def test_turns_go_on_while_each_row_has_room_for_its_own_limit(policy) -> None:
     task = make_task("calculator")
     words = "=" * (policy.context - 40)
-    chatty = replace(
-        task, tool=lambda turn: Reply(words if "[" in turn else "", void=False)
-    )
+    chatty = replace(task, tool=lambda turn: Reply(words if "[" in turn else "", void=False))
     sampler = Scripted(policy, ["[17+26]"] * 2, ["43"])
     prompts = [policy.tokenizer.encode(PROMPT)] * 2
     options = {"seeds": lambda row, turn: row, "temperature": 1.0}

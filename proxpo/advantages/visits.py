@@ -8,7 +8,7 @@ import torch
 from proxpo.groups import group_stats
 from proxpo.masked import spread
 from proxpo.memory import blank, recall, remember
-from proxpo.shapes import Bool, Float, Tensor
+from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics, State
 
@@ -52,10 +52,23 @@ def _start(options: Mapping[str, Any]) -> State:
 def _count_visit(options: Mapping[str, Any], state: State, batch: Batch, seen: Metrics) -> State:
     if not options["history"] or batch.rewards is None or batch.prompt_id is None:
         return state
-    now = visit(batch, state)
-    columns = {"visits": now.number, "mean": now.all_mean, "std": now.all_std}
-    kept = {name: column[now.counted] for name, column in columns.items()}
-    return remember(state, batch.prompt_id[now.counted], kept)
+    order = _visit_in_batch(batch)
+    for number in range(int(order.max()) + 1 if len(order) else 0):
+        part = batch.rows((order == number).nonzero()[:, 0])
+        now = visit(part, state)
+        columns = {"visits": now.number, "mean": now.all_mean, "std": now.all_std}
+        kept = {name: column[now.counted] for name, column in columns.items()}
+        state = remember(state, part.prompt_id[now.counted], kept)
+    return state
+
+
+def _visit_in_batch(batch: Batch) -> Int[Tensor, " seq"]:
+    """0 for the first group of each prompt in the batch, 1 for its second, and so on."""
+    pairs = torch.stack([batch.prompt_id, batch.group], dim=1)
+    pairs, index = pairs.unique(dim=0, return_inverse=True)  # sorted, groups of a prompt together
+    _, counts = pairs[:, 0].unique_consecutive(return_counts=True)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return (torch.arange(len(pairs), device=first.device) - first)[index]
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:

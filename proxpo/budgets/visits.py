@@ -10,7 +10,10 @@ from proxpo.types import Batch
 
 
 class Visits(NamedTuple):
-    """One row per prompt, its scored responses in their order; `there` marks the filled places."""
+    """One row per prompt, its scored responses in their order; `there` marks the filled places.
+
+    length: tokens of a response, or of its longest turn, as limits hold for each turn
+    """
 
     prompt_id: Int[Tensor, " prompt"]
     right: Bool[Tensor, "prompt place"]
@@ -44,9 +47,15 @@ def visits(batch: Batch, *, by: str) -> Visits:
     def table(column: Tensor) -> Tensor:
         return blank.to(column.dtype).index_put((number, place), column[rows])
 
-    return Visits(
-        prompts, table(right), table(batch.mask.sum(dim=1).double()), table(torch.ones_like(scored))
-    )
+    return Visits(prompts, table(right), table(_lengths(batch)), table(torch.ones_like(scored)))
+
+
+def _lengths(batch: Batch) -> Float[Tensor, " seq"]:
+    if batch.turn is None:
+        return batch.mask.sum(dim=1).double()
+    turn = torch.where(batch.mask, batch.turn, 0)
+    counts = batch.mask.new_zeros(len(turn), int(turn.max()) + 1 if turn.numel() else 1).double()
+    return counts.scatter_add(1, turn, batch.mask.double()).amax(dim=1)
 
 
 __all__ = ["Visits", "visits"]

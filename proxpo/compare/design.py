@@ -60,6 +60,8 @@ def make_plan(wish: Wish) -> Plan:
     sweep, vary = _axes(wish.sweep, "--sweep"), _axes(wish.vary, "--vary")
     arms, more = _varied(arms, vary)
     notes += more
+    base, more = _with_problems(base, arms)
+    notes += more
     notes += _check_sweep(arms, sweep, vary)
     _check_names(arms)
     first = max(TUNING, wish.seeds)
@@ -230,6 +232,26 @@ def _refuse_partial(key: str, value: Any, arms: Sequence[Arm], paths: Mapping[st
 def _base(source: str | None, pairs: Iterable[tuple[str, Any]]) -> Settings:
     tree = as_dict(load_config(source, list(pairs)))
     return {key: value for key, value in tree.items() if key not in OWN}
+
+
+def _with_problems(base: Settings, arms: list[Arm]) -> tuple[Settings, list[str]]:
+    """The same training problems for all arms, where some arms would take a pool by themselves."""
+    own = {
+        arm.name: load_config(
+            None, [*_flat(base), *arm.settings.items()], overrides={"method": arm.method}
+        ).task.problems
+        for arm in arms
+        if all(_placed(key, arm) != ["task", "problems"] for key in arm.settings)
+    }
+    needing = [name for name, problems in own.items() if problems is not None]
+    if base["task"]["problems"] is not None or not needing:
+        return base, []
+    problems = max(value for value in own.values() if value is not None)
+    note = (
+        f"all arms train on the same {problems} problems: {', '.join(needing)} "
+        f"{'learns' if len(needing) == 1 else 'learn'} from problems that come again"
+    )
+    return {**base, "task": {**base["task"], "problems": problems}}, [note]
 
 
 def _with_file_recipe(source: str | None, arms: list[Arm]) -> tuple[list[Arm], list[str]]:

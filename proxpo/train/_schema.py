@@ -48,6 +48,12 @@ class TaskConfig:
         "arithmetic[:LEVEL], arithmetic-chat, calculator, gsm8k[:PATH], reasoning-gym:NAME, FILE",
     )
     options: dict = setting({}, "options of the task, such as digits or held_out")
+    problems: int | None = setting(
+        None,
+        "train on the first so many different problems; none: on all, but 8 steps' worth of a "
+        "generated task where the method learns from revisits (knapsack-rl, palu, dcpo)",
+        low=1,
+    )
     reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
     reward_workers: int = setting(2, "processes that run reward functions", low=1)
     reward_timeout: float = setting(10.0, "seconds one sample's reward may take", above=0)

@@ -21,7 +21,7 @@ from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardPool
 from proxpo.train.rollouts import Rollout
 from proxpo.train.streams import derive, generator, turn_seed
-from proxpo.train.tasks import Problem, Task
+from proxpo.train.tasks import Lazy, Problem, Task
 from proxpo.types import Batch, Budget, Clock, Context, Recipe, State
 
 Told = Callable[[str, int, int], None]  # phase, done, total
@@ -29,10 +29,14 @@ Told = Callable[[str, int, int], None]  # phase, done, total
 
 @dataclass(kw_only=True)
 class Source:
-    """An endless shuffled walk over the training problems; `cursor` is all it remembers."""
+    """An endless shuffled walk over the training problems; `cursor` is all it remembers.
+
+    held_out: questions that a generated task must not give to training
+    """
 
     problems: Sequence[Problem]
     seed: int
+    held_out: frozenset[str] = frozenset()
     cursor: int = 0
     _order: tuple[int, Tensor] | None = field(default=None, repr=False)
 
@@ -47,7 +51,10 @@ class Source:
         if self._order is None or self._order[0] != epoch:
             shuffle = generator(self.seed, "data", epoch)
             self._order = epoch, torch.randperm(len(self.problems), generator=shuffle)
-        return self.problems[int(self._order[1][number])]
+        problem = self.problems[int(self._order[1][number])]
+        if isinstance(self.problems, Lazy) and problem.question in self.held_out:
+            raise ProxpoError(f"held-out problem given to training: {problem.question[:200]!r}")
+        return problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +166,7 @@ def _budget(
 ) -> tuple[Budget, dict[str, float]]:
     """The even share, as the recipe's budget stages change it."""
     how, device = sampler.how, sampler.policy.device
-    numbers = torch.tensor([problem.index for problem in problems], device=device)
+    numbers = torch.tensor([problem.id for problem in problems], device=device)
     budget = Budget(
         prompt_id=numbers,
         samples=torch.full_like(numbers, how.samples),
@@ -170,6 +177,9 @@ def _budget(
         budget, seen = stage.apply(budget, _context(sampler, f"budget.{stage.name}", path))
         metrics |= {name: float(value) for name, value in seen.items()}
     samples, most = budget.samples, budget.max_tokens
+    if sampler.recipe.budget:
+        moved = (samples != how.samples) | (most.clamp(max=how.max_tokens) != how.max_tokens)
+        metrics["budget/moved"] = float(moved.double().mean())
     if not bool((samples >= 0).all()) or not bool(samples.any()) or not bool((most >= 1).all()):
         raise ProxpoError(
             f"{sampler.recipe.name}: the budget must give no prompt fewer than 0 samples or 1 "
@@ -205,7 +215,7 @@ def _experience(
     policy, samples = sampler.policy, episodes.samples
     given, device = episodes.inputs(policy.pad_id), policy.device
     number = torch.tensor(which, device=device)
-    index = torch.tensor([problem.index for problem in problems], device=device)
+    numbers = torch.tensor([problem.id for problem in problems], device=device)
     rewards = torch.tensor([outcome.reward for outcome in outcomes], device=device)
     right = [is_correct(outcome) for outcome in outcomes]
     return Experience(
@@ -218,7 +228,7 @@ def _experience(
         truncated=~samples.finished,
         group=derive(*path, "group") % 2**40 + number,
         version=torch.full_like(rewards, version, dtype=torch.long),
-        prompt_id=index[number],
+        prompt_id=numbers[number],
         **_extras(sampler, problems, which, episodes, outcomes),
     )
 
@@ -234,7 +244,7 @@ def _extras(
     wanted, device, found = needs(sampler.recipe), sampler.policy.device, {}
     if "greedy_rewards" in wanted:
         found["greedy_rewards"] = _greedy(sampler, problems)[torch.tensor(which, device=device)]
-    if "turn" in wanted:
+    if "turn" in wanted or (sampler.recipe.budget and sampler.task.tool):  # limits hold for turns
         found["turn"] = episodes.turn
     if "void" in wanted:
         found["void"] = episodes.void

@@ -8,6 +8,7 @@ it belongs to the method, as everywhere else (`clip_high=0.28`, `ratio=kalman`, 
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from proxpo.files import write_whole
 from proxpo.recipes import Method, method
 from proxpo.settings import parse_setting
 from proxpo.train._schema import SECTIONS, Config, Setting, as_dict, build, changes, explain, place
+from proxpo.types import Recipe
 
 LARGEST = 1 << 20
+REVISIT_AFTER = 8  # steps until a problem of the pool comes again
 PRESETS = Path(__file__).parents[1] / "configs"
 
 
@@ -43,8 +46,22 @@ def load_config(
     for key, value in [*_entries(read), *pairs, ("method", chosen.slug)]:
         _put(tree, place(key, chosen.defaults), value, key)
     config = build(tree)
-    config.make_recipe()
-    return config
+    return _with_pool(config, config.make_recipe())
+
+
+def _with_pool(config: Config, recipe: Recipe) -> Config:
+    """A pool of problems that come again, for a method that learns from that and an endless task.
+
+    It depends on no setting that may change while a run goes on.
+    """
+    from proxpo.train.learner import needs
+    from proxpo.train.tasks import is_generated
+
+    endless = config.task.problems is None and is_generated(config.task.name)
+    if not endless or "prompt_id" not in needs(recipe):
+        return config
+    pool = REVISIT_AFTER * config.rollout.prompts_per_step
+    return replace(config, task=replace(config.task, problems=pool))
 
 
 def find(source: str | Path) -> Path:

@@ -15,6 +15,7 @@ from proxpo.shapes import Bool, Int, Tensor
 from proxpo.train.models import Policy
 from proxpo.train.rollouts import Rollout, Samples, inputs
 from proxpo.train.rollouts._agreement import Inputs
+from proxpo.train.rollouts._types import join, reorder
 from proxpo.train.tasks import Task
 
 Seeds = Callable[[int, int], int]  # row, turn
@@ -25,7 +26,7 @@ class Episodes:
     """Finished episodes. `samples.mask` holds what the policy said, `real` the tool's words too.
 
     turn: number of the turn of each token, a tool's reply counting with the call
-    void: a turn neither called the tool nor answered
+    void: a turn neither called the tool nor answered; a turn that was cut calls nothing
     texts: everything said after the prompt; answers: the last turn, which the reward sees
     begins: where the last turn begins, in tokens
     seconds: time spent in the tool
@@ -82,15 +83,21 @@ def play(
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
 
     def draw(rows: list[int], given: list[list[int]], turn: int) -> Samples:
-        found = rollout.sample(
-            given,
-            seeds=[seeds(row, turn) for row in rows],
-            max_tokens=max(limits[row] for row in rows),
-            temperature=temperature,
-            top_p=top_p,
-            progress=progress,
-        )
-        return _cut(found, [limits[row] for row in rows], policy.pad_id)
+        own = [limits[row] for row in rows]
+        parts, order = [], []
+        for most, places in _waves(own, list(map(len, given)), rollout.context):
+            order += places
+            drawn = rollout.sample(
+                [given[i] for i in places],
+                seeds=[seeds(rows[i], turn) for i in places],
+                max_tokens=most,
+                temperature=temperature,
+                top_p=top_p,
+                progress=progress,
+            )
+            parts.append(drawn)
+        samples = reorder(join(parts, policy.pad_id), order)
+        return _cut(samples, own, policy.pad_id)
 
     rows = list(range(len(prompts)))
     first = draw(rows, prompts, 0)
@@ -105,7 +112,7 @@ def play(
             for row, said in zip(rows, _rows(samples))
             if _answered(policy, task, episodes[row], *said, turn=turn)
             and not last
-            and len(prompts[row]) + len(episodes[row].tokens) + limits[row] <= policy.context
+            and len(prompts[row]) + len(episodes[row].tokens) + limits[row] <= rollout.context
         ]
         if not rows:
             break
@@ -129,6 +136,9 @@ def _answered(
     episode.answer = policy.tokenizer.decode(ids, skip_special_tokens=True)
     episode.finished = False
     if not finished:
+        # A turn that was cut calls nothing: the tool only tells whether it holds an answer.
+        reply = task.tool(episode.answer)
+        episode.void |= reply.void or bool(reply.text)
         return False
     started = time.perf_counter()
     reply = task.tool(episode.answer)
@@ -190,6 +200,20 @@ def _finished(policy: Policy, prompts: list[list[int]], episodes: list[_Episode]
         begins=[one.begin for one in episodes],
         seconds=[one.seconds for one in episodes],
     )
+
+
+def _waves(limits: list[int], lengths: list[int], context: int) -> list[tuple[int, list[int]]]:
+    """(limit, rows) of each call of the sampler.
+
+    Rows are drawn together with the largest limit and cut to their own afterwards; those that the
+    largest one would take past the context are drawn with their own.
+    """
+    most = max(limits)
+    waves: dict[int, list[int]] = {}
+    for row, (limit, length) in enumerate(zip(limits, lengths)):
+        fits = length + most <= context
+        waves.setdefault(most if fits else limit, []).append(row)
+    return list(waves.items())
 
 
 def _given(prompts: list[list[int]], episodes: list[_Episode], rows: list[int]) -> list[list[int]]:

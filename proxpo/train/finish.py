@@ -7,9 +7,11 @@ from typing import Any
 from proxpo.train.config import as_dict
 from proxpo.train.folder import write_summary
 from proxpo.train.job import Job
+from proxpo.train.learner import needs
 from proxpo.train.picture import write_pictures
 from proxpo.train.sinks import read_rows
 
+MOVED = "proxpo/budget/moved"
 Examined = tuple[dict[str, float], list[dict]]
 
 
@@ -48,12 +50,34 @@ def finish(
     ]
     title = f"{job.config.method} on {job.config.task.name}, {job.config.model.name}"
     rows = read_rows(out / "metrics.jsonl")
+    for line in idle(job, rows):
+        noted(line)
     try:
         write_pictures(out, rows, title=title, summary=summary, samples=pairs)
     except ImportError:
         noted("no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'")
     write_summary(out, summary | {"samples": pairs})
     return summary | {"samples": pairs}
+
+
+def idle(job: Job, rows: list[dict[str, Any]]) -> list[str]:
+    """Lines on what the method learns from and never met in this run, so that it did not act."""
+    recipe = job.learner.recipe
+    lines: list[str] = []
+    if "prompt_id" not in needs(recipe):
+        return lines
+    if job.source.cursor <= len(job.source.problems):
+        lines.append(
+            f"{job.config.method} learns from problems that come again, and none did: more "
+            "train.steps, or a smaller task.problems"
+        )
+    moved = [row[MOVED] for row in rows if row.get(MOVED) is not None]
+    if moved and not any(moved):
+        lines.append(
+            f"{job.config.method}: its budget never departed from the even share, so this run is "
+            "that of the method without it"
+        )
+    return lines
 
 
 def _sampled(metrics: dict[str, float]) -> float | None:

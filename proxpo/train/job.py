@@ -23,7 +23,7 @@ from proxpo.train.refusals import check_fields
 from proxpo.train.rewards import RewardPool
 from proxpo.train.rollouts import Rollout, make_rollout
 from proxpo.train.streams import derive, generator
-from proxpo.train.tasks import Task, fit_prompts, make_task
+from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.types import Clock
 
 
@@ -82,6 +82,8 @@ def build(config: Config) -> Job:
         policy.model.gradient_checkpointing_enable()
     task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
     check_fields(recipe, task)
+    if config.task.problems is not None:
+        task = take_pool(task, config.task.problems)
     task = fit_prompts(
         task, policy.tokenizer, limit=config.rollout.max_prompt, drop=config.task.drop_long
     )
@@ -101,9 +103,26 @@ def build(config: Config) -> Job:
             max_failed=config.task.reward_max_failed,
         ),
         exam=_exam(config, task),
-        source=Source(problems=task.train, seed=config.seed),
+        source=Source(problems=task.train, seed=config.seed, held_out=task.held_out),
         initial=initial,
     )
+
+
+def splits(job: Job) -> list[str]:
+    """Lines on what is trained on, what is held out, and what both have in common."""
+    task, pool = job.task, job.config.task.problems
+    lines = []
+    if pool is not None:
+        fewer = "" if len(task.train) >= pool else f", all there are (task.problems is {pool})"
+        lines.append(f"training on {len(task.train)} different problems{fewer}")
+    common, asked = task.overlap(), len(task.held_out)
+    lines.append(f"held out: {asked} questions, {common} of them also in training")
+    if common:
+        lines.append(
+            f"warning: {common} of {asked} held-out questions are trained on, so their score says "
+            "nothing about new ones"
+        )
+    return lines
 
 
 def save(job: Job, root: Path) -> Path:
@@ -232,4 +251,4 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-__all__ = ["Job", "build", "restore", "save"]
+__all__ = ["Job", "build", "restore", "save", "splits"]

@@ -16,7 +16,7 @@ from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import finish
-from proxpo.train.job import Job, build, restore, save
+from proxpo.train.job import Job, build, restore, save, splits
 from proxpo.train.rollouts import agreement
 from proxpo.train.sinks import JsonLines, Sinks, make_sinks, public_names
 from proxpo.train.update import update
@@ -64,6 +64,8 @@ def _run(
         at.step = job.step
         if fresh:  # before anything is written: much that is wrong with the input shows here
             at.phase = "evaluate"
+            for line in splits(job):
+                noted(line)
             _check_sampler(job, noted)
             metrics, answers = _examine(job)
             job.before = {"metrics": metrics, "answers": answers}

@@ -34,6 +34,16 @@ def test_every_arm_meets_every_seed_and_all_share_the_rest():
     assert all(run.steps == 7 for run in plan.runs)
 
 
+def test_all_arms_train_on_the_problems_that_one_of_them_needs_to_come_again():
+    plan = plan_of("grpo", "palu", "dcpo:history=false", seeds=1, base=[("prompts_per_step", 4)])
+    assert [config_of(plan, run).task.problems for run in plan.runs] == [32, 32, 32]
+    note = "all arms train on the same 32 problems: palu learns from problems that come again"
+    assert plan.notes == (note,)
+    own = plan_of("grpo", "palu:task.problems=64", seeds=1)
+    assert [config_of(own, run).task.problems for run in own.runs] == [None, 64]
+    assert plan_of("grpo", "isopo").base["task"]["problems"] is None
+
+
 def test_arms_carry_settings_and_a_comma_inside_a_value_stays_there():
     assert parse_arm("grpo:clip_low=0.4,clip_high=0.5")[2] == {"clip_low": 0.4, "clip_high": 0.5}
     assert parse_arm("grpo:weights=tis,off_policy_mask,lr=1e-4")[2] == {

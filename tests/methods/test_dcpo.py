@@ -148,6 +148,20 @@ def test_bounds_by_probability() -> None:
     close(torch.stack(example), [[[0.769, 0.5]], [[1.187, 5.0]]], atol=1e-3)
 
 
+def test_two_groups_of_a_prompt_in_one_batch_are_two_visits() -> None:
+    """As where an epoch ends within a rollout: both are counted, one after the other."""
+    first, second = prompt([0.0, 1.0]), prompt([1.0, 1.0])
+    second = second.replace(group=second.group + 1)
+    joined = Batch(
+        **{name: torch.cat([value, getattr(second, name)]) for name, value in first.items()}
+    )
+    recipe = method(SLUG)
+    together = recipe.update_state(recipe.init_state(), joined, {})["advantage"]
+    apart = visited([0.0, 1.0], [1.0, 1.0])["advantage"]
+    for name in ("visits", "mean", "std"):
+        close(together[name], apart[name])
+
+
 @pytest.mark.checks(SLUG, "the bounds depend on the old policy alone")
 def test_bounds_do_not_look_at_the_current_policy() -> None:
     batch = crafted([[0.3, 2.0, -1.0]], [1.0])

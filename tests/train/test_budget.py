@@ -1,16 +1,19 @@
 """Budgets before the rollout, pruning after it, and the fields a run can and cannot bring."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from train_runs import job_of, sample
 
 import proxpo.train.learner as module
+from proxpo.budgets.visits import visits
 from proxpo.errors import ProxpoError
 from proxpo.stages import STAGES, stage
 from proxpo.train.config import load_config
 from proxpo.train.descent import gradients
 from proxpo.train.fields import batch_of
-from proxpo.train.job import build
+from proxpo.train.job import build, splits
 from proxpo.train.learner import Pass
 from proxpo.train.steps import Steps
 from proxpo.train.update import update
@@ -43,9 +46,9 @@ def test_samples_and_tokens_of_each_prompt(tmp_path) -> None:
     assert int(lengths[0]) <= 2
     assert int(lengths[7:].max()) <= 4
     assert bool((rows.truncated | (lengths < 8))[1:7].all())
-    assert rows.prompt_id.unique_consecutive().tolist() == [
-        job.source.problems[int(i)].index for i in rows.prompt_id.unique_consecutive()
-    ]
+    drawn_problems = replace(job.source, cursor=0).take(4)
+    identities = [drawn_problems[i].id for i in (0, 1, 3)]  # the third got no samples
+    assert rows.prompt_id.unique_consecutive().tolist() == identities
     assert drawn.metrics["budget/seen"] == 0.0
     assert torch.isfinite(torch.tensor(update(job, rows)["loss"]))
     job.close()
@@ -82,6 +85,107 @@ def test_knapsack_learns_from_what_it_has_seen(tmp_path) -> None:
     update(job, rows)
     known = job.learner.state[place]["prompt_id"]
     assert set(known.tolist()) == set(rows.prompt_id.tolist())
+    job.close()
+
+
+PARITY = """
+def score(solution_str, ground_truth):
+    right = int(solution_str[-1:] or 0) % 2 == int(ground_truth) % 2
+    return {"score": float(right), "acc": right}
+"""
+REVISITS = ["task=calculator", "task.problems=4", "samples_per_prompt=8", "lr=1e-4"]
+
+
+def visited(tmp_path, visits: int, *sets: str, method: str) -> list[dict]:
+    """Rollouts of a pool of four problems, all of which come at every step, and their updates."""
+    job = job_of(tmp_path, *REVISITS, *sets, method=method)
+    seen = []
+    for _ in range(visits):
+        drawn = sample(job)
+        metrics = drawn.metrics | update(job, drawn.experience)
+        weights = torch.cat([p.detach().flatten() for p in job.learner.trainable()])
+        seen.append({"rows": drawn.experience, "metrics": metrics, "weights": weights})
+        job.step += 1
+    job.close()
+    return seen
+
+
+def test_knapsack_differs_from_grpo_once_problems_come_again(tmp_path) -> None:
+    """At the first visit all get their share; later the same total is shared out unevenly."""
+    base, own = (visited(tmp_path / m, 2, method=m) for m in ("grpo", "knapsack-rl"))
+    counts = [
+        [one["rows"].group.unique_consecutive(return_counts=True)[1].tolist() for one in seen]
+        for seen in (base, own)
+    ]
+    assert counts[0] == [[8] * 4] * 2
+    assert counts[1][0] == [8] * 4
+    assert sum(counts[1][1]) == 32
+    assert len(set(counts[1][1])) > 1
+    assert own[1]["metrics"]["budget/effective"] > 0
+
+
+def test_palu_differs_from_grpo_once_problems_come_again(tmp_path) -> None:
+    """The first visit is GRPO's; then what was solved gets a shorter limit, and the rest is cut.
+
+    Under a reward that right responses of several lengths earn: equal lengths leave nothing to cut.
+    """
+    file = tmp_path / "parity.py"
+    file.write_text(PARITY)
+    eight = ["task.problems=8", "prompts_per_step=8", "rollout.max_tokens=6"]
+    sets = ["task=arithmetic:expert", f"task.reward={file}:score", *eight]
+    base = visited(tmp_path / "grpo", 2, *sets, method="grpo")
+    own = visited(tmp_path / "palu", 2, *sets, "target=0.25", method="palu")
+    assert torch.equal(base[0]["weights"], own[0]["weights"])
+    assert not torch.equal(base[1]["weights"], own[1]["weights"])
+    assert own[0]["metrics"]["budget/tokens"] == 6.0
+    assert own[1]["metrics"]["budget/tokens"] < 6.0
+    cut = [int(one[1]["rows"].truncated.sum()) for one in (base, own)]
+    assert cut[1] > cut[0]
+
+
+def test_dcpo_differs_from_its_single_visit_form_once_problems_come_again(tmp_path) -> None:
+    """Against history=False, which is GRPO's advantage: equal at the first visit alone."""
+    own, single = (
+        visited(tmp_path / str(history), 2, f"history={history}", method="dcpo")
+        for history in (True, False)
+    )
+    assert torch.equal(own[0]["weights"], single[0]["weights"])
+    assert not torch.equal(own[1]["weights"], single[1]["weights"])
+
+
+@pytest.mark.parametrize("method", ["knapsack-rl", "palu", "dcpo"])
+def test_a_method_that_learns_from_revisits_gets_a_pool(method, tmp_path) -> None:
+    """On a generated task, eight steps' worth; not on a file, and not with a pool of one's own."""
+    config = load_config(None, ["prompts_per_step=4"], overrides={"method": method})
+    assert config.task.problems == 32
+    assert load_config(None, ["task.problems=5"], overrides={"method": method}).task.problems == 5
+    assert load_config(None, ["task=a.jsonl"], overrides={"method": method}).task.problems is None
+    assert load_config(None, [], overrides={"method": "grpo"}).task.problems is None
+    assert load_config(None, ["history=false"], overrides={"method": "dcpo"}).task.problems is None
+    job = build(config)
+    first = {p.id for p in job.source.take(32)}
+    assert len(first) == 32
+    assert {p.id for p in job.source.take(32)} == first
+    assert splits(job)[0] == "training on 32 different problems"
+    job.close()
+
+
+def test_a_pool_larger_than_the_task_is_said(tmp_path) -> None:
+    job = job_of(tmp_path, "task.options.digits=1", "task.problems=500", method="grpo")
+    assert (
+        splits(job)[0] == "training on 88 different problems, all there are (task.problems is 500)"
+    )
+    job.close()
+
+
+def test_lengths_of_several_turns_are_those_of_the_longest(tmp_path) -> None:
+    """A limit holds for each turn, so what moves it is measured in turns."""
+    job = job_of(tmp_path, "task=calculator", method="palu")
+    rows = sample(job).experience
+    assert int(rows.turn.max()) > 0
+    seen = visits(batch_of(job, rows), by="test")
+    assert float(seen.length.max()) <= 8
+    assert int(rows.mask.sum(1).max()) > 8
     job.close()
 
 

@@ -12,11 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from proxpo.errors import ProxpoError
-from proxpo.train.rewards import Outcome, RewardItem, RewardPool
+from proxpo.train.collect import Source
+from proxpo.train.rewards import Outcome, RewardItem, RewardPool, gym
 from proxpo.train.streams import derive, generator
-from proxpo.train.tasks import Problem, RewardSpec, fit_prompts, make_task
+from proxpo.train.tasks import Lazy, Problem, RewardSpec, fit_prompts, make_task, take_pool
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, Sum, held_out
 from proxpo.train.tasks.calculator import calculate, solution
+from proxpo.train.tasks.reasoning_gym import _apart
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -278,6 +280,70 @@ def test_reasoning_gym():
     assert [one.status for one in outcomes] == ["ok"] * 3
 
 
+@pytest.mark.parametrize("name", ["coin_flip", "prime_factorization", "caesar_cipher", "lcm"])
+def test_no_question_of_a_small_gym_dataset_is_trained_on_and_held_out(name):
+    """Their questions come again: the splits' seeds alone keep none of them apart."""
+    task = make_task(f"reasoning-gym:{name}")
+    assert len(task.held_out) == len(task.test) >= 20
+    trained = {problem.question for problem in task.train[:3000]}
+    assert len(trained) >= 100
+    assert trained.isdisjoint(task.held_out)
+    assert task.train[7] == make_task(f"reasoning-gym:{name}").train[7]
+    assert Source(problems=task.train, seed=0, held_out=task.held_out).take(20)
+    replaced = next(p for i, p in enumerate(task.train) if p.index != i)  # scored as what it is
+    text = f"<answer>{replaced.answer}</answer>"
+    assert gym.score(text, replaced.extra, **task.reward.kwargs)["acc"]
+
+
+def test_a_gym_dataset_too_small_to_hold_questions_out_is_refused():
+    for name, options, message in (
+        ("tower_of_hanoi", {}, "19 can be held out of training, 20 are needed"),
+        ("coin_flip", {"test_size": 300}, "can be held out of training, 300 are needed"),
+        ("leg_counting", {"test_size": 0}, "test_size in 1.."),
+    ):
+        with pytest.raises(ProxpoError, match=f"task reasoning-gym:{name}: .*{message}") as caught:
+            make_task(f"reasoning-gym:{name}", **options)
+        assert "\n" not in str(caught.value)
+    only = {"min_trials": 3, "max_trials": 3}
+    task = make_task("reasoning-gym:coin_flip", test_size=2, size=1, config=only)
+    asked = {problem.question for problem in task.test}
+    with pytest.raises(ProxpoError, match="every training question is held out"):
+        _apart(Lazy(lambda i: task.test[0], 5), asked, "coin_flip")
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "arithmetic-chat", "calculator"])
+def test_a_generated_problem_that_is_held_out_never_reaches_training(name):
+    task = make_task(name)
+    source = Source(problems=task.train, seed=0, held_out=task.held_out)
+    assert len(source.take(300)) == 300
+    spoilt = Source(problems=Lazy(lambda i: task.test[i], 5), seed=0, held_out=task.held_out)
+    with pytest.raises(ProxpoError, match="held-out problem given to training"):
+        spoilt.take(1)
+
+
+def test_a_problem_has_one_identity_wherever_it_comes():
+    """That of its prompt: not its place in the stream, and the same in every run."""
+    task = make_task("calculator")
+    numbers: dict[str, set[int]] = {}
+    for problem in task.train[:3000]:
+        numbers.setdefault(problem.prompt, set()).add(problem.id)
+    assert 2000 < len(numbers) < 3000
+    assert all(len(found) == 1 for found in numbers.values())
+    assert len(set.union(*numbers.values())) == len(numbers)
+    assert Problem("17+26?", "43", 5).id == 3949673448668615179
+    assert Problem("a", None, 0).id != Problem("A", None, 0).id
+    assert Problem("a  b", None, 0).question == Problem("A b\n", None, 0).question
+
+
+def test_a_pool_holds_different_problems(tmp_path):
+    pool = take_pool(make_task("calculator"), 50).train
+    assert len({problem.id for problem in pool}) == len(pool) == 50
+    path = jsonl(tmp_path, *({"prompt": word} for word in "aabbccdd"))
+    task = make_task(path, reward="exact", test=jsonl(tmp_path, {"prompt": "x"}, name="t.jsonl"))
+    assert [p.prompt for p in take_pool(task, 3).train] == ["a", "b", "c"]
+    assert [p.prompt for p in take_pool(task, 9).train] == ["a", "b", "c", "d"]
+
+
 def test_reasoning_gym_errors():
     for name, options, message in (
         ("reasoning-gym", {}, "needs a dataset: reasoning-gym:NAME"),
@@ -356,6 +422,23 @@ def test_the_split_does_not_depend_on_the_order_of_lines(tmp_path_factory, promp
         assert splits[-1].isdisjoint(p.prompt for p in task.train)
     if 0 < len(splits[0]) < len(prompts) and len(splits[0]) > 1:
         assert splits[0] == splits[1]
+
+
+def test_spellings_of_one_question_stay_on_one_side(tmp_path):
+    rows = [{"prompt": f"{word} {i}"} for i in range(60) for word in ("What is", "what  IS")]
+    task = make_task(jsonl(tmp_path, *rows), reward="exact", held_out=0.3)
+    assert task.overlap() == 0
+    assert len(task.test) == 2 * len(task.held_out)
+    assert 20 < len(task.test) < 60
+
+
+def test_problems_in_both_files_are_counted(tmp_path):
+    train = jsonl(tmp_path, *({"prompt": f"Say {i}"} for i in range(10)))
+    asked = ["say 3", "Say 4", "Say 4", "Say 99"]
+    test = jsonl(tmp_path, *({"prompt": text} for text in asked), name="test.jsonl")
+    task = make_task(train, reward="exact", test=test)
+    assert (task.overlap(), len(task.held_out)) == (2, 3)
+    assert make_task(jsonl(tmp_path, {"prompt": "a"}), reward="exact").overlap() == 1
 
 
 BAD_FILES = {

@@ -30,6 +30,7 @@ class Scripted:
 
     def __init__(self, policy, *turns: list[str]) -> None:
         self.policy, self.turns, self.shown, self.seeds = policy, list(turns), [], []
+        self.context = policy.context
 
     def sample(self, prompts, *, seeds, max_tokens, temperature, top_p=1.0, progress=None):
         self.shown.append(prompts)
@@ -92,6 +93,48 @@ def test_limits_row_by_row(policy) -> None:
     found, _ = played(policy, ["123456", "123456"], max_tokens=[3, 7])
     assert found.samples.mask.sum(1).tolist() == [3, 7]
     assert found.samples.finished.tolist() == [False, True]
+
+
+def test_a_long_prompt_is_drawn_with_its_own_limit_near_the_context(policy) -> None:
+    """Limits [9, 40]: the larger one, which the first prompt has no room for, is not asked for it.
+
+    Responses are those of the rows drawn alone, in their order.
+    """
+    task, rollout = make_task("arithmetic"), make_rollout("local", policy)
+    short = policy.tokenizer.encode("123+456=")
+    full = (short * policy.context)[: policy.context - 9]
+    prompts, limits = [full, short, full[1:]], [9, 40, 9]
+    options = {"seeds": lambda row, turn: 0, "temperature": 0.0}
+    drawn = play(policy, rollout, task, prompts, max_tokens=limits, **options)
+    alone = [
+        play(policy, rollout, task, [prompt], max_tokens=limit, **options)
+        for prompt, limit in zip(prompts, limits)
+    ]
+    assert drawn.texts == [text for one in alone for text in one.texts]
+    assert drawn.samples.prompts == prompts
+    assert bool((drawn.samples.mask.sum(1) <= torch.tensor(limits)).all())
+    with pytest.raises(ProxpoError, match=r"max_tokens=10 that exceeds the model's context"):
+        play(policy, rollout, task, prompts, max_tokens=[10, 40, 9], **options)
+
+
+def test_turns_go_on_while_each_row_has_room_for_its_own_limit(policy) -> None:
+    task = make_task("calculator")
+    words = "=" * (policy.context - 40)
+    chatty = replace(task, tool=lambda turn: Reply(words if "[" in turn else "", void=False))
+    sampler = Scripted(policy, ["[17+26]"] * 2, ["43"])
+    prompts = [policy.tokenizer.encode(PROMPT)] * 2
+    options = {"seeds": lambda row, turn: row, "temperature": 1.0}
+    found = play(policy, sampler, chatty, prompts, max_tokens=[9, 40], **options)
+    assert sampler.seeds == [[0, 1], [0]]  # the row of 40 has no room for a second turn
+    assert found.answers == ["43", "[17+26]"]
+
+
+def test_a_turn_cut_without_a_call_or_an_answer_is_void(policy) -> None:
+    """A cut call is none, even one whose every letter is there; a number is an answer."""
+    found, _ = played(policy, ["[17+26]", "hm, that", "4321567", "43"], max_tokens=7)
+    assert found.samples.finished.tolist() == [False, False, False, True]
+    assert found.texts[:3] == ["[17+26]", "hm, that"[:7], "4321567"]
+    assert found.void.tolist() == [True, True, False, False]
 
 
 def test_an_episode_stops_before_the_context_is_full(policy) -> None:

@@ -31,6 +31,7 @@ class Watched:
 
     def __init__(self, job: Job) -> None:
         self._job, self._sampler = job, job.rollout
+        self.context = job.rollout.context
         self._old = copy.deepcopy(job.policy.model)
         problems = job.task.test[:12]
         self.prompts = [job.task.encode(one, job.policy.tokenizer) for one in problems]

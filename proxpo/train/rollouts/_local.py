@@ -32,6 +32,10 @@ class LocalRollout:
         with torch.inference_mode():
             self._engine = _make_engine(policy, bare, readable(bare) if lean is None else lean)
 
+    @property
+    def context(self) -> int:
+        return self._policy.context
+
     def sample(
         self,
         prompts: list[list[int]],
@@ -48,7 +52,7 @@ class LocalRollout:
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
-            context=self._policy.context,
+            context=self.context,
         )
         parts = []
         for first in range(0, len(prompts), self._max_rows):

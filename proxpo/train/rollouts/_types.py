@@ -36,6 +36,10 @@ class Samples:
 class Rollout(Protocol):
     """A sampler with a copy of the policy's weights, which `sync` brings up to date."""
 
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its response together."""
+
     def sample(
         self,
         prompts: list[list[int]],
@@ -128,4 +132,19 @@ def join(parts: list[Samples], pad_id: int) -> Samples:
         logp=wide("logp", 0.0),
         mask=wide("mask", False),
         finished=torch.cat([part.finished for part in parts]),
+    )
+
+
+def reorder(samples: Samples, order: list[int]) -> Samples:
+    """Rows that were drawn in `order`, back in their places."""
+    if order == list(range(len(order))):
+        return samples
+    index = torch.tensor(order).argsort()
+    place = index.to(samples.mask.device)
+    return Samples(
+        prompts=[samples.prompts[i] for i in index.tolist()],
+        tokens=samples.tokens[place],
+        logp=samples.logp[place],
+        mask=samples.mask[place],
+        finished=samples.finished[place],
     )

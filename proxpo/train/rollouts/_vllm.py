@@ -36,7 +36,7 @@ class VllmRollout:
         on_cpu = policy.device.type == "cpu"
         vllm = _vllm(memory if on_cpu else None)
         self._policy, self._make_params = policy, vllm.SamplingParams
-        self._length = min(max_length or policy.context, policy.context)
+        self.context = min(max_length or policy.context, policy.context)
         options: dict[str, Any] = (
             {} if on_cpu or memory is None else {"gpu_memory_utilization": memory}
         )
@@ -54,7 +54,7 @@ class VllmRollout:
                 skip_tokenizer_init=True,
                 dtype=str(policy.dtype).removeprefix("torch."),
                 logprobs_mode="processed_logprobs",  # after temperature, as training needs them
-                max_model_len=self._length,
+                max_model_len=self.context,
                 max_num_seqs=max_rows,
                 enforce_eager=on_cpu if eager is None else eager,
                 disable_log_stats=True,
@@ -77,7 +77,7 @@ class VllmRollout:
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
-            context=self._length,
+            context=self.context,
         )
         if top_p < 1 and temperature > 0:
             raise ProxpoError(

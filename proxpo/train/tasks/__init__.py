@@ -10,9 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, fold, resolve
 from proxpo.options import bind
-from proxpo.train.tasks._types import Messages, Problem, Reply, RewardSpec, Task, fit_prompts
+from proxpo.train.tasks._types import (
+    Lazy,
+    Messages,
+    Problem,
+    Reply,
+    RewardSpec,
+    Task,
+    fit_prompts,
+    take_pool,
+)
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, arithmetic, arithmetic_chat
 from proxpo.train.tasks.calculator import LEVELS as CALCULATOR_LEVELS
 from proxpo.train.tasks.calculator import calculator
@@ -28,6 +37,7 @@ TASKS: dict[str, tuple[Callable[..., Task], str]] = {
     "gsm8k": (gsm8k, "path"),
     "reasoning-gym": (reasoning_gym, "name"),
 }
+GENERATED = ("arithmetic", "arithmetic-chat", "calculator", "reasoning-gym")  # without an end
 LEVELS: dict[str, dict] = {
     "arithmetic": TEXT_LEVELS,
     "arithmetic-chat": CHAT_LEVELS,
@@ -52,13 +62,21 @@ def make_task(name: str, *, reward: str | None = None, **options: Any) -> Task:
     return task if reward is None else replace(task, reward=reward_spec(reward, {}, name))
 
 
+def is_generated(name: str) -> bool:
+    """Whether the task called `name` makes its problems up, so that hardly any comes again."""
+    return fold(name.partition(":")[0]) in map(fold, GENERATED)
+
+
 __all__ = [
     "TASKS",
+    "Lazy",
     "Messages",
     "Problem",
     "Reply",
     "RewardSpec",
     "Task",
     "fit_prompts",
+    "is_generated",
     "make_task",
+    "take_pool",
 ]

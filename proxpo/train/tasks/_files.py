@@ -7,6 +7,7 @@ from typing import Any
 
 from proxpo.errors import ProxpoError
 from proxpo.train.streams import derive
+from proxpo.train.tasks._identity import question
 
 
 def read_jsonl(path: Path, *, needed: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
@@ -47,15 +48,33 @@ def _row(line: str, place: str, needed: Mapping[str, type]) -> dict[str, Any]:
 def split_by_hash(
     rows: list[dict[str, Any]], *, share: float, key: str
 ) -> tuple[list[dict], list[dict]]:
-    """Train and test rows: equal prompts fall on the same side, whatever the file's order."""
+    """Train and test rows: equal questions fall on the same side, whatever the file's order.
 
-    def held_out(row: dict[str, Any]) -> bool:
-        return derive(0, "held out", json.dumps(row[key], sort_keys=True)) < share * 2**63
+    Of several spellings of a question the first in the alphabet decides for all of them.
+    """
+    asked = [_question(row[key]) for row in rows]
+    spelling: dict[str, str] = {}
+    for row, text in zip(rows, asked):
+        written = json.dumps(row[key], sort_keys=True)
+        spelling[text] = min(written, spelling.get(text, written))
+    draw = {text: derive(0, "held out", written) for text, written in spelling.items()}
+    if len(draw) == 1:  # nothing to keep apart: the run says that it is tested on its training data
+        return rows[:-1] or rows, rows[-1:]
+    held_out = {text for text in draw if draw[text] < share * 2**63}
+    if len(held_out) in (0, len(draw)):  # too few questions to split by chance
+        held_out = {min(draw, key=lambda text: draw[text])}
+    return (
+        [row for row, text in zip(rows, asked) if text not in held_out],
+        [row for row, text in zip(rows, asked) if text in held_out],
+    )
 
-    train = [row for row in rows if not held_out(row)]
-    test = [row for row in rows if held_out(row)]
-    # Too few rows to split by chance: the last one stands in, so that there is something to test.
-    return (train, test) if train and test else (rows[:-1] or rows, rows[-1:])
+
+def _question(prompt: Any) -> str:
+    """The question of a prompt; one that is neither text nor messages is refused later."""
+    try:
+        return question(prompt)
+    except (TypeError, KeyError, AttributeError):
+        return json.dumps(prompt, sort_keys=True)
 
 
 __all__ = ["read_jsonl", "split_by_hash"]

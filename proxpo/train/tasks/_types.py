@@ -2,21 +2,37 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, overload
 
 from proxpo.errors import ProxpoError
+from proxpo.train.tasks._identity import Messages, identity, question
 
-Messages = list[dict[str, str]]
+DRAWS = 20  # generated problems looked at for each different one that is wanted
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt (text, or chat messages), its answer, and what the reward function may want."""
+    """A prompt (text, or chat messages), its answer, and what the reward function may want.
+
+    index: its place in the split, for messages; a problem that comes twice has two
+    """
 
     prompt: str | Messages
     answer: Any
     index: int
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def id(self) -> int:
+        """The same number wherever the prompt occurs; what methods remember problems by."""
+        return identity(self.prompt)
+
+    @cached_property
+    def question(self) -> str:
+        """The prompt's text, by which training and held-out problems are kept apart."""
+        return question(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,20 @@ class Task:
             )
         return ids
 
+    @cached_property
+    def held_out(self) -> frozenset[str]:
+        """The questions of the test split."""
+        return frozenset(problem.question for problem in self.test)
+
+    def overlap(self) -> int:
+        """Number of held-out questions that are also trained on.
+
+        Generated problems are 0 by construction: `Source` refuses to hand out one that is held out.
+        """
+        if isinstance(self.train, Lazy):
+            return 0
+        return len(self.held_out.intersection(problem.question for problem in self.train))
+
     def _encode_chat(self, messages: Messages, tokenizer: Any) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise ProxpoError(
@@ -144,4 +174,23 @@ def fit_prompts(task: Task, tokenizer: Any, *, limit: int, drop: bool = False) -
     return replace(task, train=fitting(task.train, "train"), test=fitting(task.test, "test"))
 
 
-__all__ = ["Lazy", "Messages", "Problem", "Reply", "RewardSpec", "Task", "fit_prompts"]
+def take_pool(task: Task, size: int) -> Task:
+    """The task with its first `size` different training problems, or all if there are fewer."""
+    pool: dict[int, Problem] = {}
+    for problem in islice(task.train, DRAWS * size if isinstance(task.train, Lazy) else None):
+        pool.setdefault(problem.id, problem)
+        if len(pool) == size:
+            break
+    return replace(task, train=list(pool.values()))
+
+
+__all__ = [
+    "Lazy",
+    "Messages",
+    "Problem",
+    "Reply",
+    "RewardSpec",
+    "Task",
+    "fit_prompts",
+    "take_pool",
+]

@@ -1,8 +1,10 @@
 """Any dataset of the package reasoning-gym, `reasoning-gym:<name>`: generated, verified by rule."""
 
+from itertools import islice
 from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
+from proxpo.train.streams import derive
 from proxpo.train.tasks._types import Lazy, Problem, RewardSpec, Task
 
 SYSTEM = (
@@ -11,23 +13,36 @@ SYSTEM = (
 )
 # Entry i of a dataset is drawn from seed + i, so the splits' seeds must lie further apart.
 APART = 1_000_000_000
+TEST_SIZE = 500
+FEWEST = 20  # held-out questions below which a score says nothing
+SHARE = 0.2  # of the questions, held out where a dataset has so few that they come again
+TRIES = 1000
 
 
 def reasoning_gym(
     *,
     name: str,
     size: int = 100_000,
-    test_size: int = 500,
+    test_size: int | None = None,
     seed: int = 0,
     chat: bool = True,
     config: dict | None = None,
     template: dict | None = None,
 ) -> Task:
-    """Problems of the dataset `name`; `config` goes to it (difficulty and the like)."""
+    """Problems of the dataset `name`; `config` goes to it (difficulty and the like).
+
+    A question that is held out is never trained on: in the place of such an entry stands another
+    one of the training split. test_size: held-out questions; none: 500, or a fifth of those of a
+    smaller dataset, which must be 20 at least.
+    """
     gym = _package()
     name = resolve(name, gym.factory.DATASETS, what="reasoning-gym dataset")
-    if not 0 < size < APART or not 0 < test_size < APART:
-        raise ProxpoError(f"task reasoning-gym:{name}: size and test_size are in 1..{APART - 1}")
+    wanted = TEST_SIZE if test_size is None else test_size
+    if not 0 < size < APART or not 0 < wanted < APART // TRIES:
+        raise ProxpoError(
+            f"task reasoning-gym:{name}: size is in 1..{APART - 1} and test_size in "
+            f"1..{APART // TRIES - 1}, got {size} and {wanted}"
+        )
 
     def entries(start: int, count: int) -> Lazy:
         try:
@@ -42,10 +57,18 @@ def reasoning_gym(
 
         return Lazy(make, len(dataset))
 
+    test = _held_out(entries(seed + APART, int(2 * wanted / SHARE)), wanted)
+    needed = FEWEST if test_size is None else wanted
+    if len(test) < needed:
+        raise ProxpoError(
+            f"task reasoning-gym:{name}: too few different questions: {len(test)} can be held out "
+            f"of training, {needed} are needed: lower task.options.test_size, or vary them more "
+            "with task.options.config"
+        )
     return Task(
         name=f"reasoning-gym:{name}",
-        train=entries(seed, size),
-        test=entries(seed + APART, test_size),
+        train=_apart(entries(seed, size), {problem.question for problem in test}, name),
+        test=test,
         reward=RewardSpec(
             where="proxpo.train.rewards.gym:score",
             kwargs={"name": name, "config": config or {}},
@@ -53,6 +76,39 @@ def reasoning_gym(
         ),
         template=template or {},
     )
+
+
+def _held_out(entries: Lazy, wanted: int) -> list[Problem]:
+    """Up to `wanted` different questions.
+
+    They are the first entries if no question comes twice among these: there are many more then.
+    Otherwise those whose hash says so, a fixed share of all, so that others are left for training.
+    """
+    seen = {problem.question: problem for problem in islice(entries, wanted)}
+    if len(seen) == wanted:
+        return list(seen.values())
+    for problem in islice(entries, wanted, None):
+        seen.setdefault(problem.question, problem)
+    chosen = [one for text, one in seen.items() if derive(0, "held out", text) < SHARE * 2**63]
+    return chosen[:wanted]
+
+
+def _apart(entries: Lazy, held_out: set[str], name: str) -> Lazy:
+    """The entries, those with a held-out question replaced by others drawn by their number."""
+
+    def make(number: int) -> Problem:
+        problem = entries[number]
+        for i in range(TRIES):
+            if problem.question not in held_out:
+                return problem
+            problem = entries[derive(0, "instead of", number, i) % len(entries)]
+        raise ProxpoError(
+            f"task reasoning-gym:{name}: every training question is held out: raise "
+            "task.options.size, or make them more varied with task.options.config"
+        )
+
+    make(0)  # a dataset without any question to train on is refused at once
+    return Lazy(make, len(entries))
 
 
 def _prompt(chat: bool, question: str) -> Any:

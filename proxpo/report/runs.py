@@ -14,7 +14,9 @@ from typing import Any
 
 from proxpo.compare.plan import Arm, Choice, PlannedRun, read_plan
 from proxpo.errors import ProxpoError
+from proxpo.train.sinks import missing_steps
 
+MOST_STEPS = 10_000_000  # a step beyond is no step of a run
 Row = Mapping[str, float]
 
 
@@ -161,6 +163,7 @@ def _own(folder: Path, *, shown: str) -> Run:
     if (folder / "metrics.jsonl").exists():
         found, damage = read_lines(folder / "metrics.jsonl", shown=f"{shown}/metrics.jsonl")
         notes += damage
+        notes += _history(found, summary, shown)
     status, reason = _status(config, summary, failure)
     command = folder / "command.txt"
     return Run(
@@ -178,6 +181,21 @@ def _own(folder: Path, *, shown: str) -> Run:
         summary={k: v for k, v in summary.items() if k not in ("config", "samples")},
         notes=tuple(notes),
     )
+
+
+def _history(found: list[dict[str, Any]], summary: Mapping[str, Any], shown: str) -> list[str]:
+    """Steps without a row, and settings that changed when the run was resumed."""
+    rows = [row for row in found if type(row.get("step")) is int and 0 <= row["step"] <= MOST_STEPS]
+    gap = missing_steps(rows, max((row["step"] for row in rows), default=-1))
+    notes = [f"{shown}/metrics.jsonl has no row of step {gap}"] if gap else []
+    changes = summary.get("changes")
+    whole = isinstance(changes, list) and all(isinstance(one, dict) for one in changes)
+    for one in changes if whole else []:
+        values = f"{one.get('before')} -> {one.get('after')}"
+        notes.append(
+            f"{shown}: {one.get('setting')} changed after step {one.get('step')}: {values}"
+        )
+    return notes
 
 
 def _status(config: Mapping, summary: Mapping, failure: Mapping) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """Options of stages and recipes: keyword arguments checked against the factory's signature."""
 
 import inspect
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -40,9 +39,22 @@ def coerce(value: Any, kind: Any, *, option: str) -> Any:
         if isinstance(word, str) and fold(known) == fold(word):
             return known
     if words and isinstance(word, str):
-        raise ProxpoError(f"{option}: unknown value '{word}'{nearest(word, words)}")
+        raise ProxpoError(f"{option}: unknown value {_quoted(word)}{nearest(word[:80], words)}")
     names = " or ".join(_name(one) for one in allowed)
-    raise ProxpoError(f"{option} takes {names}, got {value!r}")
+    raise ProxpoError(f"{option} takes {names}, got {brief(value)}")
+
+
+def brief(value: Any) -> str:
+    """The value as an error shows it: cut to one line, whatever its size."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python writes out, a foreign __repr__
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if len(word) <= 80 else brief(word)
 
 
 def _name(kind: Any) -> str:
@@ -55,14 +67,8 @@ def _words(kind: Any) -> tuple[str, ...]:
 
 
 def _as(value: Any, kind: Any) -> tuple[bool, Any]:
-    number = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-    )
-    if kind is float:
-        return number, float(value) if number else value
-    if kind is int:
-        whole = number and math.isfinite(value) and float(value).is_integer()
-        return whole, int(value) if whole else value
+    if kind in (int, float):
+        return _as_number(value, kind)
     if kind in (bool, str, type(None)):
         return isinstance(value, kind), value
     if typing.get_origin(kind) is Callable:
@@ -70,4 +76,16 @@ def _as(value: Any, kind: Any) -> tuple[bool, Any]:
     return not _words(kind), value
 
 
-__all__ = ["bind", "coerce"]
+def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        return False, value
+    if kind is int:
+        whole = isinstance(value, int) or value.is_integer()
+        return whole, int(value) if whole else value
+    try:
+        return True, float(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False, value
+
+
+__all__ = ["bind", "brief", "coerce"]

@@ -15,7 +15,9 @@ from proxpo.compare.state import measured, parsed
 from proxpo.errors import ProxpoError
 from proxpo.report.facts import count, one_line
 from proxpo.train._schema import SECTIONS
+from proxpo.train.sinks import missing_steps
 
+MOST_STEPS = 10_000_000  # a step beyond is no step of a run
 Row = Mapping[str, float]
 LONGEST = 1000  # characters of a reason
 MOST_NOTES = 4  # on the damaged lines of one file
@@ -190,6 +192,7 @@ def _own(folder: Path, *, shown: str) -> Run:
     if (folder / "metrics.jsonl").exists():
         logged, damage = read_lines(folder / "metrics.jsonl", shown=f"{shown}/metrics.jsonl")
         notes += damage
+        notes += _history(logged, summary, shown)
     read = rows_of(logged, shown=f"{shown}/metrics.jsonl")
     status, reason = _status(config, summary, failure)
     name = one_line(str(config.get("method", folder.name)))
@@ -214,6 +217,23 @@ def _command(folder: Path, shown: str) -> str:
         return one_line((folder / "command.txt").read_text(errors="replace"))
     except OSError:
         return one_line(f"proxpo train {shown}/config.yaml")
+
+
+def _history(logged: list[dict[str, Any]], summary: Mapping[str, Any], shown: str) -> list[str]:
+    """Steps without a row, and settings that changed when the run was resumed."""
+    rows = [
+        row for row in logged if type(row.get("step")) is int and 0 <= row["step"] <= MOST_STEPS
+    ]
+    gap = missing_steps(rows, max((row["step"] for row in rows), default=-1))
+    notes = [f"{shown}/metrics.jsonl has no row of step {gap}"] if gap else []
+    changes = summary.get("changes")
+    whole = isinstance(changes, list) and all(isinstance(one, dict) for one in changes)
+    for one in changes if whole else []:
+        values = f"{one.get('before')} -> {one.get('after')}"
+        notes.append(
+            f"{shown}: {one.get('setting')} changed after step {one.get('step')}: {values}"
+        )
+    return notes
 
 
 def _status(config: Mapping, summary: Mapping, failure: Mapping) -> tuple[str, str]:

@@ -6,27 +6,43 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from proxpo.errors import ProxpoError, nearest
-from proxpo.options import coerce
+from proxpo.options import brief, coerce
 from proxpo.types import KINDS, Recipe
 
 Optimizer = Literal["adamw", "muon", "soap", "shampoo", "kfac"]
 Schedule = Literal["constant", "linear", "cosine"]
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+Resume = Literal["fixed", "next", "now"]
+
+
+ROWS = 1 << 20  # responses of one rollout or one evaluation
+TOKENS = 1 << 24
+STEPS = 1_000_000_000
+DAY = 86_400
+VALUES = 10_000  # in one block of options
+LARGE = 1e30  # leaves room for products within float32
 
 
 def setting(
     default: Any,
     doc: str,
     *,
-    low: int | None = None,
-    high: int | None = None,
-    above: int | None = None,
+    resume: Resume,
+    low: int | float | None = None,
+    high: int | float | None = None,
+    above: int | float | None = None,
 ) -> Any:
-    """A field with its documentation and the range it must lie in."""
-    info = {"doc": doc, "low": low, "high": high, "above": above}
+    """A field with its documentation, its range, and the effect of a change on `--resume`.
+
+    resume: "fixed": a change is refused, the setting is part of what the run is;
+        "next": a change takes effect from the next step on, and is refused where no step is left;
+        "now": a change takes effect at once, in the evaluation of a finished run too.
+    """
+    info = {"doc": doc, "resume": resume, "low": low, "high": high, "above": above}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=info)
     return field(default=default, metadata=info)
@@ -34,11 +50,17 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    name: str = setting("tiny", "tiny, smollm2, a folder, or a Hugging Face id")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    dtype: Dtype = setting("auto", "of the arithmetic; auto: bfloat16 on a GPU, float32 on a CPU")
-    gradient_checkpointing: bool = setting(False, "recompute activations to save memory")
-    lora: dict | None = setting(None, "options of peft's LoraConfig; none trains every weight")
+    name: str = setting("tiny", "tiny, smollm2, a folder, or a Hugging Face id", resume="fixed")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N", resume="now")
+    dtype: Dtype = setting(
+        "auto", "of the arithmetic; auto: bfloat16 on a GPU, float32 on a CPU", resume="next"
+    )
+    gradient_checkpointing: bool = setting(
+        False, "recompute activations to save memory", resume="next"
+    )
+    lora: dict | None = setting(
+        None, "options of peft's LoraConfig; none trains every weight", resume="fixed"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,87 +68,174 @@ class TaskConfig:
     name: str = setting(
         "arithmetic",
         "arithmetic[:LEVEL], arithmetic-chat, calculator, gsm8k[:PATH], reasoning-gym:NAME, FILE",
+        resume="fixed",
     )
-    options: dict = setting({}, "options of the task, such as digits or held_out")
+    options: dict = setting({}, "options of the task, such as digits or held_out", resume="fixed")
+    reward: str | None = setting(
+        None, "FILE.py:FUNCTION instead of the task's own reward", resume="fixed"
+    )
+    reward_workers: int = setting(
+        2, "processes that run reward functions", resume="now", low=1, high=1024
+    )
+    reward_timeout: float = setting(
+        10.0, "seconds one sample's reward may take", resume="now", above=0, high=DAY
+    )
+    reward_memory: float | None = setting(
+        8.0,
+        "GiB of memory a reward worker and its children may use (on Linux); none: no limit",
+        resume="now",
+        above=0,
+        high=1 << 20,
+    )
     problems: int | None = setting(
         None,
         "train on the first so many different problems; none: on all, but 8 steps' worth of a "
         "generated task where the method learns from revisits (knapsack-rl, palu, dcpo)",
+        resume="fixed",
         low=1,
+        high=1 << 40,
     )
-    reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
-    reward_workers: int = setting(2, "processes that run reward functions", low=1)
-    reward_timeout: float = setting(10.0, "seconds one sample's reward may take", above=0)
     reward_max_failed: float = setting(
-        0.5, "share of a batch whose rewards may fail before the run stops", low=0, high=1
+        0.5,
+        "share of a batch whose rewards may fail before the run stops",
+        resume="now",
+        low=0,
+        high=1,
     )
-    drop_long: bool = setting(False, "leave out prompts over max_prompt instead of refusing them")
+    drop_long: bool = setting(
+        False, "leave out prompts over max_prompt instead of refusing them", resume="fixed"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    backend: Literal["local", "vllm"] = setting("local", "what samples: local or vllm")
-    options: dict = setting({}, "options of the backend")
-    prompts_per_step: int = setting(64, "prompts a step", low=1)
-    samples_per_prompt: int = setting(8, "responses to each prompt", low=1)
-    max_prompt: int = setting(512, "longest prompt, in tokens", low=1)
-    max_tokens: int = setting(8, "longest response, or turn of one, in tokens", low=1)
-    temperature: float = setting(1.0, "sampling temperature", above=0)
-    top_p: float = setting(1.0, "nucleus of the sampling distribution", above=0, high=1)
+    backend: Literal["local", "vllm"] = setting(
+        "local", "what samples: local or vllm", resume="now"
+    )
+    options: dict = setting({}, "options of the backend", resume="now")
+    prompts_per_step: int = setting(64, "prompts a step", resume="next", low=1, high=ROWS)
+    samples_per_prompt: int = setting(
+        8, "responses to each prompt", resume="next", low=1, high=ROWS
+    )
+    max_prompt: int = setting(512, "longest prompt, in tokens", resume="fixed", low=1, high=TOKENS)
+    max_tokens: int = setting(
+        8, "longest response, or turn of one, in tokens", resume="fixed", low=1, high=TOKENS
+    )
+    temperature: float = setting(1.0, "sampling temperature", resume="fixed", above=0, high=1000)
+    top_p: float = setting(
+        1.0, "nucleus of the sampling distribution", resume="next", above=0, high=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    steps: int = setting(100, "rollouts, each followed by its updates", low=1)
+    steps: int = setting(
+        100, "rollouts, each followed by its updates", resume="next", low=1, high=STEPS
+    )
     updates_per_rollout: int | None = setting(
-        None, "optimizer steps on each rollout; none: one pass, that is mini_batches", low=1
+        None,
+        "optimizer steps on each rollout; none: one pass, that is mini_batches",
+        resume="next",
+        low=1,
+        high=ROWS,
     )
-    mini_batches: int = setting(1, "parts a rollout is cut into, one optimizer step each", low=1)
-    micro_batch: int | None = setting(None, "sequences in one backward pass; none: all", low=1)
-    optimizer: Optimizer = setting("adamw", "adamw, muon, soap, shampoo or kfac")
-    optimizer_options: dict = setting({}, "further options of the optimizer, such as betas")
-    lr: float = setting(3e-5, "learning rate", low=0)
-    weight_decay: float = setting(0.01, "decoupled weight decay", low=0)
-    grad_clip: float | None = setting(1.0, "largest norm of the gradient; none: no limit", above=0)
-    lr_schedule: Schedule = setting("constant", "constant, linear or cosine, over `steps`")
-    warmup_steps: int = setting(0, "steps over which the rate rises from 0", low=0)
+    mini_batches: int = setting(
+        1, "parts a rollout is cut into, one optimizer step each", resume="next", low=1, high=ROWS
+    )
+    micro_batch: int | None = setting(
+        None, "sequences in one backward pass; none: all", resume="now", low=1, high=ROWS
+    )
+    optimizer: Optimizer = setting("adamw", "adamw, muon, soap, shampoo or kfac", resume="fixed")
+    optimizer_options: dict = setting(
+        {}, "further options of the optimizer, such as betas", resume="fixed"
+    )
+    lr: float = setting(3e-5, "learning rate", resume="next", low=0, high=LARGE)
+    weight_decay: float = setting(0.01, "decoupled weight decay", resume="next", low=0, high=LARGE)
+    grad_clip: float | None = setting(
+        1.0, "largest norm of the gradient; none: no limit", resume="next", above=0, high=LARGE
+    )
+    lr_schedule: Schedule = setting(
+        "constant", "constant, linear or cosine, over `steps`", resume="next"
+    )
+    warmup_steps: int = setting(
+        0, "steps over which the rate rises from 0", resume="next", low=0, high=STEPS
+    )
     train_temperature: float | None = setting(
-        None, "temperature of the trained log-probs; none: the one of sampling", above=0
+        None,
+        "temperature of the trained log-probs; none: the one of sampling",
+        resume="fixed",
+        above=0,
+        high=1000,
     )
-    off_policy_lag: int = setting(0, "steps by which the sampling policy trails", low=0)
+    off_policy_lag: int = setting(
+        0, "steps by which the sampling policy trails", resume="next", low=0, high=1024
+    )
     replay_share: float = setting(
-        0.0, "share of a batch taken from earlier rollouts", low=0, high=1
+        0.0, "share of a batch taken from earlier rollouts", resume="next", low=0, high=1
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    every: int = setting(10, "steps between evaluations; 0: at the start and the end alone", low=0)
-    size: int = setting(256, "held-out problems", low=1)
-    k: int = setting(4, "samples a problem for pass@k and avg@k; 0: greedy alone", low=0)
+    every: int = setting(
+        10,
+        "steps between evaluations; 0: at the start and the end alone",
+        resume="next",
+        low=0,
+        high=STEPS,
+    )
+    size: int = setting(256, "held-out problems", resume="fixed", low=1, high=ROWS)
+    k: int = setting(
+        4,
+        "samples a problem for pass@k and avg@k; 0: greedy alone",
+        resume="fixed",
+        low=0,
+        high=ROWS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: int = setting(50, "steps between checkpoints; 0: at the end alone", low=0)
-    keep: int = setting(2, "how many to keep", low=1)
+    every: int = setting(
+        50, "steps between checkpoints; 0: at the end alone", resume="next", low=0, high=STEPS
+    )
+    keep: int = setting(2, "how many to keep", resume="next", low=1, high=STEPS)
+    grace: float = setting(
+        20.0,
+        "seconds a stop signal waits for an update to end; then the last checkpoint counts",
+        resume="next",
+        low=0,
+        high=DAY,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    sinks: list = setting([], "beside metrics.jsonl: tensorboard, trackio, wandb")
-    project: str = setting("proxpo", "name of the project in trackio and wandb")
-    samples: int = setting(4, "responses a step written to samples.jsonl", low=0)
+    sinks: list = setting([], "beside metrics.jsonl: tensorboard, trackio, wandb", resume="now")
+    project: str = setting("proxpo", "name of the project in trackio and wandb", resume="now")
+    samples: int = setting(
+        4, "responses a step written to samples.jsonl", resume="next", low=0, high=ROWS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run depends on; two runs with equal ones give equal curves on a CPU."""
 
-    seed: int = setting(0, "every stream of random numbers derives from it")
-    out: str | None = setting(None, "folder of the run; none: runs/METHOD-TASK-SEED")
-    method: str = setting("isopo", "a method of the catalogue (see `proxpo methods`)")
-    recipe: dict = setting({}, "options of the method and stages in place of its own")
+    seed: int = setting(
+        0,
+        "every stream of random numbers derives from it",
+        resume="fixed",
+        low=-(2**63),
+        high=2**63 - 1,
+    )
+    out: str | None = setting(None, "folder of the run; none: runs/METHOD-TASK-SEED", resume="now")
+    method: str = setting(
+        "isopo", "a method of the catalogue (see `proxpo methods`)", resume="fixed"
+    )
+    recipe: dict = setting(
+        {}, "options of the method and stages in place of its own", resume="fixed"
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -165,15 +274,17 @@ class Setting(NamedTuple):
     kind: str
     default: Any
     doc: str
+    resume: Resume
 
 
 def explain() -> list[Setting]:
     """Every setting in order, for `--help` and the docs."""
-    found: list[Setting] = []
-    for path, kind, one in _leaves(Config):
-        default = getattr(_section(Config(), path), one.name)
-        found.append(Setting(path, _shown(kind), default, one.metadata["doc"]))
-    return found
+    listed: list[Setting] = []
+    for path, kind, leaf in _leaves(Config):
+        default = getattr(_section(Config(), path), leaf.name)
+        info = leaf.metadata
+        listed.append(Setting(path, _shown(kind), default, info["doc"], info["resume"]))
+    return listed
 
 
 def build(tree: Mapping[str, Any]) -> Config:
@@ -192,6 +303,15 @@ def build(tree: Mapping[str, Any]) -> Config:
         )
     if train.replay_share == 1:
         raise ProxpoError("train.replay_share=1 leaves no room for new data; expected below 1")
+    for names, rows in (
+        (
+            "rollout.prompts_per_step x rollout.samples_per_prompt",
+            rollout.prompts_per_step * rollout.samples_per_prompt,
+        ),
+        ("evaluate.size x evaluate.k", config.evaluate.size * config.evaluate.k),
+    ):
+        if rows > ROWS:
+            raise ProxpoError(f"{names} is at most {ROWS:,} responses, got {rows:,}")
     return config
 
 
@@ -200,14 +320,53 @@ def as_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+class Change(NamedTuple):
+    """A setting that differs between two configs."""
+
+    path: str
+    before: Any
+    after: Any
+    resume: Resume
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.before} -> {self.after}"
+
+
+def differences(before: Config, after: Config) -> list[Change]:
+    """Every setting that differs, in the order of their declaration."""
+    return [
+        Change(path, old, new, leaf.metadata["resume"])
+        for path, _, leaf in _leaves(Config)
+        if (old := getattr(_section(before, path), leaf.name))
+        != (new := getattr(_section(after, path), leaf.name))
+    ]
+
+
 def changes(before: Config, after: Config) -> list[str]:
     """What differs, a line each: `train.lr: 3e-05 -> 1e-05`."""
-    return [
-        f"{path}: {old} -> {new}"
-        for path, _, one in _leaves(Config)
-        if (old := getattr(_section(before, path), one.name))
-        != (new := getattr(_section(after, path), one.name))
-    ]
+    return [str(change) for change in differences(before, after)]
+
+
+def check_resume(before: Config, after: Config, *, step: int, where: Path) -> list[Change]:
+    """The changes that take effect on resuming after `step`; refused where one cannot.
+
+    `where`: the checkpoint that was made with the settings `before`.
+    """
+    changed = differences(before, after)
+    fixed = [str(change) for change in changed if change.resume == "fixed"]
+    if fixed:
+        weights = "" if before.model.lora else f", from these weights with --model {where}/model"
+        raise ProxpoError(
+            f"{where} does not fit these settings ({'; '.join(fixed)}): a run keeps what it was "
+            f"started with; --out DIR begins a new one{weights}"
+        )
+    late = [str(change) for change in changed if change.resume == "next"]
+    if late and step >= after.train.steps:
+        raise ProxpoError(
+            f"{where} is the end of a finished run, so a change has no effect ({'; '.join(late)}): "
+            f"train.steps above {step} continues it, --out DIR begins a new one"
+        )
+    return changed
 
 
 def place(key: str, options: Collection[str]) -> list[str]:
@@ -268,7 +427,7 @@ def _section(config: Config, path: str) -> Any:
 
 def _made(kind: Any, tree: Any, prefix: str) -> Any:
     if not isinstance(tree, Mapping):
-        raise ProxpoError(f"'{prefix.rstrip('.')}' takes a block of settings, got {tree!r}")
+        raise ProxpoError(f"'{prefix.rstrip('.')}' takes a block of settings, got {brief(tree)}")
     hints = typing.get_type_hints(kind)
     named = {one.name: one for one in fields(kind)}
     for key in tree:
@@ -291,16 +450,46 @@ def _checked(value: Any, kind: Any, info: Mapping[str, Any], path: str) -> Any:
         value = [part.strip() for part in value.split(",") if part.strip()]
     for container in (dict, list):
         if container in allowed and not (isinstance(value, container) or value is None):
-            raise ProxpoError(f"{path} takes a {container.__name__}, got {value!r}")
+            raise ProxpoError(f"{path} takes a {container.__name__}, got {brief(value)}")
     value = coerce(value, kind, option=path)
+    if isinstance(value, str) and "\0" in value:
+        raise ProxpoError(f"{path} holds a null character, got {brief(value)}")
+    if isinstance(value, (dict, list)):
+        _check_plain(value, path)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, high, above = info["low"], info["high"], info["above"]
         if (low is not None and value < low) or (above is not None and value <= above):
-            bound = f"at least {low:g}" if low is not None else f"above {above:g}"
-            raise ProxpoError(f"{path} is {bound}, got {value}")
+            bound = f"at least {_number(low)}" if low is not None else f"above {_number(above)}"
+            raise ProxpoError(f"{path} is {bound}, got {brief(value)}")
         if high is not None and value > high:
-            raise ProxpoError(f"{path} is at most {high:g}, got {value}")
+            raise ProxpoError(f"{path} is at most {_number(high)}, got {brief(value)}")
     return value
+
+
+def _check_plain(value: Any, path: str) -> None:
+    """Blocks of options hold text, numbers, lists and blocks; their names are text."""
+    waiting = [(path, value)]
+    seen = 0
+    while waiting:
+        where, inner = waiting.pop()
+        seen += 1
+        if seen > VALUES:
+            raise ProxpoError(f"{path} holds more than {VALUES:,} values")
+        if isinstance(inner, Mapping):
+            for key in inner:
+                if not isinstance(key, str):
+                    raise ProxpoError(f"{where}: a name is text, got {brief(key)}")
+            waiting += [(f"{where}.{key}"[:80], deeper) for key, deeper in inner.items()]
+        elif isinstance(inner, (list, tuple)):
+            waiting += [(where, deeper) for deeper in inner]
+        elif not (inner is None or isinstance(inner, (str, int, float))):
+            raise ProxpoError(f"{where} takes text, numbers, lists and blocks, got {brief(inner)}")
+        elif isinstance(inner, int) and not abs(inner) < 2**63:
+            raise ProxpoError(f"{where} is an integer beyond 64 bits, got {brief(inner)}")
+
+
+def _number(value: int | float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _shown(kind: Any) -> str:
@@ -311,4 +500,17 @@ def _shown(kind: Any) -> str:
     return "none" if kind is type(None) else kind.__name__
 
 
-__all__ = ["SECTIONS", "Config", "Setting", "as_dict", "build", "changes", "explain", "place"]
+__all__ = [
+    "SECTIONS",
+    "Change",
+    "Config",
+    "Resume",
+    "Setting",
+    "as_dict",
+    "build",
+    "changes",
+    "check_resume",
+    "differences",
+    "explain",
+    "place",
+]

@@ -34,6 +34,10 @@ MANIFEST = "manifest.json"
 # A step saved again moves the earlier directory aside for a moment; it counts if a kill falls there
 NAME = re.compile(r"step-(\d+)(\.previous)?")
 UNFINISHED = ".unfinished-"
+# What reading a damaged file can raise; RecursionError: JSON nested deeper than Python reads.
+DAMAGE = (
+    OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,10 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
-    for old in checkpoints(root)[:-keep_last]:
-        _discard(old)
+    # A later step was damaged, or the run would have gone on from there: it does not count.
+    later = [path for path in checkpoints(root) if step_of(path) > step]
+    for path in (*later, *checkpoints(root)[: -keep_last - len(later)]):
+        _discard(path)
     return final
 
 
@@ -92,9 +98,8 @@ def load_latest(root: Path) -> Checkpoint | None:
     for path in reversed(checkpoints(root)):
         try:
             verify(path)
-            found = _read(path)
-            return Checkpoint(**found, skipped=tuple(skipped))
-        except (OSError, ProxpoError, SafetensorError, ValueError, KeyError) as error:
+            return Checkpoint(**_read(path), skipped=tuple(skipped))
+        except DAMAGE as error:
             skipped.append(f"{path.name}: {_reason(error)}")
     if skipped:
         raise ProxpoError(f"no usable checkpoint in {root}: {'; '.join(skipped)}")
@@ -108,13 +113,16 @@ def checkpoints(root: Path) -> list[Path]:
     return [path for *_, path in sorted(steps)]
 
 
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint directory."""
+    name = NAME.fullmatch(path.name)
+    assert name is not None, path
+    return int(name[1])
+
+
 def verify(path: Path) -> None:
     """Raise unless every file is there with the size and hash it was written with."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    if manifest["format"] != FORMAT:
-        raise ProxpoError(
-            f"format {manifest['format']} is not {FORMAT}, the one this version reads"
-        )
+    manifest = _manifest(path)
     for name, (size, digest) in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -123,6 +131,57 @@ def verify(path: Path) -> None:
             raise ProxpoError(f"{name} has {file.stat().st_size} bytes, {size} were written")
         if _hash(file) != digest:
             raise ProxpoError(f"{name} is not what was written (sha256 differs)")
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """info.json of a checkpoint: its step, its settings and counters."""
+    info = unflatten({}, _json(path / "info.json"))
+    if not isinstance(info, dict):
+        raise ProxpoError("info.json is damaged")
+    return info
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest, in the form it is written in and in keeping with the files beside it.
+
+    A file that the manifest no longer lists would be read unchecked, so that is damage too.
+    """
+    manifest = _json(path / MANIFEST)
+    if not isinstance(manifest, dict):
+        raise ProxpoError(f"{MANIFEST} is damaged: expected an object with format, parts and files")
+    if manifest.get("format") != FORMAT:
+        shown = repr(manifest.get("format"))[:40]
+        raise ProxpoError(f"format {shown} is not {FORMAT}, the one this version reads")
+    files, parts = manifest.get("files"), manifest.get("parts")
+    if not (isinstance(files, dict) and all(_is_entry(entry) for entry in files.items())):
+        raise ProxpoError(f"{MANIFEST} is damaged: expected files as NAME: [size, sha256]")
+    if not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
+        raise ProxpoError(f"{MANIFEST} is damaged: expected parts as a list of names")
+    wanted = {"info.json", *(f"{part}{end}" for part in parts for end in (".json", ".safetensors"))}
+    listed = {name for name in files if "/" not in name}
+    present = {file.name for end in ("json", "safetensors") for file in path.glob(f"*.{end}")}
+    for name in sorted(wanted ^ listed | present - listed - {MANIFEST}):
+        raise ProxpoError(f"{MANIFEST} is damaged: {name} is not in its list")
+    return manifest
+
+
+def _is_entry(entry: tuple[str, Any]) -> bool:
+    """A file inside the checkpoint with its size and hash."""
+    name, value = entry
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    whole = isinstance(value, list) and [type(x) for x in value] == [int, str]
+    return inside and whole
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ProxpoError(f"{path.name} is missing") from None
+    except RecursionError:
+        raise ProxpoError(f"{path.name} is damaged: nested too deep") from None
+    except ValueError:
+        raise ProxpoError(f"{path.name} is damaged: not JSON") from None
 
 
 def _write(
@@ -173,15 +232,13 @@ def _discard(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    manifest = json.loads((path / MANIFEST).read_text())
     parts = {
-        name: unflatten(
-            load_file(path / f"{name}.safetensors"),
-            json.loads((path / f"{name}.json").read_text()),
-        )
-        for name in manifest["parts"]
+        name: unflatten(load_file(path / f"{name}.safetensors"), _json(path / f"{name}.json"))
+        for name in _manifest(path)["parts"]
     }
-    info = unflatten({}, json.loads((path / "info.json").read_text()))
+    info = read_info(path)
+    if info["step"] != step_of(path):
+        raise ProxpoError(f"info.json is that of step {info['step']}")
     model = path / "model" if (path / "model").is_dir() else None
     return {"path": path, "step": info["step"], "parts": parts, "info": info, "model": model}
 
@@ -216,10 +273,20 @@ class StopRequest:
     by: str = field(default="")
 
 
+class Overdue(BaseException):
+    """The work has not come to a safe point in the seconds given after a stop signal."""
+
+
 @contextlib.contextmanager
-def stop_on_signal(*signals: signal.Signals) -> Iterator[StopRequest]:
+def stop_on_signal(
+    *signals: signal.Signals,
+    grace: float | None = None,
+    may_end: Callable[[], bool] = lambda: True,
+) -> Iterator[StopRequest]:
     """SIGTERM sets a flag, looked at between steps; a second one ends the process at once.
 
+    With `grace`, a block that still runs so many seconds after the signal gets Overdue, wherever
+    it is, unless `may_end` says otherwise at that moment; then it is asked again every second.
     Outside the main thread, where Python takes no signals, the flag stays down.
     """
     request = StopRequest()
@@ -227,26 +294,42 @@ def stop_on_signal(*signals: signal.Signals) -> Iterator[StopRequest]:
         yield request
         return
     before: dict[signal.Signals, Any] = {}
+    inside = True
 
     def note(number: int, frame: Any) -> None:
         request.requested, request.by = True, signal.Signals(number).name
         signal.signal(number, before[signal.Signals(number)])
+        # An alarm that somebody else has set is theirs.
+        if grace is not None and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, end)
+            signal.setitimer(signal.ITIMER_REAL, max(grace, 0.01), 1.0)
 
-    for one in signals or (signal.SIGTERM,):
-        before[one] = signal.signal(one, note)
+    def end(number: int, frame: Any) -> None:
+        if inside and may_end():
+            raise Overdue
+
+    for wanted in signals or (signal.SIGTERM,):
+        before[wanted] = signal.signal(wanted, note)
     try:
         yield request
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        inside = False
+        if signal.SIGALRM in before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 __all__ = [
+    "DAMAGE",
     "Checkpoint",
+    "Overdue",
     "StopRequest",
     "checkpoints",
     "load_latest",
+    "read_info",
     "save_checkpoint",
+    "step_of",
     "stop_on_signal",
     "verify",
 ]

@@ -18,7 +18,19 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.files import write_whole
 from proxpo.recipes import Method, method
 from proxpo.settings import parse_setting
-from proxpo.train._schema import SECTIONS, Config, Setting, as_dict, build, changes, explain, place
+from proxpo.train._schema import (
+    SECTIONS,
+    Change,
+    Config,
+    Setting,
+    as_dict,
+    build,
+    changes,
+    check_resume,
+    differences,
+    explain,
+    place,
+)
 from proxpo.types import Recipe
 
 LARGEST = 1 << 20
@@ -164,12 +176,15 @@ def _method(name: Any) -> Method:
 
 
 __all__ = [
+    "Change",
     "Config",
     "ConfigDumper",
     "Setting",
     "as_dict",
     "build",
     "changes",
+    "check_resume",
+    "differences",
     "explain",
     "find",
     "load_config",

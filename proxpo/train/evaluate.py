@@ -1,7 +1,9 @@
 """What a policy can do, on problems and seeds that never change during a run."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +16,9 @@ from proxpo.train.rewards import Outcome, RewardPool
 from proxpo.train.rollouts import Rollout
 from proxpo.train.streams import turn_seed
 from proxpo.train.tasks import Problem, Task
+
+Progress = Callable[[int, int], None]  # done, total
+Told = Callable[[str, int, int], None]  # phase, done, total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +41,14 @@ def evaluate(
     task: Task,
     pool: RewardPool,
     exam: Examination,
+    told: Told = lambda phase, done, total: None,
 ) -> tuple[dict[str, float], list[dict]]:
     """Greedy accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers.
 
-    With no samples (k = 0), KL and entropy are those along the greedy answers.
+    With no samples (k = 0), KL and entropy are those along the greedy answers. `told` is called
+    all along, so that an evaluation can be given up by an error raised there.
     """
+    progress = partial(told, "evaluating")
     prompts = [task.encode(problem, policy.tokenizer) for problem in exam.problems]
     best = play(
         policy,
@@ -50,13 +58,14 @@ def evaluate(
         seeds=lambda row, turn: 0,
         max_tokens=exam.max_tokens,
         temperature=0.0,
+        progress=progress,
     )
-    greedy = _right(grade(pool, exam.problems, best))
+    greedy = _right(grade(pool, exam.problems, best, progress=progress))
     drawn: Episodes = best
     chances: dict[str, float] = {}
     if exam.samples:
-        drawn, chances = _drawn(policy, rollout, task, pool, exam, prompts)
-    kl, entropy = distance(policy, initial, drawn, exam)
+        drawn, chances = _drawn(policy, rollout, task, pool, exam, prompts, progress)
+    kl, entropy = distance(policy, initial, drawn, exam, progress=progress)
     numbers = {
         "eval/accuracy": float(greedy.mean()),
         **chances,
@@ -79,6 +88,7 @@ def _drawn(
     pool: RewardPool,
     exam: Examination,
     prompts: list[list[int]],
+    progress: Progress,
 ) -> tuple[Episodes, dict[str, float]]:
     """k answers to every problem, and how often they are right."""
     k = exam.samples
@@ -90,9 +100,10 @@ def _drawn(
         seeds=lambda row, turn: turn_seed((exam.seed, "eval", row // k, row % k), turn),
         max_tokens=exam.max_tokens,
         temperature=exam.temperature,
+        progress=progress,
     )
     repeated = [problem for problem in exam.problems for _ in range(k)]
-    sampled = _right(grade(pool, repeated, drawn))
+    sampled = _right(grade(pool, repeated, drawn, progress=progress))
     hits = sampled.view(-1, k).sum(dim=1)
     chances = {f"eval/pass@{n}": pass_at(hits, k, n) for n in _powers(k)}
     return drawn, {f"eval/avg@{k}": float(sampled.mean()), **chances}
@@ -107,7 +118,12 @@ def pass_at(hits: Float[Tensor, " problem"], samples: int, k: int) -> float:
 
 @torch.no_grad()
 def distance(
-    policy: Policy, initial: nn.Module | None, episodes: Episodes, exam: Examination
+    policy: Policy,
+    initial: nn.Module | None,
+    episodes: Episodes,
+    exam: Examination,
+    *,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[float, float]:
     """KL(π‖π_initial) in nats per response and entropy per token, exact over the vocabulary.
 
@@ -116,6 +132,7 @@ def distance(
     given, samples = episodes.inputs(policy.pad_id), episodes.samples
     kl = entropy = 0.0
     for rows in torch.arange(len(samples.mask)).split(exam.micro_batch):
+        progress(int(rows[0]), len(samples.mask))
         ids, attention = given.input_ids[rows], given.attention_mask[rows]
         mask = samples.mask[rows]
 

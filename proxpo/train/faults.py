@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.train.checkpoint import checkpoints
-from proxpo.train.config import Config
+from proxpo.train.config import Config, explain
 from proxpo.train.folder import write_failure
 
 _NO_MEMORY = re.compile(
@@ -25,14 +24,19 @@ _HELP = {
     "update": ("micro_batch", "gradient_checkpointing", "max_tokens", "dtype", "lora"),
     "evaluate": ("micro_batch", "max_rows", "max_tokens", "dtype", "lora"),
 }
+_PATHS = {"lora": "model.lora", "max_tokens": "rollout.max_tokens", "dtype": "model.dtype"}
 
 
 @dataclass
 class Progress:
-    """How far a run has come, for whoever has to say where it ended."""
+    """How far a run has come, for whoever has to say where it ended.
+
+    saved: step of the newest intact checkpoint
+    """
 
     phase: str = "loading"
     step: int = 0
+    saved: int | None = None
 
 
 @contextlib.contextmanager
@@ -51,14 +55,15 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
                 error.__traceback__
             )  # their tensors; to explain takes memory too
         reason = describe(error, config, at)
-        safe = _safe(out / "checkpoints")
+        safe = _safe(at.saved)
         if at.phase != "loading" and (safe or not isinstance(error, ProxpoError)):
             told = reason or " ".join(f"{type(error).__name__}: {error}".split())
             kind = type(error.__cause__ or error).__name__
             write_failure(out, reason=told, step=at.step, phase=at.phase, kind=kind)
         if reason is None:
             raise
-        ending = f"; {safe}" if safe and at.phase != "loading" else ""
+        late = _only_in_a_new_run(error, config, at) if safe else ""
+        ending = f"{late}; {safe}" if safe and at.phase != "loading" else ""
         raise ProxpoError(reason + ending) from error
 
 
@@ -89,6 +94,16 @@ def out_of_memory(error: BaseException, config: Config, at: Progress) -> str:
     return f"out of memory {where}{_amount(error)}; what helps, in this order: {', '.join(knobs)}"
 
 
+def _only_in_a_new_run(error: BaseException, config: Config, at: Progress) -> str:
+    """The advice against a lack of memory that a resumed run cannot follow."""
+    if not is_out_of_memory(error):
+        return ""
+    offered = [name for name in _HELP.get(at.phase, _HELP["update"]) if _knob(name, config)]
+    fixed = {one.path for one in explain() if one.resume == "fixed"}
+    late = [path for name in offered if (path := _PATHS.get(name)) in fixed]
+    return f" ({' and '.join(late)} only in a new run)" if late else ""
+
+
 def _knob(name: str, config: Config) -> str | None:
     """How to turn a setting, or None where it is at its end."""
     model, rollout, train = config.model, config.rollout, config.train
@@ -116,12 +131,10 @@ def _amount(error: BaseException) -> str:
     return f" ({found[1]} more wanted)" if found else ""
 
 
-def _safe(root: Path) -> str:
-    saved = [path.name.removesuffix(".previous") for path in checkpoints(root)]
-    if not saved:
+def _safe(saved: int | None) -> str:
+    if saved is None:
         return ""
-    step = saved[-1].removeprefix("step-")
-    return f"checkpoints up to step {step} are intact, --resume continues from there"
+    return f"checkpoints up to step {saved} are intact, --resume continues from there"
 
 
 __all__ = ["Progress", "describe", "explained", "is_out_of_memory", "out_of_memory"]

@@ -9,7 +9,7 @@ from proxpo.train.folder import write_summary
 from proxpo.train.job import Job
 from proxpo.train.learner import needs
 from proxpo.train.picture import write_pictures
-from proxpo.train.sinks import read_rows
+from proxpo.train.sinks import missing_steps, read_rows
 
 MOVED = "proxpo/budget/moved"
 Examined = tuple[dict[str, float], list[dict]]
@@ -21,6 +21,10 @@ def finish(
     """curves.png, report.html, then summary.json from the last evaluation; the summary."""
     metrics, answers = examined
     first = job.before["metrics"]
+    rows = read_rows(out / "metrics.jsonl")
+    gap = missing_steps(rows, job.step)
+    if gap:
+        noted(f"{out / 'metrics.jsonl'} has no row of step {gap}: the curves have a gap there")
     summary = {
         "method": job.config.method,
         "model": job.config.model.name,
@@ -37,6 +41,8 @@ def finish(
         "seconds": round(job.seconds, 3),
         "tokens_per_second": round(job.tokens / max(job.seconds, 1e-9), 1),
         "out": str(out),
+        **({"missing_steps": gap} if gap else {}),
+        **({"changes": job.changes} if job.changes else {}),
         "config": as_dict(job.config),
     }
     pairs = [
@@ -49,9 +55,9 @@ def finish(
         for b, a in zip(job.before["answers"], answers)
     ]
     title = f"{job.config.method} on {job.config.task.name}, {job.config.model.name}"
-    rows = read_rows(out / "metrics.jsonl")
     for line in idle(job, rows):
         noted(line)
+    title += f" (no rows of step {gap})" if gap else ""
     try:
         write_pictures(out, rows, title=title, summary=summary, samples=pairs)
     except ImportError:

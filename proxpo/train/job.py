@@ -1,6 +1,7 @@
 """The parts of a running job: built from a config, saved to a checkpoint, restored from one."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from proxpo.errors import ProxpoError
 from proxpo.optimizers import make_optimizer
 from proxpo.train.checkpoint import Checkpoint, save_checkpoint
 from proxpo.train.collect import Source
-from proxpo.train.config import Config, as_dict
+from proxpo.train.config import Change, Config, as_dict
 from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
@@ -46,6 +47,8 @@ class Job:
     waiting: list[Experience] = field(default_factory=list)  # sampled, not yet trained on
     past: list[Experience] = field(default_factory=list)  # trained on, may be replayed
     before: dict[str, Any] = field(default_factory=dict)  # the first evaluation
+    unwritten: dict[str, float] | None = None  # metrics of a step that waits for its evaluation
+    changes: list[dict[str, Any]] = field(default_factory=list)  # of settings, on resuming
 
     @property
     def policy(self) -> Policy:
@@ -101,6 +104,7 @@ def build(config: Config) -> Job:
             workers=config.task.reward_workers,
             timeout=config.task.reward_timeout,
             max_failed=config.task.reward_max_failed,
+            memory=config.task.reward_memory,
         ),
         exam=_exam(config, task),
         source=Source(problems=task.train, seed=config.seed, held_out=task.held_out),
@@ -149,15 +153,25 @@ def save(job: Job, root: Path) -> Path:
         "seconds": job.seconds,
         "skipped": job.skipped,
         "before": job.before,
+        "unwritten": job.unwritten,
+        "changes": job.changes,
     }
     keep, write_model = job.config.checkpoint.keep, partial(save_policy, learner.policy)
     return save_checkpoint(root, job.step, parts, info, keep_last=keep, write_model=write_model)
 
 
-def restore(job: Job, found: Checkpoint) -> None:
-    """Put a freshly built job where the checkpoint was taken; refused where it does not fit."""
+def restore(job: Job, found: Checkpoint, changed: Sequence[Change] = ()) -> None:
+    """Put a freshly built job where the checkpoint was taken; refused where it does not fit.
+
+    `changed` settings, already in the job's config, are recorded with the step.
+    """
     try:
         _restore(job, found)
+        job.changes += [
+            {"step": found.step, "setting": one.path, "before": one.before, "after": one.after}
+            for one in changed
+            if one.path != "out"
+        ]
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
@@ -171,7 +185,7 @@ def restore(job: Job, found: Checkpoint) -> None:
 def _restore(job: Job, found: Checkpoint) -> None:
     learner, parts, info = job.learner, found.parts, found.info
     _fill(learner.policy.model, parts["weights"])
-    learner.optimizer.load_state_dict(parts["optimizer"])
+    _restore_optimizer(learner.optimizer, parts["optimizer"])
     learner.state = parts["recipe"]
     if learner.transform is not None:
         learner.transform.load_state_dict(parts["transform"])
@@ -183,7 +197,26 @@ def _restore(job: Job, found: Checkpoint) -> None:
     job.step, learner.version = found.step, info["version"]
     job.source.cursor, job.tokens = info["cursor"], info["tokens"]
     job.seconds, job.skipped, job.before = info["seconds"], info["skipped"], info["before"]
+    # Checkpoints of earlier versions have neither.
+    job.unwritten, job.changes = info.get("unwritten"), list(info.get("changes", ()))
     job.rollout.sync()
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """The optimizer's state from the checkpoint; its rate and decay stay those of the settings.
+
+    Groups come as last scheduled, `lr` = `base_lr` x factor; a new rate takes the factor over
+    until the next step sets its own.
+    """
+    own = [
+        {name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(saved)
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group["weight_decay"], base = settings["weight_decay"], group.get("base_lr", group["lr"])
+        if settings["lr"] != base:
+            factor = group["lr"] / base if base else 1.0
+            group["lr"], group["base_lr"] = settings["lr"] * factor, settings["lr"]
 
 
 def _fill(model: nn.Module, weights: dict[str, Any]) -> None:

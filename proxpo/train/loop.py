@@ -9,13 +9,19 @@ from typing import Any
 
 from proxpo.errors import ProxpoError
 from proxpo.train import folder
-from proxpo.train.checkpoint import load_latest, stop_on_signal
+from proxpo.train.checkpoint import (
+    Checkpoint,
+    Overdue,
+    StopRequest,
+    load_latest,
+    stop_on_signal,
+)
 from proxpo.train.collect import Collected, Sampler, Sampling, collect
-from proxpo.train.config import Config, as_dict, changes, write_config
+from proxpo.train.config import Change, Config, as_dict, check_resume, write_config
 from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
-from proxpo.train.finish import finish
+from proxpo.train.finish import Examined, finish
 from proxpo.train.job import Job, build, restore, save, splits
 from proxpo.train.rollouts import agreement
 from proxpo.train.sinks import JsonLines, Sinks, make_sinks, public_names
@@ -27,7 +33,7 @@ EveryStep = Callable[[int, dict[str, Any]], None]
 
 
 class _Stopped(Exception):
-    """A rollout given up because the run was asked to stop; nothing has changed by it."""
+    """A rollout or evaluation given up on a stop signal; it has changed nothing."""
 
 
 def train(
@@ -46,11 +52,12 @@ def train(
     """
     out = Path(config.folder)
     with folder.held(out, noted=noted), explained(out, config) as at:
-        found = _found(out, config, resume=resume, noted=noted)
+        resumed = _resumed(out, config, resume=resume, noted=noted)
         job = build(config)
         try:
-            if found is not None:
-                restore(job, found)
+            if resumed is not None:
+                restore(job, *resumed)
+                at.saved = job.step
             return _run(job, out, at, told=told, noted=noted, every_step=every_step)
         finally:
             job.close()
@@ -59,40 +66,75 @@ def train(
 def _run(
     job: Job, out: Path, at: Progress, *, told: Told, noted: Noted, every_step: EveryStep
 ) -> dict[str, Any]:
-    with stop_on_signal(signal.SIGTERM, signal.SIGINT) as stop:
-        fresh = not job.before
-        at.step = job.step
-        if fresh:  # before anything is written: much that is wrong with the input shows here
-            at.phase = "evaluate"
-            for line in splits(job):
-                noted(line)
-            _check_sampler(job, noted)
-            metrics, answers = _examine(job)
-            job.before = {"metrics": metrics, "answers": answers}
-        at.phase = "logging"
-        folder.begin(out)
-        write_config(job.config, out / "config.yaml")
-        resume_at = None if fresh else job.step
-        drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
-        with (
-            _sinks(job, out, resume_at, noted) as sinks,
-            JsonLines(out / "samples.jsonl", resume_at=drawn, noted=noted) as samples,
-        ):
-            if fresh:
-                sinks.write(0, job.before["metrics"])
-                save(job, out / "checkpoints")
+    """The run in stop signals' reach: they are honoured between steps and inside evaluations.
+
+    An update that has begun is finished and saved, if that takes no longer than
+    `checkpoint.grace`; a checkpoint that is being written always is.
+    """
+    stop = StopRequest()
+    at.step = job.step
+    try:
+        with stop_on_signal(
+            signal.SIGTERM,
+            signal.SIGINT,
+            grace=job.config.checkpoint.grace,
+            may_end=lambda: at.phase != "checkpoint",
+        ) as stop:
 
             def ask(phase: str, done: int, total: int) -> None:
                 if stop.requested:
                     raise _Stopped
                 told(phase, done, total)
 
-            examined = _steps(job, out, at, sinks, samples, ask, told, noted, every_step)
-        if job.step < job.config.train.steps:
-            noted(f"stopped by {stop.by} after step {job.step}; --resume continues from there")
-            return {"stopped": stop.by, "steps": job.step, "out": str(out)}
+            examined = _trained(
+                job, out, at, ask=ask, told=told, noted=noted, every_step=every_step
+            )
+    except (_Stopped, Overdue) as end:
+        if at.saved is None:
+            noted(f"stopped by {stop.by} before the first step; nothing was saved")
+        else:
+            late = f", in the {at.phase} of step {at.step + 1}" if isinstance(end, Overdue) else ""
+            noted(
+                f"stopped by {stop.by} after step {at.saved}{late}; --resume continues from there"
+            )
+        return {"stopped": stop.by, "steps": at.saved or 0, "out": str(out)}
     at.phase = "finish"
-    return finish(job, out, examined or _examine(job), noted=noted)
+    return finish(job, out, examined or _examine(job, told), noted=noted)
+
+
+def _trained(
+    job: Job,
+    out: Path,
+    at: Progress,
+    *,
+    ask: Told,
+    told: Told,
+    noted: Noted,
+    every_step: EveryStep,
+) -> Examined | None:
+    """All steps that are left; the last evaluation, where one was made. _Stopped when asked to."""
+    fresh = not job.before
+    if fresh:  # before anything is written: much that is wrong with the input shows here
+        at.phase = "evaluate"
+        for line in splits(job):
+            noted(line)
+        _check_sampler(job, noted)
+        metrics, answers = _examine(job, ask)
+        job.before = {"metrics": metrics, "answers": answers}
+    at.phase = "logging"
+    folder.begin(out)
+    write_config(job.config, out / "config.yaml")
+    # The row of a step whose evaluation is still due is written after it.
+    resume_at = None if fresh else job.step - (job.unwritten is not None)
+    drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
+    with (
+        _sinks(job, out, resume_at, noted) as sinks,
+        JsonLines(out / "samples.jsonl", resume_at=drawn, noted=noted) as samples,
+    ):
+        if fresh:
+            sinks.write(0, job.before["metrics"])
+            _save(job, out, at)
+        return _steps(job, out, at, sinks, samples, ask, told, noted, every_step)
 
 
 def _steps(
@@ -105,34 +147,40 @@ def _steps(
     told: Told,
     noted: Noted,
     every_step: EveryStep,
-) -> tuple[dict[str, float], list[dict]] | None:
-    """Step by step to the end, or until `ask` says stop; the last evaluation, if there was one."""
-    config, saved, examined = job.config, job.step, None
-    while job.step < config.train.steps:
-        at.step = job.step
-        try:
-            metrics = _step(job, at, ask, told, samples)
-        except _Stopped:
-            break
-        if not math.isfinite(metrics["grad_norm"]):
-            noted(f"step {job.step}: an update was left out, its gradient was not finite")
-        if _due(job.step, config.evaluate.every, config.train.steps):
-            at.phase = "evaluate"
-            told("evaluating", 0, 1)
-            examined = _examine(job)
-            metrics |= examined[0]
-        at.phase = "logging"
-        sinks.write(job.step, metrics)
-        every_step(job.step, public_names(metrics))
-        if _due(job.step, config.checkpoint.every, config.train.steps):
-            at.phase = "checkpoint"
-            told("saving", 0, 1)
-            save(job, out / "checkpoints")
-            saved = job.step
-    if saved != job.step:
-        at.phase = "checkpoint"
-        save(job, out / "checkpoints")
+) -> Examined | None:
+    """Step by step to the end, or until `ask` raises _Stopped; then the state is saved first."""
+    config, examined = job.config, None
+    try:
+        while job.unwritten is not None or job.step < config.train.steps:
+            at.step = job.step
+            if job.unwritten is None:
+                job.unwritten = _step(job, at, ask, told, samples)
+            metrics = job.unwritten
+            if not math.isfinite(metrics["grad_norm"]):
+                noted(f"step {job.step}: an update was left out, its gradient was not finite")
+            if _due(job.step, config.evaluate.every, config.train.steps):
+                at.phase = "evaluate"
+                ask("evaluating", 0, 1)
+                examined = _examine(job, ask)
+                metrics = metrics | examined[0]
+            at.phase = "logging"
+            sinks.write(job.step, metrics)
+            job.unwritten = None
+            every_step(job.step, public_names(metrics))
+            if _due(job.step, config.checkpoint.every, config.train.steps):
+                told("saving", 0, 1)
+                _save(job, out, at)
+    except _Stopped:
+        if at.saved != job.step:
+            _save(job, out, at)
+        raise
     return examined
+
+
+def _save(job: Job, out: Path, at: Progress) -> None:
+    at.phase = "checkpoint"
+    save(job, out / "checkpoints")
+    at.saved = job.step
 
 
 def _sinks(job: Job, out: Path, resume_at: int | None, noted: Noted) -> Sinks:
@@ -147,6 +195,7 @@ def _step(job: Job, at: Progress, ask: Told, told: Told, samples: JsonLines) -> 
     clock = _Clock()
     before = job.learner.version
     at.phase = "rollout"
+    sampled: dict[str, float] = {}  # stays empty while a lag that was lowered is worked off
     while len(job.waiting) <= job.config.train.off_policy_lag:
         number, cursor = job.step + len(job.waiting), job.source.cursor
         try:
@@ -156,6 +205,8 @@ def _step(job: Job, at: Progress, ask: Told, told: Told, samples: JsonLines) -> 
             job.source.cursor = cursor
             raise
         job.waiting.append(drawn.experience)
+        job.tokens += int(drawn.metrics["proxpo/tokens"])
+        sampled = drawn.metrics
         for line in drawn.shown[: job.config.log.samples]:
             samples.append(line)
     clock.lap("rollout")
@@ -166,10 +217,9 @@ def _step(job: Job, at: Progress, ask: Told, told: Told, samples: JsonLines) -> 
     job.rollout.sync()
     clock.lap("sync")
     job.step += 1
-    job.tokens += int(drawn.metrics["proxpo/tokens"])
     job.seconds += clock.total
     return {
-        **drawn.metrics,
+        **sampled,
         **metrics,
         "learning_rate": job.learner.optimizer.param_groups[0]["lr"],
         "num_tokens": job.tokens,
@@ -209,7 +259,7 @@ def _sample(job: Job, number: int, told: Told) -> Collected:
     )
 
 
-def _examine(job: Job) -> tuple[dict[str, float], list[dict]]:
+def _examine(job: Job, told: Told) -> Examined:
     return evaluate(
         policy=job.policy,
         initial=job.initial,
@@ -217,6 +267,7 @@ def _examine(job: Job) -> tuple[dict[str, float], list[dict]]:
         task=job.task,
         pool=job.pool,
         exam=job.exam,
+        told=told,
     )
 
 
@@ -233,26 +284,28 @@ def _check_sampler(job: Job, noted: Noted) -> None:
         )
 
 
-def _found(out: Path, config: Config, *, resume: bool, noted: Noted) -> Any:
-    """The checkpoint to continue from, if there is one."""
-    found = load_latest(out / "checkpoints")
-    if found is None:
+def _resumed(
+    out: Path, config: Config, *, resume: bool, noted: Noted
+) -> tuple[Checkpoint, list[Change]] | None:
+    """The checkpoint to continue from and the settings that change there, if there is one."""
+    checkpoint = load_latest(out / "checkpoints")
+    if checkpoint is None:
         return None
     if not resume:
         raise ProxpoError(f"{out} already holds a run: --resume continues it, --out starts another")
-    for line in found.skipped:
+    for line in checkpoint.skipped:
         noted(f"damaged checkpoint passed over: {line}")
-    if config.train.steps < found.step:
+    if config.train.steps < checkpoint.step:
         raise ProxpoError(
-            f"{out} has done {found.step} steps already; steps={config.train.steps} asks for fewer"
+            f"{out} has done {checkpoint.step} steps already; steps={config.train.steps} asks for "
+            "fewer"
         )
-    earlier = build_config(found.info["config"])
-    other = [
-        line for line in changes(earlier, config) if not line.startswith(("train.steps", "out"))
-    ]
-    for line in other:
-        noted(f"setting changed since the checkpoint: {line}")
-    return found
+    earlier = build_config(checkpoint.info["config"])
+    changed = check_resume(earlier, config, step=checkpoint.step, where=checkpoint.path)
+    for change in changed:
+        if change.path not in ("train.steps", "out"):
+            noted(f"setting changed since the checkpoint: {change}")
+    return checkpoint, changed
 
 
 def _due(step: int, every: int, last: int) -> bool:

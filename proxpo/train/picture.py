@@ -115,6 +115,7 @@ def page(figure: Any, title: str, summary: Mapping[str, Any], samples: Sequence[
         for s in samples
     )
     config = _text(json.dumps(summary.get("config", {}), indent=1))
+    notes = "".join(f"<p>{_text(note)}</p>" for note in remarks(summary))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -127,13 +128,21 @@ img {{ width: 100%; background: #fff; border-radius: 10px; padding: 8px; box-siz
 table {{ border-collapse: collapse; margin: 1rem 0; }}
 th, td {{ border-bottom: 1px solid var(--line); padding: .3rem .8rem .3rem 0; text-align: left; }}
 th {{ font-weight: 600; }} pre {{ overflow: auto; }}
-</style></head><body><h1>{_text(title)}</h1>
+</style></head><body><h1>{_text(title)}</h1>{notes}
 <img alt="Curves of the run" src="data:image/svg+xml;base64,{drawing}">
 <h2>Numbers</h2><table>{numbers}</table>
 <h2>The same questions before and after</h2>
 <table><tr><th>prompt</th><th>before</th><th>after</th><th>answer</th></tr>{answers}</table>
 <details><summary>Configuration</summary><pre>{config}</pre></details></body></html>
 """
+
+
+def remarks(summary: Mapping[str, Any]) -> list[str]:
+    """Sentences on what a reader of the curves must know: settings that changed on resuming."""
+    return [
+        f"{one['setting']} changed after step {one['step']}: {one['before']} -> {one['after']}"
+        for one in summary.get("changes", ())
+    ]
 
 
 def _image(figure: Any, kind: str, **options: Any) -> bytes:
@@ -157,4 +166,4 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-__all__ = ["draw", "page", "panels", "write_pictures"]
+__all__ = ["draw", "page", "panels", "remarks", "write_pictures"]

@@ -1,14 +1,12 @@
 """Which settings a resumed run takes: its own, wherever its folder lies now."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.train.checkpoint import checkpoints
+from proxpo.train.checkpoint import DAMAGE, checkpoints, read_info, verify
 from proxpo.train.config import build, find, read_yaml, write_config
-from proxpo.train.trees import unflatten
 
 
 def own_config(
@@ -43,9 +41,9 @@ def _mend(path: Path, noted: Callable[[str], None]) -> None:
         reason = str(error)
     for folder in reversed(checkpoints(path.parent / "checkpoints")):
         try:
-            info = unflatten({}, json.loads((folder / "info.json").read_text()))
-            config = build(info["config"])
-        except (OSError, ValueError, KeyError, TypeError):
+            verify(folder)
+            config = build(read_info(folder)["config"])
+        except DAMAGE:
             continue
         write_config(config, path)
         noted(f"{reason}; written anew from {folder.name}")

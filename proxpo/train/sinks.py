@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,14 +75,22 @@ def as_number(value: Any) -> int | float | None:
 
 
 class JsonLines:
-    """One flushed line of JSON per row; those after step `resume_at` are cut off on resuming."""
+    """One flushed line of JSON per row; those after step `resume_at` are cut off on resuming.
+
+    each_step: there is one row for every step from 0 on, so that a gap is worth a line.
+    """
 
     def __init__(
-        self, path: Path, *, resume_at: int | None = None, noted: Noted = lambda line: None
+        self,
+        path: Path,
+        *,
+        resume_at: int | None = None,
+        each_step: bool = False,
+        noted: Noted = lambda line: None,
     ) -> None:
         self.path = Path(path)
         with self._clear_errors():
-            kept = _kept(self.path, -1 if resume_at is None else resume_at, noted)
+            kept = _kept(self.path, -1 if resume_at is None else resume_at, each_step, noted)
             write_whole(self.path, kept)
             # Unbuffered: a line that could not be written must not be tried again on closing.
             self._file = self.path.open("ab", buffering=0)
@@ -116,38 +124,57 @@ class JsonLines:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; what is no row with a step is passed over."""
-    rows = (_row(line) for line in path.read_bytes().splitlines(keepends=True))
+    rows = (_row(line) for line in path.read_bytes().splitlines())
     return [row for row in rows if row is not None]
 
 
-def _kept(path: Path, resume_at: int, noted: Noted) -> bytes:
+def missing_steps(rows: Iterable[Mapping[str, Any]], last: int) -> str:
+    """The steps from 0 to `last` without a row, as `2-4, 7`; empty where all are there."""
+    present = {row["step"] for row in rows}
+    missing = [step for step in range(last + 1) if step not in present]
+    starts = [step for step in missing if step - 1 in present or step == 0]
+    ends = [step for step in missing if step + 1 in present or step == last]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))
+
+
+def _kept(path: Path, resume_at: int, each_step: bool, noted: Noted) -> bytes:
     """The whole lines up to and including step `resume_at`; lost ones are told.
 
-    The last line may have been half-written by a kill, and its step comes again: no loss.
+    A kill may leave the last line half-written: it is no loss where its step comes again.
     """
     if resume_at < 0:
         return b""
     if not path.exists():
         noted(f"{path} is missing: the new one begins after step {resume_at}")
         return b""
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines()
     rows = [_row(line) for line in lines]
     damaged = sum(row is None for row in rows[:-1])
     if damaged:
         noted(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out")
-    return b"".join(
-        line for line, row in zip(lines, rows) if row is not None and row["step"] <= resume_at
-    )
+    kept = {n: row for n, row in enumerate(rows) if row is not None and row["step"] <= resume_at}
+    if each_step:
+        kept = _one_a_step(kept, path, noted)
+        if gap := missing_steps(kept.values(), resume_at):
+            noted(f"{path} has no row of step {gap}: these numbers are lost, reports show the gap")
+    return b"".join(lines[number] + b"\n" for number in kept)
+
+
+def _one_a_step(kept: dict[int, dict[str, Any]], path: Path, noted: Noted) -> dict[int, dict]:
+    """The last row of every step, in order of steps."""
+    latest = {row["step"]: number for number, row in kept.items()}
+    ordered = [latest[step] for step in sorted(latest)]
+    if ordered != list(kept):
+        noted(f"{path}: steps stood twice or out of order; the last row of each step is kept")
+    return {number: kept[number] for number in ordered}
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    whole = isinstance(row, dict) and isinstance(row.get("step"), int)
+    whole = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
     return row if whole else None
 
 
@@ -226,7 +253,7 @@ def make_sinks(
     chosen = [resolve(name, makers, what="sink") for name in names]
     return Sinks(
         [
-            JsonLines(run / "metrics.jsonl", resume_at=resume_at, noted=noted),
+            JsonLines(run / "metrics.jsonl", resume_at=resume_at, each_step=True, noted=noted),
             *(makers[n]() for n in chosen),
         ]
     )
@@ -248,6 +275,7 @@ __all__ = [
     "TensorBoard",
     "Tracker",
     "make_sinks",
+    "missing_steps",
     "public_names",
     "read_rows",
 ]

@@ -55,7 +55,7 @@ def test_resuming_cuts_what_will_come_again(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rest", ['{"step": 3, "lo', '{"step": 3, "loss": 1}', "garbage\n", "\0\0"])
+@pytest.mark.parametrize("rest", ['{"step": 3, "lo', "garbage\n", "\0\0"])
 def test_a_half_written_line_is_cut(tmp_path, rest):
     with make_sinks(tmp_path) as sinks:
         sinks.write(1, {"loss": 1})
@@ -65,6 +65,51 @@ def test_a_half_written_line_is_cut(tmp_path, rest):
     with make_sinks(tmp_path, resume_at=9) as sinks:
         sinks.write(3, {"loss": 3})
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 0}\n{"step": 1, "loss": 1}')
+    notes: list[str] = []
+    with make_sinks(tmp_path, resume_at=1, noted=notes.append) as sinks:
+        sinks.write(2, {"loss": 2})
+    assert [row["loss"] for row in rows(tmp_path)] == [0, 1, 2]
+    assert notes == []
+
+
+def test_lost_rows_are_named_and_the_others_kept(tmp_path):
+    kept = (0, 1, 4, 6, 7)
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in kept))
+    notes: list[str] = []
+    with make_sinks(tmp_path, resume_at=9, noted=notes.append):
+        pass
+    assert [row["step"] for row in rows(tmp_path)] == list(kept)
+    [note] = notes
+    assert "metrics.jsonl has no row of step 2-3, 5, 8-9: these numbers are lost" in note
+
+
+def test_a_step_that_stands_twice_is_written_once(tmp_path):
+    lines = ['{"step": 0}', '{"step": 2}', '{"step": 1, "loss": 1}', '{"step": 1, "loss": 2}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    notes: list[str] = []
+    with make_sinks(tmp_path, resume_at=2, noted=notes.append):
+        pass
+    assert rows(tmp_path) == [{"step": 0}, {"step": 1, "loss": 2}, {"step": 2}]
+    assert [note.split(": ")[1] for note in notes] == [
+        "steps stood twice or out of order; the last row of each step is kept"
+    ]
+
+
+NO_ROWS = ("[" * 100_000, '{"step": true}', '{"step": -1}', '{"step": 1.5}', "9" * 5000, "{}")
+
+
+@pytest.mark.parametrize("line", NO_ROWS, ids=lambda line: line[:16])
+def test_what_is_no_row_is_left_out(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
+    notes: list[str] = []
+    with make_sinks(tmp_path, resume_at=1, noted=notes.append):
+        pass
+    assert rows(tmp_path) == [{"step": 0}, {"step": 1}]
+    assert [note.split(": ")[1] for note in notes] == ["1 damaged line left out"]
 
 
 def test_a_fresh_run_starts_an_empty_file(tmp_path):

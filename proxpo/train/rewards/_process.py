@@ -1,4 +1,4 @@
-"""A worker process as the pool sees it: start, send a sample, read its outcome, kill the group."""
+"""A worker process as the pool sees it: start, send a sample, read its outcome, end its tree."""
 
 import contextlib
 import json
@@ -8,11 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
+from proxpo.train.rewards.guard import MARK, end_worker, memory_of, own_memory_of
+
 HERE = Path(__file__).parent
 REPLY = 1 << 20
+WATCH = 0.2  # seconds between looks at a worker's memory
 
 
 class Guard:
@@ -29,9 +33,9 @@ class Guard:
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
 
-    def tell(self, sign: str, pid: int) -> None:
+    def tell(self, sign: str, pid: int, token: str) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._pipe.write(f"{sign}{pid}\n".encode())
+            self._pipe.write(f"{sign}{pid} {token}\n".encode())
             self._pipe.flush()
 
     def close(self) -> None:
@@ -44,6 +48,7 @@ class Worker:
     """A reward function in a process group of its own, one sample at a time."""
 
     def __init__(self, where: str, guard: Guard) -> None:
+        self.token = uuid.uuid4().hex
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -53,12 +58,13 @@ class Worker:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                env={**os.environ, MARK: self.token},
             )
         self.guard = guard
-        guard.tell("+", self.process.pid)
+        guard.tell("+", self.process.pid, self.token)
         self.ready = False
         self.job: int | None = None
-        self.since = time.monotonic()
+        self.since = self._watched = time.monotonic()
         self._pending = b""
         self.send({"where": where, "path": sys.path})
 
@@ -101,10 +107,20 @@ class Worker:
                 return f"the worker was killed by {signal.Signals(-code).name}"
         return f"the worker ended with exit code {code}"
 
+    def exceeds(self, limit: int) -> bool:
+        """Whether the worker and its children hold more than `limit` bytes, as of a moment ago.
+
+        Forked processes share pages, so that only a sum over the limit is worth the exact count.
+        """
+        if time.monotonic() - self._watched < WATCH:
+            return False
+        self._watched = time.monotonic()
+        pid = self.process.pid
+        return memory_of(pid) > limit and own_memory_of(pid) > limit
+
     def kill(self) -> None:
-        """End the worker and every process it started; SIGKILL, which none can ignore."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the worker and every process it started, also those in sessions of their own."""
+        end_worker(self.process.pid, self.token, own=self.process.returncode is None)
         self.process.wait()
         self.socket.close()
-        self.guard.tell("-", self.process.pid)
+        self.guard.tell("-", self.process.pid, self.token)

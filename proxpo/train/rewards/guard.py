@@ -1,7 +1,8 @@
-"""The guard: outlives a trainer that was killed, ends its workers' process groups, and goes.
+"""The guard: outlives a trainer that was killed, ends its workers with all they started, and goes.
 
-Run as a script. It reads `+PID` and `-PID` lines from the trainer; the end of that stream, or a
-new parent, means that the trainer is gone without having closed its pool.
+Run as a script. It reads `+PID TOKEN` and `-PID TOKEN` lines from the trainer; the end of that
+stream, or a new parent, means that the trainer is gone without having closed its pool. The trainer
+uses `end_worker` and `memory_of` too; both need the standard library alone.
 """
 
 import contextlib
@@ -9,10 +10,101 @@ import os
 import select
 import signal
 import sys
+import time
+
+MARK = "PROXPO_REWARD_WORKER"  # environment variable that a worker's processes inherit
+PATIENCE = 5.0  # seconds after which a process that SIGKILL does not end is left to the kernel
+UNREADABLE = (OSError, ValueError, IndexError)  # of a process that is just ending
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def end_worker(pid: int, token: str, *, own: bool) -> None:
+    """SIGKILL to a worker, its group, its descendants and whatever carries its token.
+
+    A live worker adopts its orphans (see `worker.serve`), so that a child in a session of its own
+    is still below it; one that has died leaves them to init, where the token finds them. `own`:
+    the worker is a child of this process, so that its number cannot have gone to another.
+    """
+    marked = _marked(token)
+    if own or pid in marked:
+        _signal(pid, signal.SIGSTOP)  # it starts nothing more, and adopts until the end
+        end = time.monotonic() + PATIENCE
+        while (alive := _descendants(pid) - {pid}) and time.monotonic() < end:
+            for other in alive:
+                _signal(other, signal.SIGKILL)
+            time.sleep(0.002)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        _signal(pid, signal.SIGKILL)
+    for stray in marked | _marked(token):
+        _signal(stray, signal.SIGKILL)
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process and its descendants hold in memory; shared pages count once for each."""
+    return sum(_resident(member) for member in _descendants(pid) | {pid})
+
+
+def own_memory_of(pid: int) -> int:
+    """As `memory_of`, with a page that n processes share counted as 1/n for each; slower."""
+    return sum(_proportional(member) for member in _descendants(pid) | {pid})
+
+
+def _descendants(root: int) -> set[int]:
+    """The process and all below it that have not ended; empty where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        with contextlib.suppress(*UNREADABLE):
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                children.setdefault(int(parent), []).append(pid)
+    below: set[int] = set()
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        below.add(pid)
+        waiting += [child for child in children.get(pid, ()) if child not in below]
+    return below
+
+
+def _marked(token: str) -> set[int]:
+    """The processes that were started with this token, this one excepted."""
+    wanted, marked = f"{MARK}={token}\0".encode(), set()
+    for pid in _pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if wanted in file.read():
+                marked.add(pid)
+    return marked - {os.getpid()}
+
+
+def _pids() -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return []
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(*UNREADABLE), open(f"/proc/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE
+    return 0
+
+
+def _proportional(pid: int) -> int:
+    with contextlib.suppress(*UNREADABLE), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+        for line in file:
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) << 10
+    return _resident(pid)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def guard(channel: int, parent: int) -> None:
-    groups: set[int] = set()
+    workers: dict[int, str] = {}
     pending = b""
     while True:
         ready, _, _ = select.select([channel], [], [], 1.0)
@@ -25,10 +117,13 @@ def guard(channel: int, parent: int) -> None:
             break
         *lines, pending = (pending + chunk).split(b"\n")
         for line in lines:
-            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+            pid, token = line[1:].decode().split()
+            if line[:1] == b"+":
+                workers[int(pid)] = token
+            else:
+                workers.pop(int(pid), None)
+    for number, token in workers.items():
+        end_worker(number, token, own=False)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,11 @@ class Outcome:
 
 
 class RewardPool:
-    """Scores samples; outcomes come back in the order of the samples, whoever was first."""
+    """Scores samples; outcomes come back in the order of the samples, whoever was first.
+
+    memory: GiB that a worker and its children may hold; beyond it the sample has failed. Functions
+        that are trusted run in this process, without limits.
+    """
 
     def __init__(
         self,
@@ -63,12 +67,16 @@ class RewardPool:
         workers: int = 2,
         timeout: float = 10.0,
         max_failed: float = 0.5,
+        memory: float | None = None,
     ) -> None:
         if workers < 1 or not timeout > 0:
             raise ProxpoError(
                 f"rewards need at least 1 worker and a timeout above 0, got {workers} and {timeout}"
             )
+        if memory is not None and not memory > 0:
+            raise ProxpoError(f"rewards need a memory limit above 0 GiB or none, got {memory}")
         self.spec, self.timeout, self.max_failed = spec, timeout, max_failed
+        self.memory = memory
         self._size = workers
         self._workers: list[Worker] = []
         self._guard: Guard | None = None
@@ -164,6 +172,14 @@ class RewardPool:
     def _check_start(self, one: Worker) -> None:
         if not one.ready and time.monotonic() - one.since > START_TIMEOUT:
             raise unusable(f"{self.spec.where} took over {START_TIMEOUT:g} s to import")
+        if not one.ready and self._too_large(one):
+            raise unusable(f"{self.spec.where} {self._limit()} while loading it")
+
+    def _too_large(self, one: Worker) -> bool:
+        return self.memory is not None and one.exceeds(int(self.memory * (1 << 30)))
+
+    def _limit(self) -> str:
+        return f"used over {self.memory:g} GiB of memory (task.reward_memory)"
 
     def _score_in_workers(self, batch: "_Batch") -> None:
         if self._guard is None:
@@ -212,6 +228,8 @@ class RewardPool:
                 continue
             if time.monotonic() - one.since > self.timeout:
                 self._lose(one, batch, selector, "timeout", f"no reward after {self.timeout:g} s")
+            elif self._too_large(one):
+                self._lose(one, batch, selector, "error", self._limit())
             elif one.process.poll() is not None and not _readable(one):
                 # A child of the function may hold the channel open, so there is no EOF to wait for.
                 self._lose(one, batch, selector, "error", one.ending())

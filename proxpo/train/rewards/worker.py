@@ -5,6 +5,8 @@ talks over a socket of its own; whatever the function prints goes nowhere. `load
 serve the trusted functions that run inside the trainer.
 """
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +24,7 @@ from typing import Any
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 DETAIL = 300
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
 class Unusable(Exception):
@@ -193,6 +196,7 @@ def serve(channel: socket.socket) -> None:
     """Read samples until the trainer closes the channel; it is then gone, and so is this."""
     own = os.getpid()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
+    _adopt_orphans()
     lines = channel.makefile("r", encoding="ascii")
     first = json.loads(lines.readline() or "null")
     if first is None:
@@ -210,6 +214,19 @@ def serve(channel: socket.socket) -> None:
         if os.getpid() != own:  # the function forked, and this is the child coming back
             os._exit(0)
         _send(channel, {"id": item["id"], **outcome})
+
+
+def _adopt_orphans() -> None:
+    """Processes whose parent ends come to this one instead of init, so that they can be ended.
+
+    When the machine runs out of memory, the kernel chooses this process before the trainer.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:

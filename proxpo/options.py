@@ -45,6 +45,28 @@ def coerce(value: Any, kind: Any, *, option: str) -> Any:
     raise ProxpoError(f"{option} takes {names}, got {value!r}")
 
 
+def variations(kind: Any, value: Any) -> list[Any]:
+    """Other values of an option of this type, near `value`: every word, the other truth, numbers.
+
+    They are guesses, and a factory may refuse some; together they show what the option does.
+    """
+    union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    allowed = typing.get_args(kind) if union else (kind,)
+    found: list[Any] = []
+    for one in allowed:
+        if one is type(None):
+            found.append(None)
+        elif one is bool:
+            found += [True, False]
+        elif one in (int, float):
+            near = value if _as(value, float)[0] and math.isfinite(value) else 0
+            found += [one(near + 1), one(near * 2), one(near // 2 if one is int else near / 2)]
+            found += [1, 3] if one is int else [0.05, 0.5, 1.5]
+        else:
+            found += _words(one)
+    return [x for i, x in enumerate(found) if x != value and x not in found[:i]]
+
+
 def _name(kind: Any) -> str:
     words = ", ".join(_words(kind))
     return words or ("none" if kind is type(None) else getattr(kind, "__name__", str(kind)))
@@ -70,4 +92,4 @@ def _as(value: Any, kind: Any) -> tuple[bool, Any]:
     return not _words(kind), value
 
 
-__all__ = ["bind", "coerce"]
+__all__ = ["bind", "coerce", "variations"]

@@ -159,14 +159,17 @@ class Setting(NamedTuple):
     kind: str
     default: Any
     doc: str
+    value: Any
 
 
-def explain() -> list[Setting]:
-    """Every setting in order, for `--help` and the docs."""
+def explain(config: Config | None = None) -> list[Setting]:
+    """Every setting in order, with its default, its meaning and its value in this config."""
     found: list[Setting] = []
     for path, kind, one in _leaves(Config):
-        default = getattr(_section(Config(), path), one.name)
-        found.append(Setting(path, _shown(kind), default, one.metadata["doc"]))
+        default, value = (
+            getattr(_section(whole, path), one.name) for whole in (Config(), config or Config())
+        )
+        found.append(Setting(path, _shown(kind), default, one.metadata["doc"], value))
     return found
 
 

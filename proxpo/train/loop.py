@@ -17,6 +17,7 @@ from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import finish
 from proxpo.train.job import Job, build, restore, save
+from proxpo.train.refusals import remarks
 from proxpo.train.rollouts import agreement
 from proxpo.train.sinks import JsonLines, Sinks, make_sinks, public_names
 from proxpo.train.update import update
@@ -69,7 +70,10 @@ def _run(
             job.before = {"metrics": metrics, "answers": answers}
         at.phase = "logging"
         folder.begin(out)
-        write_config(job.config, out / "config.yaml")
+        said = remarks(job.config, job.learner.recipe)
+        for line in said if fresh else ():
+            noted(line)
+        write_config(job.config, out / "config.yaml", said)
         resume_at = None if fresh else job.step
         drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
         with (

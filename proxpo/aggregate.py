@@ -18,6 +18,7 @@ from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, ""], Metrics]
+OFFICIAL_LENGTH = 3000.0  # generation budget of Dr. GRPO's runs
 
 
 @stage("aggregate", takes=("loss",))
@@ -89,18 +90,20 @@ def seq_sum_token_mean():
     return aggregate
 
 
-@stage("aggregate", takes=("loss",))
-def constant_length(*, max_tokens: float, count_empty: bool = False):
-    """(1/B⁺) Σ_i Σ_t m x / K with a constant K: Dr. GRPO's unbiased average.
+@stage("aggregate", takes=("loss",), length=OFFICIAL_LENGTH)
+def constant_length(*, max_tokens: float | None, count_empty: bool = False):
+    """(1/B⁺) Σ_i Σ_t m x / K with a constant K = max_tokens: Dr. GRPO's unbiased average.
 
-    K must not be the padded width of the batch, which would move the step size with the longest
-    response of the moment. verl calls this seq-mean-token-sum-norm.
+    max_tokens=None: the longest response that the host allows; 3000 without a host. K must not be
+    the padded width of the batch, which would move the step size with the longest response of the
+    moment. verl calls this seq-mean-token-sum-norm.
     """
-    if not max_tokens > 0:
+    longest = OFFICIAL_LENGTH if max_tokens is None else max_tokens
+    if not longest > 0:
         raise ProxpoError(f"constant_length: max_tokens must be positive, got {max_tokens}")
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
-        return masked_sum(x, batch.mask) / (_rows(ctx, x, count_empty) * max_tokens), {}
+        return masked_sum(x, batch.mask) / (_rows(ctx, x, count_empty) * longest), {}
 
     return aggregate
 

@@ -5,6 +5,7 @@ policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (
               them the advantage once more, if it follows the current policy
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -30,6 +31,14 @@ from proxpo.types import (
 )
 
 States = Mapping[str, State]
+AROUND = {  # stages that act around the loss, and how
+    "budget": "decides how many responses are sampled and how long they may be",
+    "prompts": "decides which prompts are trained on and draws others",
+    "gradient": "acts on the gradients of the model's layers (proxpo.gradients)",
+    "rescale": "scales the gradient after the backward pass",
+    "schedule": "decides over the optimizer steps of a rollout",
+}
+_TOLD: set[str] = set()  # warnings given by this process
 CURRENT = {"logp", "entropy", "values", "vocab_logp", "hidden", "mean"}
 
 
@@ -42,8 +51,12 @@ class Prepared(NamedTuple):
 
 
 def loss_fn(recipe: Recipe) -> Callable[..., Loss]:
-    """The recipe as one function of a whole batch: `loss_fn(recipe)(batch).value.backward()`."""
+    """The recipe as one function of a whole batch: `loss_fn(recipe)(batch).value.backward()`.
+
+    What a recipe does around its loss is not in it; one warning says what that is (`left_out`).
+    """
     check(recipe)
+    _tell(recipe)
 
     def loss(
         batch: Batch,
@@ -68,6 +81,28 @@ def loss_fn(recipe: Recipe) -> Callable[..., Loss]:
         return Loss(value, ready.metrics | metrics)
 
     return loss
+
+
+def left_out(recipe: Recipe) -> dict[str, str]:
+    """What the recipe does around its loss, by place, as clauses of a sentence."""
+    parts = {
+        place: f"{stage.kind}={stage.name}, which {AROUND[stage.kind]}"
+        for place, stage in recipe.stages()
+        if stage.kind in AROUND
+    }
+    if recipe.passes:
+        parts["passes"] = f"its {len(recipe.passes)} passes, which follow one another on a batch"
+    if recipe.fresh is not None:
+        parts["fresh"] = "its second loss, which is for data that were just sampled"
+    return parts
+
+
+def _tell(recipe: Recipe) -> None:
+    parts = "; ".join(left_out(recipe).values())
+    line = f"{recipe.name}: this loss is without {parts}. `proxpo train` applies all of it"
+    if parts and line not in _TOLD:
+        warnings.warn(line, stacklevel=3)
+        _TOLD.add(line)
 
 
 def prepare(
@@ -213,4 +248,4 @@ def require(recipe: Recipe, stage: Stage, batch: Batch) -> None:
         batch.require(name, by=f"{recipe.name or 'recipe'}: {stage.kind}={stage.name}")
 
 
-__all__ = ["Prepared", "count", "loss_fn", "policy_loss", "prepare"]
+__all__ = ["Prepared", "count", "left_out", "loss_fn", "policy_loss", "prepare"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from proxpo.compose import Prepared, policy_loss, prepare
+from proxpo.compose import Prepared, left_out, policy_loss, prepare
 from proxpo.kl import kl_estimate
 from proxpo.masked import masked_mean
 from proxpo.rescaling import logp_norm, rescaling_of
@@ -26,6 +26,20 @@ class Inspection:
     advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"]
     mask: Bool[Tensor, "seq tok"]
     metrics: dict[str, float]
+
+    @property
+    def notes(self) -> list[str]:
+        """What these numbers do not show of the method, and lengths that a trainer would set."""
+        after = ("gradient", "rescale", "schedule")
+        parts = [
+            f"shown {'before' if place in after else 'without'} {what}"
+            for place, what in left_out(self.recipe).items()
+        ]
+        for place, stage in self.recipe.stages():
+            if stage.length is not None and stage.options["max_tokens"] is None:
+                key = f"{place}.max_tokens"
+                parts.append(f"shown with {key}={stage.length:g}, where a trainer takes its limit")
+        return parts
 
     @property
     def mass(self) -> Float[Tensor, " seq"]:
@@ -69,13 +83,17 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
-    """The method's entry in `proxpo inspect --json`; what is not finite is null."""
-    return {
+    """The method's entry in `proxpo inspect --json`; what is not finite is null.
+
+    `notes` is there only for methods of which the numbers do not show everything.
+    """
+    entry = {
         "loss": _finite(inspection.loss),
         "dloss_dlogp": _finite(inspection.dloss_dlogp.tolist()),
         "advantages": _finite(inspection.advantages.tolist()),
         "metrics": _finite(inspection.metrics),
     }
+    return entry | ({"notes": inspection.notes} if inspection.notes else {})
 
 
 def _finite(value: Any) -> Any:

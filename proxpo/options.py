@@ -1,6 +1,7 @@
 """Options of stages and recipes: keyword arguments checked against the factory's signature."""
 
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -57,6 +58,28 @@ def _quoted(word: str) -> str:
     return f"'{word}'" if len(word) <= 80 else brief(word)
 
 
+def variations(kind: Any, value: Any) -> list[Any]:
+    """Other values of an option of this type, near `value`: every word, the other truth, numbers.
+
+    They are guesses, and a factory may refuse some; together they show what the option does.
+    """
+    union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    allowed = typing.get_args(kind) if union else (kind,)
+    found: list[Any] = []
+    for one in allowed:
+        if one is type(None):
+            found.append(None)
+        elif one is bool:
+            found += [True, False]
+        elif one in (int, float):
+            near = value if _as(value, float)[0] and math.isfinite(value) else 0
+            found += [one(near + 1), one(near * 2), one(near // 2 if one is int else near / 2)]
+            found += [1, 3] if one is int else [0.05, 0.5, 1.5]
+        else:
+            found += _words(one)
+    return [x for i, x in enumerate(found) if x != value and x not in found[:i]]
+
+
 def _name(kind: Any) -> str:
     words = ", ".join(_words(kind))
     return words or ("none" if kind is type(None) else getattr(kind, "__name__", str(kind)))
@@ -88,4 +111,4 @@ def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
         return False, value
 
 
-__all__ = ["bind", "brief", "coerce"]
+__all__ = ["bind", "brief", "coerce", "variations"]

@@ -7,11 +7,13 @@ make_recipe("grpo", {"ratio": {"name": "kalman", "q": 1e-6}}) the same from YAML
 """
 
 import inspect
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
-from proxpo.recipes._registry import method
+from proxpo.options import variations
+from proxpo.recipes._registry import Method, method
 from proxpo.stages import STAGES, check, load_all, make_stage
 from proxpo.types import KINDS, MANY, Recipe, Stage
 
@@ -26,6 +28,8 @@ def make_recipe(name: str, settings: Settings = ()) -> Recipe:
     own = [(key, value) for key, value in pairs if not _is_stage(key)]
     options = {_option(key, entry.defaults, entry.slug): value for key, value in own}
     recipe = entry.make(**options)
+    for option in options:
+        _check_effect(entry, options, recipe, option)
     swaps = [(key, value) for key, value in pairs if _is_stage(key)]
     passes = tuple(apply_swaps(one, swaps) for one in recipe.passes)
     fresh = apply_swaps(recipe.fresh, swaps) if recipe.fresh is not None else None
@@ -43,6 +47,35 @@ def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
         if "." in key:
             recipe = _adjust(recipe, key, value)
     return check(recipe)
+
+
+def at_length(recipe: Recipe, tokens: int | None) -> Recipe:
+    """The recipe with every length that its settings left open set to the host's limit.
+
+    Such a length is an option max_tokens that is none, in a stage that declares the `length` it
+    assumes without a host. tokens=None: the host has no limit, and nothing changes.
+    """
+    if tokens is None:
+        return recipe
+    fitted = recipe
+    for kind in KINDS:
+        stages = getattr(recipe, kind)
+        if kind in MANY:
+            fitted = fitted.replace(**{kind: tuple(_at_length(one, tokens) for one in stages)})
+        elif stages is not None:
+            fitted = fitted.replace(**{kind: _at_length(stages, tokens)})
+    passes = tuple(at_length(one, tokens) for one in recipe.passes)
+    fresh = at_length(recipe.fresh, tokens) if recipe.fresh is not None else None
+    return fitted.replace(passes=passes, fresh=fresh)
+
+
+def lengths(recipe: Recipe) -> dict[str, float | None]:
+    """The length in use at each place that has one; none where it is left to the host."""
+    return {
+        f"{place}.max_tokens": stage.options["max_tokens"]
+        for place, stage in recipe.stages()
+        if stage.length is not None
+    }
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -65,6 +98,55 @@ def parse_value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, option: str) -> None:
+    """Refuse an option of the method that leaves every stage as it would be without it."""
+    value = recipe.options[option]
+    if value == entry.defaults[option] or _matters(entry, options, option):
+        return
+    others = {name: recipe.options[name] for name in entry.defaults if name != option}
+    kinds = typing.get_type_hints(inspect.unwrap(entry.make))
+    acting = (
+        f"{name}={str(other).lower() if isinstance(other, bool) else other}"
+        for name, present in others.items()
+        for other in variations(kinds.get(name), present)
+        if _matters(entry, {**options, name: other}, option)
+    )
+    where = next(acting, None)
+    raise ProxpoError(
+        f"{entry.slug}: option '{option}'={value} has no effect with these settings"
+        + (f"; it has one with {where}" if where else "")
+    )
+
+
+def _matters(entry: Method, options: Mapping[str, Any], option: str) -> bool:
+    """Whether the recipe with these options differs from the one without this option."""
+    try:
+        recipe = entry.make(**options)
+    except ProxpoError:
+        return False
+    try:
+        without = entry.make(**{name: v for name, v in options.items() if name != option})
+    except ProxpoError:  # what cannot be left out has an effect
+        return True
+    return not _same(recipe, without)
+
+
+def _same(a: Recipe, b: Recipe) -> bool:
+    """Whether two recipes have equal stages; stages that are not registered are compared by id."""
+    pairs = list(zip(a.stages(), b.stages()))
+    parts = [*zip(a.passes, b.passes), *([(a.fresh, b.fresh)] if a.fresh and b.fresh else [])]
+    return (
+        len(a.stages()) == len(b.stages())
+        and len(a.passes) == len(b.passes)
+        and (a.fresh is None) == (b.fresh is None)
+        and all(
+            x == y and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
+            for x, y in pairs
+        )
+        and all(_same(x, y) for x, y in parts)
+    )
 
 
 def _is_stage(key: str) -> bool:
@@ -154,9 +236,14 @@ def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
     return recipe.replace(**{kind: tuple(changed if one is fitting[0] else one for one in stages)})
 
 
+def _at_length(stage: Stage, tokens: int) -> Stage:
+    is_open = stage.length is not None and stage.options["max_tokens"] is None
+    return _with_option(stage, "max_tokens", tokens) if is_open else stage
+
+
 def _with_option(stage: Stage, option: str, value: Any) -> Stage:
     option = resolve(option, stage.options, what=f"option of {stage.kind}={stage.name}")
     return STAGES[stage.kind][stage.name](**{**stage.options, option: value})
 
 
-__all__ = ["apply_swaps", "make_recipe", "parse_setting", "parse_value"]
+__all__ = ["apply_swaps", "at_length", "lengths", "make_recipe", "parse_setting", "parse_value"]

@@ -29,6 +29,8 @@ def stage(
     gives: str = "",
     whole_batch: bool | Callable[[Mapping[str, Any]], bool] = True,
     live: bool = False,
+    length: float | None = None,
+    decides: tuple[str, ...] = (),
     prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
@@ -38,7 +40,10 @@ def stage(
 
     whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
     so that cutting the batch differently changes its result. live=True marks an advantage that
-    every update computes anew, unless the batch came with advantages.
+    every update computes anew, unless the batch came with advantages. length: the longest response
+    that the stage assumes where its option max_tokens is none and no host gives its own. decides:
+    what a schedule settles itself, so that a host's settings for it have no effect: `count`,
+    `parts` and `optimizer` (see `proxpo.schedules.Updates`).
     """
 
     def decorate(factory: Callable[..., Any]) -> Factory:
@@ -57,6 +62,8 @@ def stage(
                 gives=gives,
                 whole_batch=whole_batch(options) if callable(whole_batch) else whole_batch,
                 live=live,
+                length=length,
+                decides=decides,
                 prepare=functools.partial(prepare, options) if prepare else None,
                 init=functools.partial(init, options) if init else None,
                 update=functools.partial(update, options) if update else None,
@@ -89,6 +96,7 @@ def check(recipe: Recipe) -> Recipe:
         (recipe.ratio, recipe.trust),
         (recipe.trust, recipe.aggregate),
         *penalised,
+        *(((recipe.ratio, recipe.rescale),) if recipe.rescale is not None else ()),
     ):
         if taker.takes and giver.gives not in taker.takes:
             raise ProxpoError(

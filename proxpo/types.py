@@ -242,7 +242,9 @@ class Stage:
 
     `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
     the batch fields it reads. `prepare` returns fields to add to the batch, once per rollout.
-    `live` marks an advantage that follows the current policy: each update computes it anew. A stage
+    `live` marks an advantage that follows the current policy: each update computes it anew.
+    `length` is the longest response assumed while the option max_tokens is none; a host replaces it
+    by its own limit. `decides` names what a schedule settles whatever the host's settings. A stage
     with memory has `init`, which makes its state, and one of two that make the next: `update`, once
     per rollout, from the state, the batch and its metrics; or `step`, after every optimizer step,
     from the mini-batch with the numbers that the step was made from, its metrics and a context.
@@ -257,6 +259,8 @@ class Stage:
     gives: str = ""
     whole_batch: bool = True
     live: bool = False
+    length: float | None = None
+    decides: tuple[str, ...] = ()
     prepare: Callable[[Batch], dict[str, Tensor]] | None = field(
         default=None, compare=False, repr=False
     )

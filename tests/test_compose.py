@@ -1,11 +1,13 @@
 """The order of the stages and what prepare() fixes."""
 
+import warnings
+
 import pytest
 import torch
 from helpers import close, f64, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
-from proxpo import Recipe
+from proxpo import ProxpoError, Recipe, compose
 from proxpo.aggregate import token_mean
 from proxpo.compose import count
 from proxpo.filters import not_truncated
@@ -120,3 +122,38 @@ def test_state_reaches_the_stage_and_is_updated_by_it() -> None:
     state = made.update_state(state, batch, {})
     second, _ = loss_and_gradients(made, batch, state=state)
     close(second, 3 * first)
+
+
+def test_a_loss_without_its_transform_schedule_or_budget_says_so() -> None:
+    """One line, once for each recipe; a recipe that is all loss says nothing."""
+    compose._TOLD.clear()
+    parts = {
+        "isopo": "gradient=isopo",
+        "isopo-ntk": "gradient=isopo_ntk",
+        "proma": "gradient=proma",
+        "trpo": "schedule=line_search",
+        "sfpo": "schedule=fast_slow",
+        "mdpo": "schedule=inner_steps",
+        "knapsack-rl": "budget=knapsack",
+        "st-ppo": "rescale=clipping_bias",
+        "lopti": "its 2 passes",
+    }
+    for slug, part in parts.items():
+        with pytest.warns(
+            UserWarning, match=f"^{slug}: this loss is without {part}, which .*train"
+        ):
+            proxpo.loss_fn(method(slug))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        proxpo.loss_fn(method("isopo"))
+        proxpo.loss_fn(method("grpo"))
+        proxpo.loss_fn(method("sfpo", schedule=None))
+
+
+@pytest.mark.parametrize("slug", ["reinforce", "isopo", "dpo"])
+def test_rescaling_a_recipe_without_a_ratio_is_refused(slug: str) -> None:
+    with pytest.raises(
+        ProxpoError, match=f"{slug}: rescale=clipping_bias works on ratio, but ratio="
+    ):
+        method(slug, rescale="clipping_bias")
+    assert method("grpo", rescale="clipping_bias").rescale is not None

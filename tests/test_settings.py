@@ -1,12 +1,14 @@
 """Recipes from names and settings: from Python, from YAML, from the command line."""
 
 import pytest
+import torch
 import yaml
 from helpers import close, loss_and_gradients, make_batch
 
 import proxpo
-from proxpo import make_recipe
+from proxpo import Batch, ProxpoError, Recipe, Stage, make_recipe, methods
 from proxpo.ratios import kalman
+from proxpo.recipes._registry import METHODS
 from proxpo.settings import parse_setting
 from proxpo.weights import tis
 
@@ -202,3 +204,42 @@ def test_a_ratio_corrected_kl_without_a_ratio_is_refused():
     settings = {"regularisers": "kl_to_ref", "regularisers.ratio_corrected": True}
     with pytest.raises(proxpo.ProxpoError, match="works on ratio, but ratio=none gives no ratio"):
         make_recipe("reinforce", settings)
+
+
+@pytest.mark.parametrize(
+    ("slug", "option", "value", "acting"),
+    [
+        ("capo", "max_tokens", 9, "host=dr-grpo"),
+        ("reinforce", "cap", 1.5, "form=truncated"),
+        ("rloo", "clip", 0.5, "form=trl"),
+        ("p3o-2019", "kl_direction", "pi_beta", "kl=full"),
+        ("grpo", "kl_ratio_corrected", True, "kl_coef="),
+    ],
+)
+def test_an_option_without_effect_is_refused_with_the_setting_that_gives_it_one(
+    slug: str, option: str, value: object, acting: str
+) -> None:
+    with pytest.raises(ProxpoError) as error:
+        make_recipe(slug, {option: value})
+    assert f"{slug}: option '{option}'=" in str(error.value)
+    assert f"it has one with {acting}" in str(error.value)
+    default = methods()[slug].defaults[option]
+    assert make_recipe(slug, {option: default}).options[option] == default
+
+
+def test_an_option_of_a_recipe_with_stages_of_its_own_is_not_judged() -> None:
+    """A stage that is not registered may hold the option where nobody can see it."""
+
+    @proxpo.register("test-closure", paper="none")
+    def closure(*, scale: float = 1.0) -> Recipe:
+        """A loss times a number."""
+
+        def apply(batch: Batch, ctx: object) -> tuple:
+            return torch.full_like(batch.logp, scale), {}
+
+        return make_recipe("grpo").replace(weights=(Stage(kind="weights", name="x", apply=apply),))
+
+    try:
+        assert make_recipe("test-closure", {"scale": 2.0}).options == {"scale": 2.0}
+    finally:
+        del METHODS["test-closure"]

@@ -107,17 +107,17 @@ def train_command(
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="List every setting and what it means.")
+        bool, typer.Option("--explain", help="List every setting of the run and what it means.")
     ] = False,
 ) -> None:
     """Train a model by reinforcement; leaves metrics, checkpoints, curves and a report behind."""
     from proxpo.cli.training import explain_settings, run_training
 
-    if explain:
-        explain_settings()
-        return
     given = {"method": method, "model": model, "task": task, "out": out, "seed": seed}
     overrides = {name: value for name, value in given.items() if value is not None}
+    if explain:
+        explain_settings(config, settings or [], overrides)
+        return
     run_training(config, settings or [], overrides, resume=resume)
 
 

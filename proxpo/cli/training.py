@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 QUIET = 30.0  # seconds without a line in a log
 SCORES = {"reward": "reward", "proxpo/eval/accuracy": "accuracy", "proxpo/eval/kl": "KL"}
@@ -60,16 +61,30 @@ def _quieten() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
-def explain_settings() -> None:
-    """Every setting of a run, its default and what it means."""
-    from proxpo.train.config import explain
+def explain_settings(source: str | None, settings: list[str], overrides: dict[str, Any]) -> None:
+    """Every setting of a run and what it means: its default, or its value if a run is described.
 
+    Below the table stands what follows from the settings of that run and is not one of them.
+    """
+    from proxpo.train.config import explain, load_config
+
+    described = bool(source or settings or overrides)
+    config = load_config(source, settings, overrides=overrides) if described else None
     table = Table(box=None, pad_edge=False)
-    for column in ("setting", "default", "meaning"):
+    for column in ("setting", "value" if described else "default", "meaning"):
         table.add_column(column, overflow="fold")
-    for one in explain():
-        table.add_row(one.path, str(one.default), one.doc)
-    Console(highlight=False).print(table)
+    for one in explain(config):
+        table.add_row(one.path, Text(str(one.value)), Text(one.doc))
+    console = Console(highlight=False)
+    console.print(table)
+    if config is not None:
+        from proxpo.train.job import fitted
+        from proxpo.train.refusals import remarks
+        from proxpo.train.tasks import make_task
+
+        task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
+        for line in remarks(config, fitted(config.make_recipe(), config, task)):
+            console.print(Text(line))
 
 
 @contextmanager

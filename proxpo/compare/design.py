@@ -18,7 +18,7 @@ from proxpo.compare.plan import RUNS, SCORE, Arm, Choice, Plan, PlannedRun, Seed
 from proxpo.errors import ProxpoError
 from proxpo.recipes import method
 from proxpo.settings import parse_setting, parse_value
-from proxpo.train._schema import SECTIONS, place
+from proxpo.train._schema import place
 from proxpo.train.config import Config, as_dict, find, load_config, read_yaml
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
@@ -157,8 +157,8 @@ def command(plan: Plan, run: PlannedRun, folder: str | Path) -> list[str]:
 def config_of(plan: Plan, run: PlannedRun) -> Config:
     """The whole config of a run."""
     arm = plan.arm(run.arm)
-    sets = [*_flat(plan.base), *arm.settings.items(), *_single(run.settings).items()]
-    return load_config(None, sets, overrides={"method": arm.method, "seed": run.seed})
+    sets = [*arm.settings.items(), *_single(run.settings).items()]
+    return load_config(plan.base, sets, overrides={"method": arm.method, "seed": run.seed})
 
 
 def _arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
@@ -238,7 +238,7 @@ def _with_problems(base: Settings, arms: list[Arm]) -> tuple[Settings, list[str]
     """The same training problems for all arms, where some arms would take a pool by themselves."""
     own = {
         arm.name: load_config(
-            None, [*_flat(base), *arm.settings.items()], overrides={"method": arm.method}
+            base, list(arm.settings.items()), overrides={"method": arm.method}
         ).task.problems
         for arm in arms
         if all(_placed(key, arm) != ["task", "problems"] for key in arm.settings)
@@ -367,12 +367,6 @@ def _single(settings: Mapping[str, Any]) -> Settings:
 
 def _grid(axes: Axes) -> list[Settings]:
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
-
-
-def _flat(base: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [
-        (f"{section}.{key}", value) for section in SECTIONS for key, value in base[section].items()
-    ]
 
 
 def _run(plan: Plan, arm: Arm, swept: Mapping[str, Any], seed: int, role: str) -> PlannedRun:

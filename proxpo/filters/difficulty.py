@@ -1,6 +1,7 @@
 """Prompts that are neither too easy nor too hard."""
 
 from proxpo.errors import ProxpoError
+from proxpo.filters.filters import check_redrawing
 from proxpo.groups import group_stats, group_sum
 from proxpo.outcomes import solved
 from proxpo.shapes import Bool, Tensor
@@ -15,15 +16,15 @@ def within_reach(
     high: float = 0.9,
     min_std: float = 1e-3,
     min_responses: int = 4,
-    generation_factor: int = 3,
+    generation_factor: int = 1,
     max_rounds: int = 10,
 ):
     """Keep a prompt iff low ≤ share solved ≤ high and its rewards' std is at least min_std.
 
-    min_responses: how many responses with tokens and a reward it needs. A trainer draws
-    `generation_factor` times the prompts it needs and tries at most `max_rounds` times. SimpleTIR's
-    released recipe.
+    min_responses: how many responses with tokens and a reward it needs. generation_factor and
+    max_rounds as in prompts=informative. SimpleTIR's released recipe, which draws 3 times as many.
     """
+    check_redrawing("within_reach", generation_factor, max_rounds)
     if not 0 <= low <= high <= 1:
         raise ProxpoError(f"within_reach: need 0 ≤ low ≤ high ≤ 1, got {low}, {high}")
 

@@ -31,13 +31,24 @@ def informative_rows(batch: Batch) -> Bool[Tensor, " seq"]:
     return (top > bottom) | (stats.size == 1)
 
 
+def check_redrawing(stage_name: str, generation_factor: int, max_rounds: int) -> None:
+    """Refuse counts of a prompt filter that would draw nothing."""
+    if generation_factor < 1 or max_rounds < 1:
+        raise ProxpoError(
+            f"{stage_name}: generation_factor and max_rounds are at least 1, got "
+            f"{generation_factor}, {max_rounds}"
+        )
+
+
 @stage("prompts", needs=("group",), name="informative")
-def informative_prompts(*, generation_factor: int = 3, max_rounds: int = 10):
+def informative_prompts(*, generation_factor: int = 1, max_rounds: int = 10):
     """Keep a prompt iff its responses are neither all right nor all wrong; sample others instead.
 
-    DAPO's dynamic sampling, arXiv:2503.14476 eq. 11. A trainer draws `generation_factor` times the
-    prompts it needs and tries at most `max_rounds` times.
+    DAPO's dynamic sampling, arXiv:2503.14476 eq. 11. Each round a trainer draws `generation_factor`
+    times the prompts it still needs, keeps the first good ones and drops the surplus, in at most
+    `max_rounds` rounds. verl's script has generation_factor=3: fewer rounds, more samples.
     """
+    check_redrawing("informative", generation_factor, max_rounds)
 
     def keep(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, " seq"], Metrics]:
         kept = informative_rows(batch)

@@ -23,7 +23,7 @@ def capo(
     k: int = 50,
     learning_rate: float = 1.5e-5,
     clip: float = 0.2,
-    max_tokens: float = 3000,
+    max_tokens: float | None = None,
     eps: float = 1e-4,
 ) -> Recipe:
     """CAPO: drop the tokens whose own optimizer step is foreseen to shift too much.
@@ -33,8 +33,9 @@ def capo(
         keep a token iff m_F < τ_F and |m_H| < τ_H
 
     A model of the head alone: h the hidden state behind the token, π over its K likeliest tokens, e
-    the one drawn. host: GRPO (each response divided by its kept tokens), Dr. GRPO or REINFORCE,
-    with the bounds of their runs unless given; a bound of 0 is none. sides="one": 0 ≤ m_H < τ_H.
+    the one drawn. host: GRPO (each response divided by its kept tokens), Dr. GRPO (max_tokens as
+    there) or REINFORCE, with the bounds of their runs unless given; a bound of 0 is none.
+    sides="one": 0 ≤ m_H < τ_H.
 
     Departures: hidden states and distributions belong to the same position, where the released code
     is one off. No discount, as in the code.

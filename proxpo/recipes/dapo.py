@@ -20,8 +20,8 @@ def dapo(
     average: Literal["token", "prompt"] = "token",
     group_filter: Literal["resample", "mask", "off"] = "resample",
     overlong: Literal["penalty", "filter", "both", "off"] = "penalty",
-    max_tokens: float = 20480,
-    cache: float = 4096,
+    max_tokens: float | None = None,
+    cache: float | None = None,
     penalty_floor: bool = True,
     eps: float = 1e-6,
 ) -> Recipe:
@@ -33,10 +33,12 @@ def dapo(
     average="prompt" divides by the tokens of each prompt's group, then averages prompts (the
     paper's eq. 8); "token" by all tokens (released code). group_filter: "resample" leaves the
     dropping and redrawing of uninformative prompts to the trainer, "mask" drops them here, "off".
-    overlong: "penalty", "filter" (masks truncated responses), "both" or "off".
+    overlong: "penalty", "filter" (masks truncated responses), "both" or "off". The penalty grows
+    over the last `cache` tokens before max_tokens: by default a fifth of the trainer's limit, and
+    that limit; 4096 and the paper's 20480 where there is no trainer (`inspect`).
 
     Departures: the released penalty has no floor at -1 (penalty_floor=False). Their scripts add
-    dual=10.
+    dual=10 and draw three times the prompts at once (prompts.generation_factor=3).
 
     Reference: Yu et al., arXiv:2503.14476 eqs 8-13.
     """

@@ -35,7 +35,9 @@ def p3o_2019(
 
     Departures: paper KL(β‖π), code KL(π‖β) averaged over actions (kl_direction="pi_beta",
     kl_mean_over_actions=True). The code silences the policy term when λ ≤ 1e-7; here c = ESS holds
-    there too. cap=False is the code's default ceiling of 1.
+    there too. cap=False is the code's default ceiling of 1. Replay starts with the second rollout
+    and takes an earlier one whole; the code waits for 15,000 frames and takes 6 times the
+    environments (`--set schedule.start=15000 --set schedule.batch=6`, in responses and prompts).
 
     Reference: Fakoor, Chaudhari & Smola, arXiv:1905.01756.
     """

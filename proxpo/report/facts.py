@@ -59,12 +59,7 @@ def batch_line(file: BatchFile, source: str) -> str:
 
 def caveats(found: Sequence[Inspection]) -> list[str]:
     """What a batch of log-probabilities cannot show of a method."""
-    return [
-        f"{one.method}: shown before gradient={one.recipe.gradient.name}, which acts on the "
-        "gradients of the model's layers"
-        for one in found
-        if one.recipe.gradient is not None
-    ]
+    return [f"{one.method}: {note}" for one in found for note in one.notes]
 
 
 def sentence(summary: str) -> str:

@@ -227,12 +227,10 @@ def _history(logged: list[dict[str, Any]], summary: Mapping[str, Any], shown: st
     gap = missing_steps(rows, max((row["step"] for row in rows), default=-1))
     notes = [f"{shown}/metrics.jsonl has no row of step {gap}"] if gap else []
     changes = summary.get("changes")
-    whole = isinstance(changes, list) and all(isinstance(one, dict) for one in changes)
-    for one in changes if whole else []:
-        values = f"{one.get('before')} -> {one.get('after')}"
-        notes.append(
-            f"{shown}: {one.get('setting')} changed after step {one.get('step')}: {values}"
-        )
+    for change in changes if isinstance(changes, list) else []:
+        if isinstance(change, dict):
+            setting, step, before, after = map(change.get, ("setting", "step", "before", "after"))
+            notes.append(f"{shown}: {setting} changed after step {step}: {before} -> {after}")
     return notes
 
 

@@ -1,5 +1,6 @@
 """Terms added to the reward: a KL penalty, a length penalty, a clip."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics, State
 
 Result = tuple[Batch, Metrics]
+OFFICIAL_LENGTH = 20480.0  # of DAPO's runs, with a soft zone of a fifth of it
 
 
 @stage("reward", needs=("rewards",))
@@ -26,26 +28,33 @@ def clip_reward(*, low: float, high: float):
     return shape
 
 
-@stage("reward", needs=("rewards",))
+@stage("reward", needs=("rewards",), length=OFFICIAL_LENGTH)
 def overlong_penalty(
-    *, max_tokens: float = 20480, cache: float = 4096, factor: float = 1.0, floor: bool = True
+    *,
+    max_tokens: float | None = None,
+    cache: float | None = None,
+    factor: float = 1.0,
+    floor: bool = True,
 ):
     """Soft overlong punishment, n the response length. DAPO, arXiv:2503.14476 eq. 13.
 
     0 if n ≤ L_max - L_c;  ((L_max - L_c) - n)/L_c up to n = L_max;  -1 beyond (floor=False: linear
-    without the floor, as verl). L_c = 0 means no soft zone.
+    without the floor, as verl). L_c = 0 means no soft zone. max_tokens=None: L_max is the longest
+    response that the host allows, 20480 without a host; cache=None: L_c is a fifth of L_max.
     """
-    if cache < 0 or max_tokens <= 0 or cache > max_tokens:
+    longest = OFFICIAL_LENGTH if max_tokens is None else max_tokens
+    zone = longest / 5 if cache is None else cache
+    if not 0 <= zone <= longest or not longest > 0 or math.isinf(zone):
         raise ProxpoError(
-            f"overlong_penalty: need 0 ≤ cache ≤ max_tokens, got {cache}, {max_tokens}"
+            f"overlong_penalty: need 0 ≤ cache ≤ max_tokens, got {zone:g}, {longest:g}"
         )
 
     def shape(batch: Batch, ctx: Context) -> Result:
         length = batch.mask.sum(dim=1).to(batch.rewards.dtype)
-        if cache == 0:
-            penalty = -(length > max_tokens).to(length.dtype)
+        if zone == 0:
+            penalty = -(length > longest).to(length.dtype)
         else:
-            penalty = ((max_tokens - cache - length) / cache).clamp(max=0.0)
+            penalty = ((longest - zone - length) / zone).clamp(max=0.0)
             penalty = penalty.clamp(min=-1.0) if floor else penalty
         share = (penalty < 0).to(length.dtype).mean()
         return batch.replace(rewards=batch.rewards + factor * penalty), {"reward/overlong": share}

@@ -15,7 +15,8 @@ class Updates(Protocol):
 
     A schedule's function is `apply(updates, ctx) -> (state, metrics)`: it makes the optimizer steps
     it wants and returns its own next state. `count` is how many the settings ask for, `parts` into
-    how many mini-batches they cut the rollout.
+    how many mini-batches they cut the rollout. A schedule that does not follow these, or makes its
+    steps without the `optimizer`, declares so in `decides`, and a host refuses the settings.
     """
 
     count: int
@@ -38,8 +39,12 @@ class Updates(Protocol):
         """
         ...
 
-    def replay(self) -> None:
-        """One step on an earlier rollout, drawn at random; none if there is none."""
+    def replay(self, *, start: int = 0, batch: float | None = None) -> bool:
+        """One step on replayed data; none, and False, while fewer than `start` responses are kept.
+
+        The data are one earlier rollout, drawn at random, or `batch` times the prompts of a rollout
+        from all that are kept; where that is more than there are, all of them.
+        """
         ...
 
     def mix(self, *, share: float, rollouts: int) -> None:

@@ -1,5 +1,6 @@
 """Schedules that only count: how many steps, on how much of the rollout."""
 
+import math
 from typing import Literal
 
 import torch
@@ -10,9 +11,10 @@ from proxpo.stages import stage
 from proxpo.types import Context, Metrics, State
 
 Result = tuple[State, Metrics]
+MOST_REPLAYS = 1000  # replayed updates a rollout, on average
 
 
-@stage("schedule")
+@stage("schedule", decides=("count", "parts"))
 def single_update():
     """One update on the whole rollout batch, so that the data are on-policy (OPO, ReMax)."""
 
@@ -23,7 +25,7 @@ def single_update():
     return schedule
 
 
-@stage("schedule")
+@stage("schedule", decides=("count", "parts"))
 def inner_steps(*, steps: int = 10, on: Literal["whole", "parts"] = "whole"):
     """`steps` optimizer steps on each rollout, whatever the trainer's settings say.
 
@@ -43,21 +45,29 @@ def inner_steps(*, steps: int = 10, on: Literal["whole", "parts"] = "whole"):
 
 @stage("schedule")
 def poisson_replay(
-    *, ratio: float = 2.0, capacity: int = 50_000, start: int = 15_000, batch: float = 6.0
+    *, ratio: float = 2.0, capacity: int = 50_000, start: int = 0, batch: float | None = None
 ):
     """After each on-policy update m ~ Poisson(ratio) updates on replayed data. P3O 2019.
 
-    `capacity` and `start` count samples in the buffer; an off-policy batch is `batch` times as
-    large as the number of parallel environments (prompts here).
+    The buffer holds the last `capacity` responses; there is no replay while it holds fewer than
+    `start`. A replayed update takes `batch` times the prompts of a rollout, drawn from the whole
+    buffer; batch=None takes one earlier rollout, whole. The released code counts frames of Atari
+    games: start 15,000, and 6 times the parallel environments.
     """
+    if not 0 <= ratio <= MOST_REPLAYS or capacity < 1 or not 0 <= start <= capacity:
+        raise ProxpoError(
+            f"poisson_replay: expected ratio in [0, {MOST_REPLAYS}], capacity of at least 1 and "
+            f"start in [0, capacity], got {ratio:g}, {capacity}, {start}"
+        )
+    if batch is not None and not 0 < batch < math.inf:
+        raise ProxpoError(f"poisson_replay: batch is positive and finite, or none, got {batch:g}")
 
     def schedule(updates: Updates, ctx: Context) -> Result:
-        replayed = int(torch.poisson(torch.tensor(float(ratio)), generator=ctx.generator))
+        drawn = int(torch.poisson(torch.tensor(float(ratio)), generator=ctx.generator))
         updates.keep(samples=capacity)
-        updates.step(updates.count, only=not replayed)
-        for _ in range(replayed):
-            updates.replay()
-        return {}, {}
+        updates.step(updates.count, only=not drawn)
+        made = sum(updates.replay(start=start, batch=batch) for _ in range(drawn))
+        return {}, {"schedule/replayed": torch.tensor(float(made))}
 
     return schedule
 

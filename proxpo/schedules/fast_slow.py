@@ -17,7 +17,7 @@ def _blank(options: Mapping[str, Any]) -> State:
     return {"entropies": torch.zeros(0, dtype=torch.float64), "off": torch.tensor(False)}
 
 
-@stage("schedule", needs=("old_logp", "entropy"), init=_blank)
+@stage("schedule", needs=("old_logp", "entropy"), decides=("count", "parts"), init=_blank)
 def fast_slow(
     *,
     steps: int = 3,

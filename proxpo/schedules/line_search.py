@@ -11,7 +11,7 @@ from proxpo.stages import stage
 from proxpo.types import Context, Metrics, State
 
 
-@stage("schedule")
+@stage("schedule", decides=("count", "parts", "optimizer"))
 def line_search(
     *,
     delta: float = 0.01,

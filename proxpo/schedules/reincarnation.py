@@ -8,7 +8,7 @@ from proxpo.stages import stage
 from proxpo.types import Context, Metrics, State
 
 
-@stage("schedule", init=lambda options: {"reborn": torch.tensor(False)})
+@stage("schedule", decides=("count",), init=lambda options: {"reborn": torch.tensor(False)})
 def reincarnation(*, share: float = 0.4, window: int = 2, passes: int = 2, at: int | None = 50):
     """Until optimizer step `at`: each prompt from one of the last `window` rollouts with chance
     `share`. Then the reference policy becomes the present one, and training goes on on-policy.

@@ -274,16 +274,19 @@ class Setting(NamedTuple):
     kind: str
     default: Any
     doc: str
+    value: Any
     resume: Resume
 
 
-def explain() -> list[Setting]:
-    """Every setting in order, for `--help` and the docs."""
+def explain(config: Config | None = None) -> list[Setting]:
+    """Every setting in order, with its default, its meaning and its value in this config."""
     listed: list[Setting] = []
     for path, kind, leaf in _leaves(Config):
-        default = getattr(_section(Config(), path), leaf.name)
+        default, value = (
+            getattr(_section(whole, path), leaf.name) for whole in (Config(), config or Config())
+        )
         info = leaf.metadata
-        listed.append(Setting(path, _shown(kind), default, info["doc"], info["resume"]))
+        listed.append(Setting(path, _shown(kind), default, info["doc"], value, info["resume"]))
     return listed
 
 

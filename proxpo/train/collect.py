@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Bool, Float, Tensor
+from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.experience import Experience, join
 from proxpo.train.grading import grade, is_correct, span_rewards
@@ -85,7 +85,7 @@ class Sampler:
 
 
 class Collected(NamedTuple):
-    """A rollout ready for training, what was seen, and a few responses to show."""
+    """A rollout ready for training, what was seen, and its responses as lines to show."""
 
     experience: Experience
     metrics: dict[str, float]
@@ -97,12 +97,16 @@ def collect(
 ) -> Collected:
     """`prompts` prompts with `how.samples` responses each, all of them to the recipe's liking.
 
-    Prompt filters decide which prompts are kept; others are drawn in their place, for as many
-    rounds as the filter allows. `step` numbers the rollout, `version` the policy that samples.
+    Prompt filters decide which prompts are kept; others are drawn in their place, as many at a time
+    and for as many rounds as the filter says, and a surplus is dropped. `step` numbers the rollout,
+    `version` the policy that samples.
     """
     recipe = sampler.recipe
     prompts = round(prompts * _factor(recipe))
-    rounds = max((stage.options.get("max_rounds", 1) for stage in recipe.prompts), default=1)
+    rounds, factor = (
+        max((stage.options.get(name, 1) for stage in recipe.prompts), default=1)
+        for name in ("max_rounds", "generation_factor")
+    )
     kept: list[Experience] = []
     seen: list[_Round] = []
     for number in range(rounds):
@@ -110,9 +114,9 @@ def collect(
         if missing <= 0:
             break
         path = (sampler.seed, "sample", step, number)
-        drawn = _draw(sampler, source.take(missing), path, version)
+        drawn = _draw(sampler, source.take(factor * missing), path, version)
         seen.append(drawn)
-        good = _worth(sampler, drawn.experience).nonzero()[:, 0]
+        good = _first(drawn.experience, _worth(sampler, drawn.experience), missing)
         if len(good):
             kept.append(drawn.experience.rows(good))
     if not kept:
@@ -120,7 +124,7 @@ def collect(
             f"{recipe.name}: no prompt was worth training on in {rounds} rounds of {prompts} (all "
             "answers right or all wrong): choose another difficulty, or --set prompts=none"
         )
-    return Collected(join(kept), _metrics(seen), _shown(seen[0], step))
+    return Collected(join(kept), _metrics(seen), _shown(seen, step))
 
 
 class _Round(NamedTuple):
@@ -295,6 +299,12 @@ def _worth(sampler: Sampler, rows: Experience) -> Bool[Tensor, " seq"]:
     return kept
 
 
+def _first(rows: Experience, kept: Bool[Tensor, " seq"], prompts: int) -> Int[Tensor, " row"]:
+    """Numbers of the kept rows of the first `prompts` prompts that have any."""
+    chosen = rows.group[kept].unique()[:prompts]  # groups are numbered in the order of drawing
+    return (kept & torch.isin(rows.group, chosen)).nonzero()[:, 0]
+
+
 def _metrics(seen: list[_Round]) -> dict[str, float]:
     """TRL's names where TRL has one; taken over everything sampled, kept or not."""
     outcomes = [outcome for part in seen for outcome in part.outcomes]
@@ -343,11 +353,11 @@ def _turns(seen: list[_Round]) -> dict[str, float]:
     return {"proxpo/turns": float(last.mean()) + 1, "proxpo/void": float(void.mean())}
 
 
-def _shown(part: _Round, step: int) -> list[dict]:
-    rows = zip(part.problems, part.episodes.texts, part.outcomes)
+def _shown(seen: list[_Round], step: int) -> list[dict]:
+    rows = [row for part in seen for row in zip(part.problems, part.episodes.texts, part.outcomes)]
     return [
         {"step": step, "prompt": p.prompt, "completion": t, "answer": p.answer, "reward": o.reward}
-        for p, t, o in list(rows)[:2]
+        for p, t, o in rows
     ]
 
 

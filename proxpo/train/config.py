@@ -31,6 +31,7 @@ from proxpo.train._schema import (
     explain,
     place,
 )
+from proxpo.train.refusals import check_used
 from proxpo.types import Recipe
 
 LARGEST = 1 << 20
@@ -39,17 +40,22 @@ PRESETS = Path(__file__).parents[1] / "configs"
 
 
 def load_config(
-    source: str | Path | None = None,
+    source: str | Path | Mapping[str, Any] | None = None,
     sets: Iterable[str | tuple[str, Any]] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
     """The config of a file or preset, then `overrides` (None: not given), then `sets`, checked.
 
     A file's recipe block belongs to the file's method: another method starts from its own defaults.
+    A setting that the recipe does not follow is refused if `overrides` or `sets` give it; in a
+    file, which several methods may share, it stands without effect, and the run says so. `source`
+    may be a file's contents.
     """
     pairs = [parse_setting(one) if isinstance(one, str) else one for one in sets]
     pairs = [*((k, v) for k, v in (overrides or {}).items() if v is not None), *pairs]
-    read = {} if source is None else read_yaml(find(source))
+    read = dict(source) if isinstance(source, Mapping) else {}
+    if isinstance(source, (str, Path)):
+        read = read_yaml(find(source))
     written = read.get("method", Config().method)
     chosen = _method(dict(pairs).get("method", written))
     if chosen != _method(written):
@@ -58,7 +64,9 @@ def load_config(
     for key, value in [*_entries(read), *pairs, ("method", chosen.slug)]:
         _put(tree, place(key, chosen.defaults), value, key)
     config = build(tree)
-    return _with_pool(config, config.make_recipe())
+    recipe = config.make_recipe()
+    check_used(config, recipe, {".".join(place(key, chosen.defaults)) for key, _ in pairs})
+    return _with_pool(config, recipe)
 
 
 def _with_pool(config: Config, recipe: Recipe) -> Config:
@@ -112,14 +120,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return found
 
 
-def to_yaml(config: Config) -> str:
-    """The whole config; `load_config` of it gives an equal one."""
-    return yaml.dump(as_dict(config), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True)
+def to_yaml(config: Config, remarks: Iterable[str] = ()) -> str:
+    """The whole config; `load_config` of it gives an equal one. Remarks are comments above it."""
+    text = yaml.dump(as_dict(config), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True)
+    return "".join(f"# {line}\n" for line in remarks) + text
 
 
-def write_config(config: Config, path: Path) -> None:
+def write_config(config: Config, path: Path, remarks: Iterable[str] = ()) -> None:
     """The resolved config beside the run's results."""
-    write_whole(path, to_yaml(config).encode())
+    write_whole(path, to_yaml(config, remarks).encode())
 
 
 class _Loader(yaml.SafeLoader):

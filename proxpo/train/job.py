@@ -12,6 +12,7 @@ from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import make_optimizer
+from proxpo.settings import at_length
 from proxpo.train.checkpoint import Checkpoint, save_checkpoint
 from proxpo.train.collect import Source
 from proxpo.train.config import Change, Config, as_dict
@@ -25,7 +26,7 @@ from proxpo.train.rewards import RewardPool
 from proxpo.train.rollouts import Rollout, make_rollout
 from proxpo.train.streams import derive, generator
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
-from proxpo.types import Clock
+from proxpo.types import Clock, Recipe
 
 
 @dataclass(kw_only=True)
@@ -84,6 +85,7 @@ def build(config: Config) -> Job:
     if config.model.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable()
     task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
+    recipe = fitted(recipe, config, task)
     check_fields(recipe, task)
     if config.task.problems is not None:
         task = take_pool(task, config.task.problems)
@@ -127,6 +129,12 @@ def splits(job: Job) -> list[str]:
             "nothing about new ones"
         )
     return lines
+
+
+def fitted(recipe: Recipe, config: Config, task: Task) -> Recipe:
+    """The recipe with the lengths it leaves open from the longest response of this run."""
+    turns = task.max_turns if task.tool is not None else 1
+    return at_length(recipe, config.rollout.max_tokens * turns)
 
 
 def save(job: Job, root: Path) -> Path:
@@ -284,4 +292,4 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-__all__ = ["Job", "build", "restore", "save", "splits"]
+__all__ = ["Job", "build", "fitted", "restore", "save", "splits"]

@@ -23,6 +23,7 @@ from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import Examined, finish
 from proxpo.train.job import Job, build, restore, save, splits
+from proxpo.train.refusals import remarks
 from proxpo.train.rollouts import agreement
 from proxpo.train.sinks import JsonLines, Sinks, make_sinks, public_names
 from proxpo.train.update import update
@@ -123,7 +124,10 @@ def _trained(
         job.before = {"metrics": metrics, "answers": answers}
     at.phase = "logging"
     folder.begin(out)
-    write_config(job.config, out / "config.yaml")
+    lines = remarks(job.config, job.learner.recipe)
+    for line in lines if fresh else ():
+        noted(line)
+    write_config(job.config, out / "config.yaml", lines)
     # The row of a step whose evaluation is still due is written after it.
     resume_at = None if fresh else job.step - (job.unwritten is not None)
     drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written

@@ -1,6 +1,10 @@
-"""Recipes that a run cannot feed: refused before anything is loaded, by field and provider."""
+"""What a run cannot honour: fields nobody provides, settings that the recipe does not follow."""
+
+from collections.abc import Collection
 
 from proxpo.errors import ProxpoError
+from proxpo.settings import lengths
+from proxpo.train._schema import Config, changes
 from proxpo.train.tasks import Task
 from proxpo.types import FIELDS, Recipe, Stage
 
@@ -14,6 +18,54 @@ NOBODY = {
         "this trainer runs no process reward model: bring it in a batch of your own",
     ),
 }
+
+# Settings that follow from what a schedule may decide, and the words for it.
+DECIDED = {
+    "count": (("train.updates_per_rollout",), "decides how many updates a rollout gets"),
+    "parts": (("train.mini_batches",), "decides which part of a rollout each update sees"),
+    "optimizer": (
+        (
+            *("train.optimizer", "train.optimizer_options", "train.lr", "train.weight_decay"),
+            *("train.grad_clip", "train.lr_schedule", "train.warmup_steps"),
+        ),
+        "moves the weights without the optimizer",
+    ),
+}
+
+
+def unused(config: Config, recipe: Recipe) -> dict[str, str]:
+    """A line for each setting, by path, that was changed and has no effect on this recipe."""
+    schedule, lines = recipe.schedule, dict[str, str]()
+    if schedule is None:
+        return lines
+    changed = dict(line.split(": ", 1) for line in changes(Config(), config))
+    for decision in schedule.decides:
+        paths, reason = DECIDED[decision]
+        for path in changed.keys() & set(paths):
+            value = changed[path].split(" -> ", 1)[1]
+            lines[path] = (
+                f"{recipe.name}: {path}={value} has no effect, since schedule={schedule.name} "
+                f"{reason}: set the schedule's own options, or schedule=none"
+            )
+    return dict(sorted(lines.items()))
+
+
+def check_used(config: Config, recipe: Recipe, given: Collection[str]) -> None:
+    """Refuse settings without effect among the `given` paths, which the user wrote for this run."""
+    for path, line in unused(config, recipe).items():
+        if any(one == path or one.startswith(f"{path}.") for one in given):
+            raise ProxpoError(line)
+
+
+def remarks(config: Config, recipe: Recipe) -> list[str]:
+    """Lines on a run's settings that the config alone does not show.
+
+    Settings of a shared file that this recipe does not follow, and lengths from the run's limit.
+    """
+    asked, own = lengths(config.make_recipe()), lengths(recipe)
+    taken = [f"{place}={own[place]:g}" for place, value in asked.items() if value is None]
+    lines = [f"{recipe.name}: {', '.join(taken)}, from rollout.max_tokens"] if taken else []
+    return [*unused(config, recipe).values(), *lines]
 
 
 def check_fields(recipe: Recipe, task: Task) -> None:
@@ -37,4 +89,4 @@ def _refuse(recipe: Recipe, stage: Stage, name: str, reason: str) -> None:
     )
 
 
-__all__ = ["check_fields"]
+__all__ = ["check_fields", "check_used", "remarks", "unused"]

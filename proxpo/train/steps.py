@@ -17,7 +17,7 @@ from proxpo.reference.policy import Policy, Samples
 from proxpo.shapes import Float, Int, Tensor
 from proxpo.train.config import Config
 from proxpo.train.descent import gradients
-from proxpo.train.experience import Experience
+from proxpo.train.experience import Experience, join
 from proxpo.train.fields import (
     batch_of,
     judges_first,
@@ -28,7 +28,7 @@ from proxpo.train.fields import (
 )
 from proxpo.train.job import Job
 from proxpo.train.learner import Learner, Pass, score, widened
-from proxpo.train.replay import mixture, share_of
+from proxpo.train.replay import any_of, mixture, share_of
 from proxpo.train.streams import derive, generator
 from proxpo.types import Batch, Context, Metrics, Recipe
 
@@ -92,12 +92,16 @@ class Steps:
         self._done += n if rows is None else 0
         return self.last
 
-    def replay(self) -> None:
+    def replay(self, *, start: int = 0, batch: float | None = None) -> bool:
         job = self.job
-        if not job.past:
-            return
+        if not job.past or sum(len(one.mask) for one in job.past) < start:
+            return False
         draw = self._chance
-        old = job.past[int(torch.randint(len(job.past), (), generator=draw))]
+        if batch is None:
+            old = job.past[int(torch.randint(len(job.past), (), generator=draw))]
+        else:
+            kept, prompts = join(job.past), job.config.rollout.prompts_per_step
+            old = kept.rows(any_of(kept, draw, max(1, round(batch * prompts))))
         path = ("replay", job.step, self._replayed)
         steps = Steps(job, old, path=path, fresh=False)
         steps.step(1, parts=1)
@@ -105,6 +109,7 @@ class Steps:
         self._replayed += 1
         for name, values in steps.seen.items():
             self.seen[name] += values
+        return True
 
     def mix(self, *, share: float, rollouts: int) -> None:
         if self._ready:

@@ -16,6 +16,32 @@ from proxpo.types import FIELDS
 NEED_A_MODEL = {"capo": "hidden", "fixpo": "vocab_logp", "g2rl": "features", "grpo-guard": "noise"}
 SHOWN = [slug for slug in library.methods() if slug not in NEED_A_MODEL]
 
+# What the loss of a batch leaves out of a method, and lengths that a trainer would set.
+INFORMATIVE = "shown without prompts=informative"
+NOTED = {
+    "cispo": [INFORMATIVE],
+    "clip-cov": [INFORMATIVE],
+    "dapo": [INFORMATIVE, "shown with reward.overlong_penalty.max_tokens=20480"],
+    "dr-grpo": ["shown with aggregate.max_tokens=3000"],
+    "entropy-80-20": [INFORMATIVE, "shown with reward.overlong_penalty.max_tokens=20480"],
+    "isopo": ["shown before gradient=isopo"],
+    "isopo-ntk": ["shown before gradient=isopo_ntk"],
+    "kl-cov": [INFORMATIVE],
+    "knapsack-rl": ["shown without budget=knapsack"],
+    "lopti": ["shown without its 2 passes"],
+    "mdpo": ["shown before schedule=inner_steps"],
+    "opo": ["shown before schedule=single_update"],
+    "p3o-2019": ["shown before schedule=poisson_replay", "shown without its second loss"],
+    "palu": ["shown without budget=length_budget"],
+    "proma": ["shown before gradient=proma"],
+    "rapid": ["shown before schedule=inner_steps"],
+    "remax": ["shown before schedule=single_update"],
+    "remix": ["shown before schedule=reincarnation"],
+    "sfpo": ["shown before schedule=fast_slow"],
+    "st-ppo": ["shown before rescale=clipping_bias"],
+    "trpo": ["shown before schedule=line_search"],
+}
+
 
 def strict(text):
     """JSON as the standard has it: no NaN, no Infinity."""
@@ -46,7 +72,9 @@ def test_every_method_in_one_call_equals_the_library(inspect):
     assert list(found) == SHOWN
     for name in SHOWN:
         entry = found[name]
-        assert set(entry) == {"loss", "dloss_dlogp", "advantages", "metrics"}
+        noted = ["notes"] if NOTED.get(name) else []
+        assert set(entry) == {"loss", "dloss_dlogp", "advantages", "metrics", *noted}
+        assert [note.split(",")[0] for note in entry.get("notes", [])] == NOTED.get(name, []), name
         loss, gradient = by_hand(make_recipe(name), batch)
         assert entry["loss"] == float(loss.value.detach()), name
         shown = torch.tensor(entry["dloss_dlogp"], dtype=torch.float64)

@@ -15,7 +15,9 @@ from helpers import (
 )
 
 import proxpo
+from proxpo import Batch
 from proxpo.rewards import overlong_penalty
+from proxpo.settings import at_length
 from proxpo.types import Context
 
 
@@ -122,7 +124,30 @@ def test_overlong_filter_masks_truncated_rows() -> None:
     assert ready.denominators.tokens == batch.mask.sum() - batch.mask[4].sum()
 
 
-def test_resampling_options_are_the_official_ones() -> None:
-    options = method("dapo").prompts[0].options
-    assert options == {"generation_factor": 3, "max_rounds": 10}
+def test_the_penalty_follows_the_hosts_length() -> None:
+    """L_max is the host's limit and L_c a fifth of it, as 4096 is of 20480, unless they are set."""
+    batch = make_batch(1, tokens=6, holes=False)
+
+    def rewards(length: int | None, **options: object) -> torch.Tensor:
+        made = at_length(method("dapo", **options), length)
+        return proxpo.prepare(made, batch).batch.rewards
+
+    lengths = batch.mask.sum(1).double()
+    close(rewards(6), batch.rewards + ((6 - 1.2 - lengths) / 1.2).clamp(-1, 0))
+    assert rewards(6).ne(batch.rewards).any()
+    close(rewards(None), batch.rewards)
+    close(rewards(6, max_tokens=20480.0), batch.rewards)
+    close(rewards(6, cache=2), batch.rewards + ((4 - lengths) / 2).clamp(-1, 0))
+    close(rewards(40, max_tokens=5, cache=4), rewards(None, max_tokens=5, cache=4))
+    with pytest.raises(proxpo.ProxpoError, match="need 0 ≤ cache ≤ max_tokens, got 4096, 6"):
+        rewards(6, cache=4096)
+
+
+def test_the_official_length_stands_without_a_host() -> None:
+    batch = make_batch(1, tokens=6).replace(rewards=torch.zeros(9).double())
+    longest = overlong_penalty(max_tokens=20480, cache=4096).apply
+    wide = torch.ones(9, 20479, dtype=torch.bool)
+    long = Batch(logp=torch.zeros(9, 20479), mask=wide, rewards=batch.rewards, group=batch.group)
+    assert longest(long, Context())[0].rewards.lt(0).all()
+    close(overlong_penalty().apply(long, Context())[0].rewards, longest(long, Context())[0].rewards)
     assert math.isclose(method("dapo").trust.options["high"], 0.28)

@@ -11,6 +11,8 @@ from helpers import (
     policy_gradient,
 )
 
+from proxpo.settings import at_length
+
 
 @pytest.mark.checks("dr-grpo", "dloss/dlogp = -A·r/(B·L_max) where live, whatever the length")
 def test_weight_does_not_know_the_length() -> None:
@@ -66,3 +68,17 @@ def test_truncated_rows_are_silent_but_counted() -> None:
     found = policy_gradient(method("dr-grpo", ignore_truncated=True), batch)
     close(found[:3], torch.zeros(3, 6))
     close(found[3:], kept[3:])  # the same B: a mean over the remaining rows would differ
+
+
+def test_the_divisor_is_the_hosts_length_unless_set() -> None:
+    """Without a host the official 3000; the same inside CAPO, and in the recipe of a swap."""
+    batch = make_batch(1)
+    official, fitted = method("dr-grpo"), at_length(method("dr-grpo"), 6)
+    close(loss_and_gradients(fitted, batch)[0], 500 * loss_and_gradients(official, batch)[0])
+    own = method("dr-grpo", max_tokens=50)
+    assert at_length(own, 6) == own
+    swapped = method("grpo", aggregate={"name": "constant_length", "max_tokens": None})
+    assert at_length(swapped, 6).aggregate.options["max_tokens"] == 6
+    hosted = at_length(method("capo", host="dr-grpo"), 6)
+    assert hosted.aggregate == fitted.aggregate
+    assert at_length(official, None) is official

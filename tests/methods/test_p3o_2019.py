@@ -5,7 +5,9 @@ import torch
 from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
-from methods.toy_updates import ToyUpdates
+from methods.toy_updates import ToyUpdates, run
+from proxpo.errors import ProxpoError
+from proxpo.schedules import poisson_replay
 from proxpo.trust import ess
 from proxpo.types import Context
 
@@ -93,3 +95,17 @@ def test_replayed_updates_are_poisson() -> None:
     names = [call[0] for call in updates.calls]
     assert names.count("step") == names.count("keep") == 2000
     assert names.count("replay") / 2000 == pytest.approx(2.0, abs=0.15)
+
+
+def test_replay_follows_its_start_and_its_batch() -> None:
+    updates = ToyUpdates()
+    made = method(SLUG, **{"schedule.start": 100, "schedule.batch": 6, "schedule.capacity": 200})
+    _, seen = run(made, updates)
+    calls = [call for call in updates.calls if call[0] == "replay"]
+    assert ("keep", 200, 0) in updates.calls
+    assert calls
+    assert set(calls) == {("replay", 100, 6.0)}
+    assert seen["schedule/replayed"] == len(calls)
+    for wrong in ({"start": 300}, {"start": -1}, {"batch": 0}, {"ratio": -1}, {"capacity": 0}):
+        with pytest.raises(ProxpoError, match="poisson_replay: "):
+            poisson_replay(**{"capacity": 200, **wrong})

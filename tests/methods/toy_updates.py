@@ -39,8 +39,9 @@ class ToyUpdates:
             self.moments += 1
         return {}
 
-    def replay(self) -> None:
-        self.calls.append(("replay",))
+    def replay(self, *, start: int = 0, batch: float | None = None) -> bool:
+        self.calls.append(("replay", start, batch))
+        return True
 
     def mix(self, *, share: float, rollouts: int) -> None:
         self.calls.append(("mix", share, rollouts))

@@ -25,7 +25,7 @@ from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
 from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.compose import States, policy_loss
 from proxpo.masked import masked_mean
-from proxpo.settings import Settings
+from proxpo.settings import Settings, at_length
 from proxpo.sums import over_microbatches, over_ranks
 from proxpo.train.learner import needs
 from proxpo.train.streams import generator
@@ -65,6 +65,7 @@ class ProxpoTrainer(GRPOTrainer):
     ) -> None:
         self.recipe = made(recipe, recipe_options)
         args = copy.copy(args) if args is not None else GRPOConfig(f"proxpo-{self.recipe.name}")
+        self.recipe = at_length(self.recipe, args.max_completion_length)
         speaks = args.use_vllm or trl.get("rollout_func") is not None
         check_fit(self.recipe, args, reports_logp=speaks)
         self._needs = needs(self.recipe)

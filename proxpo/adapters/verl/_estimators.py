@@ -11,6 +11,7 @@ from proxpo.adapters.verl._recipes import NO_CLOCK, PREFIX, group_recipe, plain,
 from proxpo.compose import prepare
 from proxpo.masked import last_valid
 from proxpo.recipes import methods
+from proxpo.settings import at_length
 from proxpo.shapes import Float, Int, Shaped, Tensor
 from proxpo.stages import STAGES, load_all
 from proxpo.types import Batch, Recipe
@@ -52,6 +53,7 @@ def estimator(
         reward_baselines: Float[Tensor, " seq"] | None = None,
     ) -> tuple[Float[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
         recipe = find((config.get("options", None) or {}) if config is not None else {})
+        recipe = at_length(recipe, response_mask.shape[1])  # verl pads to its response length
         batch = make_batch(recipe, token_level_rewards, response_mask.bool(), index)
         advantages = prepare(recipe.replace(value=None), batch, clock=NO_CLOCK).batch.advantages
         assert advantages is not None

@@ -131,7 +131,7 @@ class Step:
     ) -> "Step":
         info = dict(getattr(config, "global_batch_info", None) or {})
         ranks = int(info.get("dp_size") or 1)
-        recipe = averaged(recipe, mode, info.get("loss_scale_factor") or batch.mask.shape[1])
+        recipe = averaged(recipe, mode, length(recipe, info, batch.mask.shape[1]))
         if weights is not None:
             recipe = recipe.replace(weights=(*recipe.weights, given_weights(weights)))
         counts = denominators(batch.mask, info, mode)
@@ -158,6 +158,17 @@ class Step:
         bare = replace(self, recipe=self.recipe.replace(regularisers=()))
         whole = self.loss(batch)
         return Loss(whole.value - bare.loss(batch).value, whole.metrics)
+
+
+def length(recipe: Recipe, info: Mapping[str, Any], width: int) -> float:
+    """The constant that stands for a response's length: the recipe's, verl's, the padded width."""
+    own, factor = recipe.aggregate.options.get("max_tokens"), info.get("loss_scale_factor")
+    if own is not None and factor and float(own) != float(factor):
+        raise ProxpoError(
+            f"verl: {recipe.name} has max_tokens={own:g} and actor.loss_scale_factor is {factor}: "
+            "both are the constant a response's sum is divided by; set one of them"
+        )
+    return float(own or factor or width)
 
 
 def averaged(recipe: Recipe, mode: str, width: int | float) -> Recipe:

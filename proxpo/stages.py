@@ -29,6 +29,7 @@ def stage(
     gives: str = "",
     whole_batch: bool | Callable[[Mapping[str, Any]], bool] = True,
     live: bool = False,
+    adds: tuple[str, ...] = (),
     prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
@@ -38,7 +39,8 @@ def stage(
 
     whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
     so that cutting the batch differently changes its result. live=True marks an advantage that
-    every update computes anew, unless the batch came with advantages.
+    every update computes anew, unless the batch came with advantages. adds names the metrics that
+    are divided by a count of the whole step, which micro-batches add up; see proxpo/metering.py.
     """
 
     def decorate(factory: Callable[..., Any]) -> Factory:
@@ -57,6 +59,7 @@ def stage(
                 gives=gives,
                 whole_batch=whole_batch(options) if callable(whole_batch) else whole_batch,
                 live=live,
+                adds=adds,
                 prepare=functools.partial(prepare, options) if prepare else None,
                 init=functools.partial(init, options) if init else None,
                 update=functools.partial(update, options) if update else None,

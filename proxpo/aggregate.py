@@ -5,13 +5,15 @@ of the whole optimizer step (`Denominators`), so micro-batches and ranks add up 
 Fully masked rows do not count, except where a mode says so. Nothing valid: loss 0, gradient 0.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.groups import group_sum_over_cuts
 from proxpo.masked import masked_mean, masked_sum, row_mean, row_sum
-from proxpo.pairs import best_and_worst
+from proxpo.pairs import roles
 from proxpo.ratios.token import bounded_exp
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -19,6 +21,7 @@ from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, ""], Metrics]
 OFFICIAL_LENGTH = 3000.0  # generation budget of Dr. GRPO's runs
+PAIRED = "aggregate=pairwise_logistic"
 
 
 @stage("aggregate", takes=("loss",))
@@ -123,7 +126,19 @@ def prompt_mean():
     return aggregate
 
 
-@stage("aggregate", takes=("log_ratio",), needs=("rewards", "group"))
+def _roles(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
+    for name in ("rewards", "group"):
+        batch.require(name, by=PAIRED)
+    return roles(batch)
+
+
+@stage(
+    "aggregate",
+    takes=("log_ratio",),
+    needs=("rewards", "group"),
+    prepare=_roles,
+    adds=("pairs/accuracy", "pairs/margin"),
+)
 def pairwise_logistic(
     *,
     beta: float = 0.1,
@@ -136,6 +151,9 @@ def pairwise_logistic(
     form="sigmoid": (1-ε)(-log σ(βh)) + ε(-log σ(-βh)), ε the label smoothing (DPO, cDPO);
     form="robust": [(1-ε)(-log σ(βh)) - ε(-log σ(-βh))] / (1-2ε);
     form="ipo": (h̄ - 1/(2β))², h̄ from length-averaged log-ratios, or sums with ipo_mean=False.
+
+    The two responses of a pair may lie in different micro-batches: the other one's sum then comes
+    from `all_sum`, and each response carries the gradient of the loss to itself.
     """
     if form == "robust" and not label_smoothing < 0.5:
         raise ProxpoError("pairwise_logistic: the robust form needs label_smoothing below 0.5")
@@ -152,20 +170,24 @@ def pairwise_logistic(
         return (1 - label_smoothing) * agree + label_smoothing * oppose
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
-        chosen, rejected = best_and_worst(batch)
-        pool = row_mean if form == "ipo" and ipo_mean else row_sum
-        score = pool(x, batch.mask)
-        h = score[chosen] - score[rejected]
         if ctx.counts.pairs is None:
-            raise ProxpoError(
-                "aggregate=pairwise_logistic: the denominators hold no count of pairs"
-            )
+            raise ProxpoError(f"{PAIRED}: the denominators hold no count of pairs")
         pairs = _count(ctx.counts.pairs, x)
+        role = batch.require("pair", by=PAIRED)
+        group = batch.require("group", by=PAIRED)
+        score = (row_mean if form == "ipo" and ipo_mean else row_sum)(x, batch.mask)
+        sides = torch.stack([score * (role > 0), score * (role < 0)], dim=1).detach()
+        best, worst = group_sum_over_cuts(sides, group, all_sum=ctx.all_sum).unbind(1)
+        order = group.argsort(stable=True)
+        chosen, rejected = (order[role[order] == side] for side in (1, -1))
+        h = score[chosen] - worst[chosen]
+        mirrored = per_pair(best[rejected] - score[rejected])
         seen = {
             "pairs/accuracy": (h > 0).to(x.dtype).sum() / pairs,
             "pairs/margin": beta * h.sum() / pairs,
         }
-        return per_pair(h).sum() / pairs, seen
+        value = per_pair(h).sum() + (mirrored - mirrored.detach()).sum()  # its gradient alone
+        return value / pairs, seen
 
     return aggregate
 

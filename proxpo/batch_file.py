@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE = Path(__file__).parent / "data" / "sample_batch.json"
 
 BOOLS = ("mask", "step_end", "correct", "truncated", "void", "refresh", "gate")
-INTEGERS = ("tokens", "turn", "group", "prompt_id")
+INTEGERS = ("tokens", "turn", "group", "prompt_id", "pair")
 PER_RESPONSE = (
     "rewards",
     "group",
@@ -38,6 +38,7 @@ PER_RESPONSE = (
     "duration",
     "group_tokens",
     "refresh",
+    "pair",
 )
 PER_VOCABULARY = ("vocab_logp", "old_vocab_logp")
 THREE_AXES = {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.masked import spread
 from proxpo.pairs import best_and_worst
 from proxpo.shapes import Float, Tensor
@@ -24,6 +25,7 @@ from proxpo.types import (
     Denominators,
     Loss,
     Metrics,
+    Reach,
     Recipe,
     Stage,
     State,
@@ -153,16 +155,18 @@ def policy_loss(
     *,
     denominators: Denominators,
     state: States | None = None,
-    all_sum: AllSum = local,
+    all_sum: AllSum | None = None,
     generator: torch.Generator | None = None,
     clock: Clock | None = None,
 ) -> Loss:
     """Loss of a prepared batch, or of any cut of it: the cuts add up to the whole.
 
-    The fields of the current forward pass may be new: logp, entropy, values, vocab_logp.
+    The fields of the current forward pass may be new: logp, entropy, values, vocab_logp. Without
+    `all_sum`, a recipe that compares responses or takes statistics of the batch is refused on a cut
+    that cannot answer: `proxpo.over_microbatches` makes the sums of all cuts.
     """
     ctx = Context(
-        all_sum=all_sum,
+        all_sum=_uncut(recipe, batch, denominators) if all_sum is None else all_sum,
         denominators=denominators,
         generator=generator,
         clock=clock or Clock(),
@@ -191,6 +195,34 @@ def policy_loss(
     return Loss(loss, {name: seen.detach() for name, seen in run.metrics.items()})
 
 
+def _uncut(recipe: Recipe, batch: Batch, counts: Denominators) -> AllSum:
+    """The sum over a batch that lacks nothing of what is summed; an error for any other."""
+
+    def all_sum(x: Tensor, scope: Reach = "batch") -> Tensor:
+        if scope == "microbatch":
+            return x
+        tokens, total = int(batch.mask.sum()), int(counts.tokens)
+        if tokens == total if scope == "batch" else _holds_groups(batch, counts):
+            return x
+        raise ProxpoError(
+            f"{recipe.name or 'recipe'}: the loss takes sums over "
+            f"{'whole groups' if scope == 'rank' else 'the whole step'}, and this cut has "
+            f"{tokens} of the step's {total} tokens: pass "
+            "all_sum=proxpo.over_microbatches(loss, cuts), or proxpo.over_ranks() on every rank"
+        )
+
+    return all_sum
+
+
+def _holds_groups(batch: Batch, counts: Denominators) -> bool:
+    """Every response to these prompts is in the batch, and so is every empty one of the step."""
+    rows, filled = len(batch.mask), int(batch.mask.any(dim=1).sum())
+    if batch.group_tokens is None:
+        return rows == int(counts.rows)
+    complete = bool((tokens_of_group(batch) == batch.group_tokens).all())
+    return complete and rows - filled == int(counts.rows - counts.sequences)
+
+
 @dataclass(frozen=True)
 class _Run:
     """Applies stages of a recipe, each with its own state, and gathers what they saw."""
@@ -215,7 +247,8 @@ def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:
     if batch.group is not None:
         counts.append(batch.group[filled].unique().numel())
         if batch.rewards is not None:
-            counts.append(len(best_and_worst(batch)[0]))
+            pairs = len(best_and_worst(batch)[0]) if batch.pair is None else (batch.pair > 0).sum()
+            counts.append(int(pairs))
     totals = all_sum(torch.tensor(counts, dtype=torch.float64, device=batch.mask.device))
     named = dict(zip(("tokens", "sequences", "rows", "prompts", "pairs"), totals))
     return Denominators(**named)

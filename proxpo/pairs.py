@@ -1,4 +1,8 @@
-"""Preference pairs inside a group: the best and the worst response to a prompt."""
+"""Preference pairs inside a group: the best and the worst response to a prompt.
+
+`best_and_worst` decides them where groups are whole. `roles` writes the decision to the batch, so
+that it survives any cut into micro-batches.
+"""
 
 import torch
 
@@ -22,6 +26,14 @@ def best_and_worst(batch: Batch) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pa
     top, bottom = best.clamp(min=0), worst.clamp(min=0)
     paired = (best >= 0) & (rewards[top] > rewards[bottom]) & (filled[top] | filled[bottom])
     return best[paired], worst[paired]
+
+
+def roles(batch: Batch) -> dict[str, Tensor]:
+    """Batch fields of the pairs: +1 and -1 in `pair`, and `group` numbered from 0."""
+    chosen, rejected = best_and_worst(batch)
+    index = batch.group.unique(return_inverse=True)[1]
+    pair = torch.zeros_like(index).index_fill(0, chosen, 1).index_fill(0, rejected, -1)
+    return {"pair": pair, "group": index}
 
 
 def _first_extreme(

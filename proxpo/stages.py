@@ -31,6 +31,7 @@ def stage(
     live: bool = False,
     length: float | None = None,
     decides: tuple[str, ...] = (),
+    adds: tuple[str, ...] = (),
     prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
     init: Callable[[Mapping[str, Any]], State] | None = None,
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
@@ -43,7 +44,8 @@ def stage(
     every update computes anew, unless the batch came with advantages. length: the longest response
     that the stage assumes where its option max_tokens is none and no host gives its own. decides:
     what a schedule settles itself, so that a host's settings for it have no effect: `count`,
-    `parts` and `optimizer` (see `proxpo.schedules.Updates`).
+    `parts` and `optimizer` (see `proxpo.schedules.Updates`). adds: the metrics that are divided by a
+    count of the whole step, which micro-batches add up; see proxpo/metering.py.
     """
 
     def decorate(factory: Callable[..., Any]) -> Factory:
@@ -64,6 +66,7 @@ def stage(
                 live=live,
                 length=length,
                 decides=decides,
+                adds=adds,
                 prepare=functools.partial(prepare, options) if prepare else None,
                 init=functools.partial(init, options) if init else None,
                 update=functools.partial(update, options) if update else None,

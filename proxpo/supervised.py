@@ -65,7 +65,13 @@ def _numbered(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
     return {"group": batch.require("group", by=NAME).unique(return_inverse=True)[1]}
 
 
-@stage("aggregate", takes=("log_ratio",), needs=("rewards", "group"), prepare=_numbered)
+@stage(
+    "aggregate",
+    takes=("log_ratio",),
+    needs=("rewards", "group"),
+    prepare=_numbered,
+    adds=("score/agrees",),
+)
 def labelled_scores(
     *,
     beta: float = 1.0,

@@ -20,7 +20,7 @@ from proxpo.gradients.proma import proma
 from proxpo.masked import row_mean
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import AllSum, Batch, Clock, Context, Denominators, Loss, Recipe, local
+from proxpo.types import AllSum, Batch, Clock, Context, Denominators, Loss, Recipe
 
 
 def _gradient_stage(factory: Callable[..., Any]) -> None:
@@ -51,7 +51,7 @@ def objective(
     *,
     denominators: Denominators,
     state: States | None = None,
-    all_sum: AllSum = local,
+    all_sum: AllSum | None = None,
     generator: torch.Generator | None = None,
     clock: Clock | None = None,
 ) -> Objective:

@@ -86,6 +86,8 @@ FIELDS: dict[str, str] = {
     "computed by the recipe when absent",
     "refresh": "1 where each update computes the advantage anew, because it follows the current "
     "policy; set by the recipe when it computes the advantages",
+    "pair": "1 for the best response to a prompt, -1 for the worst, 0 for the others; set by "
+    "aggregate=pairwise_logistic",
     "gate": "1 where a token's entropy lets its loss through; set by weights=entropy_gate",
     "conflict": "weight of tokens shared by good and bad responses; set by weights=conflict_tokens",
     "advantages": "advantage per response or per token; computed by the recipe when absent",
@@ -138,6 +140,7 @@ class Batch:
     truncated: Bool[Tensor, " seq"] | None = None
     group_tokens: Num[Tensor, " seq"] | None = None
     refresh: Bool[Tensor, " seq"] | None = None
+    pair: Int[Tensor, " seq"] | None = None
     gate: Bool[Tensor, "seq tok"] | None = None
     conflict: Float[Tensor, "seq tok"] | None = None
     advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"] | None = None
@@ -244,7 +247,8 @@ class Stage:
     the batch fields it reads. `prepare` returns fields to add to the batch, once per rollout.
     `live` marks an advantage that follows the current policy: each update computes it anew.
     `length` is the longest response assumed while the option max_tokens is none; a host replaces it
-    by its own limit. `decides` names what a schedule settles whatever the host's settings. A stage
+    by its own limit. `decides` names what a schedule settles whatever the host's settings. `adds`
+    names metrics that micro-batches add up, because a count of the step divides them. A stage
     with memory has `init`, which makes its state, and one of two that make the next: `update`, once
     per rollout, from the state, the batch and its metrics; or `step`, after every optimizer step,
     from the mini-batch with the numbers that the step was made from, its metrics and a context.
@@ -261,6 +265,7 @@ class Stage:
     live: bool = False
     length: float | None = None
     decides: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
     prepare: Callable[[Batch], dict[str, Tensor]] | None = field(
         default=None, compare=False, repr=False
     )

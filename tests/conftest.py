@@ -4,11 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fuzzing import FACTOR, times
 from hypothesis import HealthCheck, settings
 from jaxtyping import config as jaxtyping_config
 
 settings.register_profile(
-    "proxpo", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    "proxpo",
+    derandomize=FACTOR == 1,
+    print_blob=True,
+    max_examples=times(100),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("proxpo")
 

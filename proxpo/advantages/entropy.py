@@ -66,8 +66,8 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
         first = torch.where(first >= 0, first, now)
         dropped = (h > most) & (not if_calm or bool(first <= most))
         out = torch.where(scored & ~dropped, r - total / size.clamp(min=1) - gamma * h, 0.0)
-        metrics = {SEEN: now, "advantage/dropped": dropped.to(h.dtype).mean()}
-        return spread(out, batch.mask), metrics
+        cut, every = ctx.all_sum(torch.stack([dropped.sum(), filled.new_tensor(len(h))]).double())
+        return spread(out, batch.mask), {SEEN: now, "advantage/dropped": cut / every.clamp(min=1)}
 
     return advantage
 

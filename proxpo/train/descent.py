@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from proxpo.compose import count, policy_loss
+from proxpo.metering import combined
 from proxpo.rescaling import measured_loss
 from proxpo.shapes import Tensor
 from proxpo.sums import over_microbatches
@@ -67,13 +68,8 @@ def gradients(
         )
         present.append(_followed(recipe, now, batch.mask.shape[1]))
         weight = share[number] / max(sum(share), 1.0)
-        for name, value in loss.metrics.items():
-            seen, before = value.detach().float(), totals.get(name)
-            if name.endswith("_max"):
-                totals[name] = seen if before is None else torch.maximum(before, seen)
-            else:
-                totals[name] = weight * seen if before is None else before + weight * seen
-        totals["loss"] = totals.get("loss", 0.0) + loss.value.detach().float()
+        seen = {**loss.metrics, "loss": loss.value}
+        totals = combined(recipe, totals, seen, share=weight)
     if recipe.rescale is not None:
         totals |= _rescaled(learner, recipe, rows, batch, parts, how, fixed, seed)
     joined = {name: torch.cat([one[name] for one in present]) for name in present[0]}

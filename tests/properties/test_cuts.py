@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fuzzing import times
 from helpers import (
     CASES,
     close,
@@ -18,36 +20,56 @@ from helpers import (
     recipe,
     with_leaves,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import proxpo
 from properties.ranks import SEED, run_case
+from properties.strategies import Spec, specs
 from proxpo import Batch, Recipe
+from proxpo.errors import ProxpoError
+from proxpo.metering import combined
+from proxpo.types import Denominators, Loss, local
 
 pytestmark = pytest.mark.long  # the shapes of every case are checked in tests/methods
 PER_MICROBATCH = [
     case for case in CASES if not all(stage.whole_batch for _, stage in recipe(case).stages())
 ]
 WHOLE_BATCH = [case for case in CASES if case not in PER_MICROBATCH]
-PAIRED = [case for case in CASES if CASES[case][0] == "dpo"]  # a pair must not be cut
 IN_TWO = [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
 ACROSS_GROUPS = [[8, 0, 4], [3], [1, 2, 5, 6, 7]]
+LOOSE = {"rtol": 1e-9, "atol": 1e-11}  # sums in another order
 BY_GROUP = [[3, 4, 5], [0, 1, 2, 6, 7, 8]]
+
+
+def cut_losses(made: Recipe, batch: Batch, cut: list[list[int]]) -> list[tuple[float, Loss]]:
+    """Each micro-batch's share of the tokens and its loss, with the statistics of the whole."""
+    ready = proxpo.prepare(made, batch)
+    parts = [ready.batch.rows(torch.tensor(rows)) for rows in cut]
+    counts = ready.denominators
+
+    def loss(part: Batch, all_sum: object) -> Loss:
+        return proxpo.policy_loss(made, part, denominators=counts, all_sum=all_sum)
+
+    all_sum = proxpo.over_microbatches(loss, parts)
+    shares = [float(part.mask.sum() / counts.tokens.clamp(min=1)) for part in parts]
+    return [(share, loss(part, all_sum=all_sum)) for share, part in zip(shares, parts)]
 
 
 def cut_loss(made: Recipe, batch: Batch, cut: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
     """The sum over micro-batches, with the denominators and statistics of the whole."""
     leaves = with_leaves(batch)
-    ready = proxpo.prepare(made, leaves)
-    parts = [ready.batch.rows(torch.tensor(rows)) for rows in cut]
-
-    def loss(part: Batch, all_sum: object) -> Tensor:
-        counts = ready.denominators
-        return proxpo.policy_loss(made, part, denominators=counts, all_sum=all_sum).value
-
-    all_sum = proxpo.over_microbatches(loss, parts)
-    total = sum(loss(part, all_sum=all_sum) for part in parts)
+    total = sum(loss.value for _, loss in cut_losses(made, leaves, cut))
     return total.detach(), gradients(total, leaves)
+
+
+def cut_metrics(made: Recipe, batch: Batch, cut: list[list[int]]) -> dict[str, Tensor]:
+    """Metrics of the step, combined from those of its micro-batches."""
+    totals: dict[str, Tensor] = {}
+    for share, (value, metrics) in cut_losses(made, batch, cut):
+        totals = combined(made, totals, {**metrics, "loss": value}, share=share)
+    return totals
 
 
 def test_which_recipes_look_at_the_microbatch() -> None:
@@ -59,9 +81,66 @@ def test_which_recipes_look_at_the_microbatch() -> None:
 def test_microbatches_add_up(case: str) -> None:
     batch = make_batch(1, spread=0.4)
     value, grads = loss_and_gradients(recipe(case), batch)
-    found = cut_loss(recipe(case), batch, BY_GROUP if case in PAIRED else ACROSS_GROUPS)
+    found = cut_loss(recipe(case), batch, ACROSS_GROUPS)
     close(found[0], value, rtol=1e-10)
     close(found[1], grads, rtol=1e-10)
+
+
+@pytest.mark.parametrize("case", WHOLE_BATCH)
+def test_metrics_of_microbatches_are_those_of_the_whole(case: str) -> None:
+    made, batch = recipe(case), make_batch(1, spread=0.4)
+    ready = proxpo.prepare(made, batch)
+    value, metrics = proxpo.policy_loss(made, ready.batch, denominators=ready.denominators)
+    found = cut_metrics(made, batch, ACROSS_GROUPS)
+    close(found, {**metrics, "loss": value}, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", WHOLE_BATCH)
+@settings(max_examples=times(3))
+@given(specs, st.data())
+def test_any_cut_adds_up_or_is_refused(case: str, spec: Spec, data: st.DataObject) -> None:
+    """Losses, gradients and metrics over random cuts; without the sums of all cuts as well."""
+    made, batch = recipe(case), spec.batch()
+    places = data.draw(
+        st.lists(st.integers(0, 2), min_size=len(batch.mask), max_size=len(batch.mask))
+    )
+    cut = [[i for i, at in enumerate(places) if at == part] for part in range(3)]
+    cut = [rows for rows in cut if rows]
+    value, grads = loss_and_gradients(made, batch)
+    found = cut_loss(made, batch, cut)
+    close(found[0], value, **LOOSE)
+    close(found[1], grads, **LOOSE)
+    ready = proxpo.prepare(made, batch)
+    counts = ready.denominators
+    _, metrics = proxpo.policy_loss(made, ready.batch, denominators=counts)
+    close(cut_metrics(made, batch, cut), {**metrics, "loss": value}, rtol=1e-4, atol=1e-5)
+    parts = [ready.batch.rows(torch.tensor(rows)) for rows in cut]
+    close(sum_or_refusal(made, parts, counts, expected=value), value, **LOOSE)
+
+
+def sum_or_refusal(
+    made: Recipe, parts: list[Batch], counts: Denominators, *, expected: Tensor
+) -> Tensor:
+    """The sum over cuts without a word of their being cuts; `expected` where that is refused."""
+    try:
+        return sum(proxpo.policy_loss(made, one, denominators=counts).value for one in parts)
+    except ProxpoError as refusal:
+        if not re.search(r"sums over .* of the step's \d+ tokens: pass all_sum=", str(refusal)):
+            raise
+        return expected
+
+
+def test_pairs_cut_apart_are_refused_without_the_sums_of_all_cuts() -> None:
+    """Half of each group here and half there, as micro-batches of 4 cut groups of 8."""
+    made, batch = recipe("dpo"), make_batch(1)
+    ready = proxpo.prepare(made, batch)
+    counts = ready.denominators
+    value = proxpo.loss_fn(made)(batch).value
+    half = ready.batch.rows(torch.tensor(IN_TWO[0]))
+    with pytest.raises(ProxpoError, match=r"dpo: the loss takes sums over whole groups, and"):
+        proxpo.policy_loss(made, half, denominators=counts)
+    parts = [ready.batch.rows(torch.tensor(rows)) for rows in BY_GROUP]
+    close(sum(proxpo.policy_loss(made, one, denominators=counts).value for one in parts), value)
 
 
 @pytest.mark.parametrize("case", PER_MICROBATCH)
@@ -73,7 +152,8 @@ def test_choice_within_a_microbatch(case: str) -> None:
         part = ready.batch.rows(torch.tensor(cut))
         own = proxpo.compose.count(part)
         share = own.tokens / ready.denominators.tokens
-        found = proxpo.policy_loss(made, part, denominators=ready.denominators).value
+        options = {"denominators": ready.denominators, "all_sum": local}
+        found = proxpo.policy_loss(made, part, **options).value
         alone = proxpo.policy_loss(made, part, denominators=own).value
         close(found, share * alone)
 
@@ -95,8 +175,12 @@ def test_local_statistics_are_wrong_for_p3o() -> None:
     batch = make_batch(1, spread=0.6)
     ready = proxpo.prepare(recipe("p3o"), batch)
     parts = [ready.batch.rows(torch.tensor(rows)) for rows in IN_TWO]
+    with pytest.raises(ProxpoError, match="p3o: the loss takes sums over the whole step"):
+        proxpo.policy_loss(recipe("p3o"), parts[0], denominators=ready.denominators)
     naive = sum(
-        proxpo.policy_loss(recipe("p3o"), part, denominators=ready.denominators).value
+        proxpo.policy_loss(
+            recipe("p3o"), part, denominators=ready.denominators, all_sum=local
+        ).value
         for part in parts
     )
     assert abs(naive - proxpo.loss_fn(recipe("p3o"))(batch).value) > 1e-4

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from fuzzing import times
 from helpers import (
     CASES,
     close,
@@ -22,7 +23,7 @@ from proxpo import Batch
 
 pytestmark = pytest.mark.long  # the shapes of every case are checked in tests/methods
 every_case = pytest.mark.parametrize("case", CASES)
-few = settings(max_examples=2)
+few = settings(max_examples=times(2))
 COUNTS_EMPTY_ROWS = "dr-grpo-truncated"  # responses without end of sequence stay in the mean
 LOOSE = {"rtol": 1e-9, "atol": 1e-11}  # sums in another order
 

@@ -1,6 +1,5 @@
 """One optimizer step in TRL: its micro-batches, and what the current weights say of them."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from trl.trainer.utils import split_tensor_dict
 from proxpo.adapters.trl._rollout import Window
 from proxpo.logp import model_logp
 from proxpo.shapes import Float, Int, Tensor
-from proxpo.types import AllSum, Batch, Recipe
+from proxpo.types import AllSum, Batch, Metrics, Reach, Recipe
 
 ROW = "proxpo_row"  # travels with each completion: its number in the whole generation batch
 
@@ -22,7 +21,7 @@ class Step:
     """The micro-batches of this process that one optimizer step accumulates.
 
     sums: batch-wide statistics, for the recipe with and without its regularisers
-    seen: metrics so far, weighted by tokens
+    seen: metrics so far, as proxpo.metering combines them
     """
 
     recipe: Recipe
@@ -30,7 +29,7 @@ class Step:
     inputs: Sequence[dict[str, Any]]
     model: nn.Module
     sums: dict[bool, AllSum] = field(default_factory=dict)
-    seen: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
+    seen: Metrics = field(default_factory=dict)
     done: int = 0
 
 
@@ -41,12 +40,24 @@ def now(batch: Batch, found: Mapping[str, Tensor]) -> Batch:
     return batch.replace(**found)
 
 
-def asks_for_sums(run: Callable[..., Any], step: Step) -> bool:
-    """Whether a loss needs statistics of the whole batch, found by running it on a first piece."""
+def in_all_groups(ranks: AllSum) -> AllSum:
+    """Sums over groups that TRL has spread over processes: of all processes, not of this one."""
+
+    def all_sum(x: Tensor, scope: Reach = "batch") -> Tensor:
+        return ranks(x, "batch" if scope == "rank" else scope)
+
+    return all_sum
+
+
+def asks_for_sums(run: Callable[..., Any], step: Step, *, apart: bool) -> bool:
+    """True if a loss takes sums over the batch, found by running it on a first piece.
+
+    apart: the responses to a prompt lie in different pieces, so that sums over groups count too.
+    """
     asked: list[bool] = []
 
-    def probe(x: Tensor, scope: str = "batch") -> Tensor:
-        asked.append(scope == "batch")
+    def probe(x: Tensor, scope: Reach = "batch") -> Tensor:
+        asked.append(scope == "batch" or (apart and scope == "rank"))
         return x
 
     first = step.window.part(step.inputs[0][ROW])
@@ -87,4 +98,4 @@ def in_order(held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return split_tensor_dict({name: joined(name) for name in held[0]}, len(held))
 
 
-__all__ = ["ROW", "Step", "asks_for_sums", "in_order", "now", "scored"]
+__all__ = ["ROW", "Step", "asks_for_sums", "in_all_groups", "in_order", "now", "scored"]

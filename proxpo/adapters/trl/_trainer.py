@@ -20,11 +20,12 @@ from proxpo.adapters.trl._fit import check_engine, check_fit, keeps_groups, made
 from proxpo.adapters.trl._memory import read_memory, write_memory
 from proxpo.adapters.trl._order import EpochOrder
 from proxpo.adapters.trl._rollout import Rollout, early, prepared, window
-from proxpo.adapters.trl._step import ROW, Step, asks_for_sums, in_order, now, scored
+from proxpo.adapters.trl._step import ROW, Step, asks_for_sums, in_all_groups, in_order, now, scored
 from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
 from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.compose import States, policy_loss
 from proxpo.masked import masked_mean
+from proxpo.metering import combined, joined
 from proxpo.settings import Settings, at_length
 from proxpo.sums import over_microbatches, over_ranks
 from proxpo.train.learner import needs
@@ -258,11 +259,12 @@ class ProxpoTrainer(GRPOTrainer):
     def _sums(self, step: Step, recipe: Recipe, known: dict[str, Any]) -> AllSum:
         """Statistics over all processes, and over the micro-batches if the recipe asks for any."""
         ranks = over_ranks() if self.accelerator.num_processes > 1 else local
+        ranks = ranks if keeps_groups(recipe) else in_all_groups(ranks)
 
         def run(piece: Batch, *, all_sum: AllSum) -> Loss:
             return policy_loss(recipe, piece, all_sum=all_sum, **known)
 
-        if len(step.inputs) == 1 or not asks_for_sums(run, step):
+        if len(step.inputs) == 1 or not asks_for_sums(run, step, apart=not keeps_groups(recipe)):
             return ranks
         with torch.no_grad():
             pieces = [
@@ -372,15 +374,15 @@ class ProxpoTrainer(GRPOTrainer):
     # --- metrics and memory
 
     def _note(self, mode: str, step: Step, metrics: Metrics, batch: Batch) -> None:
-        """Means over the tokens of the optimizer step, logged when it is complete."""
+        """Metrics of the optimizer step, logged when it is complete."""
         share = batch.mask.sum() / step.window.denominators.tokens.clamp(min=1)
-        for name, value in metrics.items():
-            step.seen[name] += (share * value).float()
+        step.seen = combined(step.recipe, step.seen, metrics, share=share)
         step.done += 1
         if step.done < len(step.inputs) or not step.seen:
             return
-        totals = self.accelerator.reduce(torch.stack(list(step.seen.values())), reduction="sum")
-        for name, value in zip(step.seen, totals.tolist()):
+        table = self.accelerator.gather(torch.stack(list(step.seen.values()))[None]).cpu()
+        for name, column in zip(step.seen, table.unbind(dim=1)):
+            value = float(joined(name, column.unbind()))
             self._metrics[mode][name if name == "entropy" else f"proxpo/{name}"].append(value)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

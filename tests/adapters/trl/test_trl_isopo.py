@@ -88,13 +88,16 @@ WHOLE = {
     "dapo": ("dapo", {"prompts": None}),
     "prompt_mean": ("grpo", {"aggregate": "prompt_mean"}),
     "p3o-isopo": ("p3o", {"gradient": "isopo", "gradient.preset": "euclidean"}),
+    "pairs": ("dpo", {}),
+    "groups": ("grpo", {"advantage": "reweighted_baseline"}),  # which TRL spreads over the cuts
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", WHOLE)
 def test_accumulation_changes_no_statistic(case, tmp_path):
-    """Token means, prompt means and the ESS are those of the whole optimizer step."""
+    """Token means, prompt means and the ESS are those of the whole optimizer step, and so is
+    every metric."""
     slug, options = WHOLE[case]
     twice = {"num_iterations": 2, "max_steps": 2, "learning_rate": 1e-3}
     found = {}
@@ -103,7 +106,16 @@ def test_accumulation_changes_no_statistic(case, tmp_path):
         given = {**ONE, **twice, **CUTS[cut], "callbacks": [kept]}
         run = trainer(tmp_path, slug, options=options, **given)
         run.train()
-        found[cut] = kept.steps, losses(run)
+        found[cut] = kept.steps, losses(run), metrics_of(run)
     for whole, cut in zip(found["1x8"][0], found["2x4"][0]):  # in the second, ratios have left 1
         agree(cut, whole, to=EXACT if run._transform is not None else FUSED)
     assert_close(found["2x4"][1], found["1x8"][1], rtol=1e-6, atol=1e-7)  # TRL adds in float32
+    assert_close(found["2x4"][2], found["1x8"][2], rtol=1e-5, atol=1e-6)
+
+
+def metrics_of(run: Any) -> list[dict[str, float]]:
+    """The recipe's metrics of each step."""
+    return [
+        {name: value for name, value in row.items() if name.startswith("proxpo/")}
+        for row in run.state.log_history
+    ]

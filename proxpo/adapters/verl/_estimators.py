@@ -23,13 +23,18 @@ def register() -> None:
     """`algorithm.adv_estimator=proxpo_<slug>`, and `proxpo_<stage>` for a stage by itself."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
+    for name, find in by_name().items():
+        if name not in ADV_ESTIMATOR_REGISTRY:  # verl refuses a second registration
+            register_adv_est(name)(estimator(name, find))
+
+
+def by_name() -> dict[str, Callable[[Mapping[str, Any]], Recipe]]:
+    """Every estimator's recipe, made from algorithm.options."""
     load_all()
     chosen = {verl_name(slug): _of_method(slug) for slug in methods()}
     for stage in STAGES["advantage"]:
         chosen.setdefault(PREFIX + stage, _of_stage(stage))
-    for name, find in chosen.items():
-        if name not in ADV_ESTIMATOR_REGISTRY:  # verl refuses a second registration
-            register_adv_est(name)(estimator(name, find))
+    return chosen
 
 
 def _of_method(slug: str) -> Callable[[Mapping[str, Any]], Recipe]:
@@ -96,4 +101,4 @@ def numbered(index: Any) -> Int[Tensor, " seq"]:
     return torch.as_tensor(numbers)
 
 
-__all__ = ["estimator", "register"]
+__all__ = ["by_name", "estimator", "register"]

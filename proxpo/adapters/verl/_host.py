@@ -47,11 +47,13 @@ def check_host() -> None:
     """All that loss modes and advantage estimators rely on."""
     import verl
     from verl.trainer.ppo import core_algos
+    from verl.utils import config
 
     check_version(verl.__version__)
     check_signature(core_algos.register_policy_loss, ("name",))
     check_signature(core_algos.register_adv_est, ("name_or_enum",))
     check_signature(core_algos.compute_policy_loss_vanilla, LOSS_ARGUMENTS)
+    check_signature(config.validate_config, ("config", "use_reference_policy", "use_critic"))
 
 
 def our_engine() -> bool:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from proxpo import aggregate
 from proxpo.adapters.verl._host import tell
-from proxpo.adapters.verl._recipes import NO_CLOCK, loss_recipe, verl_name
+from proxpo.adapters.verl._recipes import LOSS_KINDS, NO_CLOCK, loss_recipe, verl_name
+from proxpo.adapters.verl._settings import changed, tell_own_numbers
 from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.masked import masked_mean
@@ -40,6 +41,7 @@ class Offer:
     rest: bool = False
 
 
+_CUT: set[str] = set()  # recipes whose first micro-batch has been looked at
 _SUMMED: set[str] = set()  # recipes whose first batch statistic has been looked at
 _OFFER: ContextVar[Offer | None] = ContextVar("proxpo_verl_offer", default=None)
 
@@ -73,7 +75,7 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
         config: Any = None,
         rollout_is_weights: Float[Tensor, "seq tok"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        recipe, offer = loss_recipe(slug, options_of(config)), _OFFER.get()
+        recipe, offer = recipe_for(slug, config), _OFFER.get()
         if recipe.gradient is not None and (offer is None or not offer.rest):
             raise ProxpoError(
                 f"verl: {slug}: gradient={recipe.gradient.name} needs proxpo's engine, and "
@@ -89,6 +91,19 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
 
     loss.__name__ = loss.__qualname__ = verl_name(slug)
     return loss
+
+
+def recipe_for(slug: str, config: Any) -> Recipe:
+    """The recipe of a loss mode under an actor config: its options and verl's own settings."""
+    recipe = loss_recipe(slug, options_of(config), changed(config))
+    tell_own_numbers(recipe, config)
+    kl = getattr(config, "kl_loss_coef", 0.0) if getattr(config, "use_kl_loss", False) else 0.0
+    if kl and any("ref_logp" in stage.needs for _, stage in recipe.stages()):
+        tell(
+            f"{recipe.name} reads the reference policy, and verl adds a KL term of its own: "
+            f"actor.kl_loss_coef={kl}; 0 leaves the method alone"
+        )
+    return recipe
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[None]:
@@ -135,6 +150,7 @@ class Step:
         if weights is not None:
             recipe = recipe.replace(weights=(*recipe.weights, given_weights(weights)))
         counts = denominators(batch.mask, info, mode)
+        tell_of_cuts(recipe, batch.mask, counts)
         strategy = str(getattr(config, "strategy", "") or "")
         all_sum = sums(recipe, batch.mask, counts, ranks=ranks, strategy=strategy)
         return cls(recipe=recipe, counts=counts, all_sum=all_sum, ranks=ranks)
@@ -195,6 +211,20 @@ def denominators(mask: Bool[Tensor, "seq tok"], info: Mapping[str, Any], mode: s
     found = [mask.sum() if tokens is None else tokens, local_rows if rows is None else rows]
     counts = [torch.as_tensor(x, dtype=torch.float64, device=mask.device) for x in found]
     return Denominators(tokens=counts[0], sequences=counts[1], rows=counts[1])
+
+
+def tell_of_cuts(recipe: Recipe, mask: Bool[Tensor, "seq tok"], counts: Denominators) -> None:
+    """One line for a loss that depends on how verl cuts a mini-batch."""
+    if recipe.name in _CUT:
+        return
+    _CUT.add(recipe.name)
+    alone = [one for _, one in recipe.stages() if one.kind in LOSS_KINDS and not one.whole_batch]
+    if alone and bool(mask.sum() < counts.tokens):
+        names = ", ".join(f"{stage.kind}={stage.name}" for stage in alone)
+        tell(
+            f"{recipe.name} looks at each micro-batch of a rank by itself ({names}), so its loss "
+            "depends on actor.ppo_micro_batch_size_per_gpu"
+        )
 
 
 def sums(
@@ -270,6 +300,7 @@ __all__ = [
     "make_batch",
     "offering",
     "options_of",
+    "recipe_for",
     "register",
     "report",
 ]

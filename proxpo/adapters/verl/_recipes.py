@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from proxpo.adapters.verl._host import our_engine
+from proxpo.adapters.verl._settings import honoured
 from proxpo.aggregate import token_mean
 from proxpo.compose import count, policy_loss
-from proxpo.errors import ProxpoError, fold
+from proxpo.errors import ProxpoError, fold, nearest
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
 from proxpo.types import FIELDS, Batch, Clock, Recipe, Stage
@@ -23,6 +24,7 @@ HOST_KINDS = ("budget", "rescale")  # rollouts and gradients as verl makes them
 LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
 ENGINE_FIELDS = {"ref_logp", "rollout_logp", "prox_logp", "entropy"}
 GROUP_FIELDS = {"mask", "rewards", "token_rewards", "group"}
+VERL_ALONE = {"gae": "gae", "greedy_baseline": "remax"}  # advantage stage: verl's estimator
 INSTEAD = {
     "ref_logp": "set kl_coef=0 and let verl add the KL: actor.use_kl_loss=True, or "
     "algorithm.use_kl_in_reward=True",
@@ -60,19 +62,37 @@ def slug_of(name: str) -> str | None:
     return {verl_name(slug): slug for slug in methods()}.get(name)
 
 
-def loss_recipe(slug: str, options: Mapping[str, Any]) -> Recipe:
-    """The recipe whose loss verl is to compute, or the reason why it cannot."""
-    return _checked(slug, json.dumps(plain(options), sort_keys=True), "loss", our_engine())
+def known_slug(name: str) -> str | None:
+    """The method behind a loss mode; None for verl's own, an error for a misspelt one of ours."""
+    slug = slug_of(name)
+    if slug is None and name.startswith(PREFIX):
+        names = [verl_name(each) for each in methods()]
+        raise ProxpoError(f"verl: unknown loss_mode '{name}'{nearest(name, names)}")
+    return slug
+
+
+def loss_recipe(
+    slug: str, options: Mapping[str, Any], asked: Mapping[str, Any] | None = None
+) -> Recipe:
+    """The recipe whose loss verl is to compute, or the reason why it cannot.
+
+    asked: verl's own settings that differ from verl's defaults
+    """
+    return _checked(slug, _key(options), _key(asked or {}), "loss", our_engine())
 
 
 def group_recipe(slug: str, options: Mapping[str, Any]) -> Recipe:
     """The recipe whose rewards, filters and advantages verl is to compute."""
-    return _checked(slug, json.dumps(plain(options), sort_keys=True), "group", our_engine())
+    return _checked(slug, _key(options), _key({}), "group", our_engine())
+
+
+def _key(options: Mapping[str, Any]) -> str:
+    return json.dumps(plain(options), sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(slug: str, options: str, side: str, engine: bool) -> Recipe:
-    recipe = make_recipe(slug, json.loads(options))
+def _checked(slug: str, options: str, asked: str, side: str, engine: bool) -> Recipe:
+    recipe = make_recipe(slug, honoured(slug, json.loads(options), json.loads(asked)))
     reason = loss_refusal(recipe, engine) if side == "loss" else group_refusal(recipe)
     if reason:
         raise ProxpoError(reason)
@@ -95,7 +115,25 @@ def loss_refusal(recipe: Recipe, engine: bool) -> str:
             "VERL_ENGINE_VENDOR=proxpo in every process and actor_rollout_ref.actor.strategy=fsdp2"
         )
     given = LOSS_FIELDS | ENGINE_FIELDS if engine else LOSS_FIELDS
-    return _missing(recipe, LOSS_KINDS, given, "its policy losses") or rehearse(recipe, given)
+    return (
+        _missing(recipe, LOSS_KINDS, given, "its policy losses")
+        or rehearse(recipe, given)
+        or half_refusal(recipe)
+    )
+
+
+def half_refusal(recipe: Recipe) -> str:
+    """Why no estimator of verl's can give this loss the advantages of its method; empty if one can.
+
+    Values and greedy responses are known to verl's own `gae` and `remax` alone.
+    """
+    advantage = recipe.advantage
+    if advantage is not None and advantage.name in VERL_ALONE:
+        recipe = recipe.replace(advantage=None)
+    reason = _missing(recipe, GROUP_KINDS, GROUP_FIELDS, "its advantage estimators")
+    kinds = [kind for kind in GROUP_KINDS if getattr(recipe, kind)]
+    leave = ", ".join(f"policy_loss.options.{kind}=null" for kind in kinds)
+    return reason and f"{reason}; or leave that half of the method out: {leave}"
 
 
 def group_refusal(recipe: Recipe) -> str:
@@ -142,7 +180,10 @@ def _missing(recipe: Recipe, kinds: tuple[str, ...], given: set[str], whom: str)
 
 
 def _line(recipe: Recipe, stage: Stage, name: str, whom: str) -> str:
-    instead = [INSTEAD[name]] if name in INSTEAD else []
+    if stage.name == "kl_in_reward":  # reads two fields, whichever is missing
+        name = "ref_logp"
+    fitting = name in INSTEAD and (name != "entropy" or stage.kind == "regularisers")
+    instead = [INSTEAD[name]] if fitting else []
     if stage.kind in LOSS_KINDS and name in ENGINE_FIELDS:
         instead.append("proxpo's engine gives it (VERL_ENGINE_VENDOR=proxpo)")
     hint = f"; {'; or '.join(instead)}" if instead else ""
@@ -162,10 +203,15 @@ def plain(options: Any) -> Any:
 
 
 __all__ = [
+    "GROUP_KINDS",
+    "LOSS_KINDS",
     "NO_CLOCK",
     "PREFIX",
+    "VERL_ALONE",
     "group_recipe",
     "group_refusal",
+    "half_refusal",
+    "known_slug",
     "loss_recipe",
     "loss_refusal",
     "plain",

@@ -5,9 +5,8 @@ from typing import Any
 
 from verl.workers.config import PolicyLossConfig
 
-from proxpo.adapters.verl._recipes import PREFIX, loss_recipe, slug_of, verl_name
-from proxpo.errors import ProxpoError, nearest
-from proxpo.recipes import methods
+from proxpo.adapters.verl._recipes import known_slug, loss_recipe
+from proxpo.errors import ProxpoError
 
 
 @dataclass
@@ -25,14 +24,9 @@ class LossConfig(PolicyLossConfig):
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        slug = slug_of(self.loss_mode)
+        slug = known_slug(self.loss_mode)
         if slug is not None:
             loss_recipe(slug, self.options)
-        elif self.loss_mode.startswith(PREFIX):
-            names = [verl_name(one) for one in methods()]
-            raise ProxpoError(
-                f"verl: unknown loss_mode '{self.loss_mode}'{nearest(self.loss_mode, names)}"
-            )
         elif self.options:
             raise ProxpoError(
                 f"verl: policy_loss.options belong to a loss_mode proxpo_*, got '{self.loss_mode}'"

@@ -34,10 +34,10 @@ from proxpo.adapters.verl._losses import (
     full_precision,
     make_batch,
     offering,
-    options_of,
+    recipe_for,
     report,
 )
-from proxpo.adapters.verl._recipes import loss_recipe, slug_of
+from proxpo.adapters.verl._recipes import slug_of
 from proxpo.adapters.verl._state import load_state, save_state
 from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform
@@ -51,7 +51,7 @@ DEVICES = ["cpu", "cuda", "npu"]
 OFFERED = {"ref_logp": "ref_log_prob", "rollout_logp": "rollout_log_probs"}
 GATHER_ARGUMENTS = ("x", "gather_dim", "unpad_dim", "padding_size", "grad_scaler", "group")
 SETTINGS = {
-    "ref_logp": "actor_rollout_ref.actor.use_kl_loss=True",
+    "ref_logp": "actor_rollout_ref.actor.use_kl_loss=True and kl_loss_coef=0",
     "rollout_logp": "actor_rollout_ref.rollout.calculate_log_probs=True",
     "entropy": "actor_rollout_ref.actor.calculate_entropy=True",
 }
@@ -208,7 +208,7 @@ def recipe_of(loss_function: Callable[..., Any] | None) -> Recipe | None:
     slug = slug_of(str(config.policy_loss.get("loss_mode", ""))) if config is not None else None
     if slug is None:
         return None
-    recipe = loss_recipe(slug, options_of(config))
+    recipe = recipe_for(slug, config)
     if recipe.gradient is not None:
         check_objective(recipe, config, loss_function)
     return recipe

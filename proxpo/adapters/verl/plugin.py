@@ -11,10 +11,11 @@ from proxpo.adapters.verl._host import check_host, our_engine
 def load() -> None:
     """Register with verl; engines only where asked for, since importing them fixes the platform."""
     check_host()
-    from proxpo.adapters.verl import _estimators, _losses
+    from proxpo.adapters.verl import _estimators, _losses, _run
 
     _losses.register()
     _estimators.register()
+    _run.register()
     if our_engine():
         from proxpo.adapters.verl import engine
 

@@ -1,9 +1,11 @@
 """Options through verl's own config path, the example scripts, the data they read, the plugin."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,12 @@ import pytest
 import ray
 import torch
 import verl
+import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
+from verl.trainer import main_ppo
 from verl.trainer.ppo.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
@@ -25,6 +30,8 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 import proxpo
 from proxpo.adapters.verl import LossConfig, _host
+from proxpo.adapters.verl._recipes import VERL_ALONE, loss_refusal, verl_name
+from proxpo.adapters.verl._run import check_run
 from proxpo.recipes import methods
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "verl"
@@ -94,6 +101,157 @@ def test_a_gradient_transform_is_accepted_with_our_engine(monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "proxpo")
     config = actor("policy_loss.loss_mode=proxpo_isopo", "+policy_loss.options.preset=euclidean")
     assert config.policy_loss.options == {"preset": "euclidean"}
+
+
+MODE, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+OPTIONS = "+actor_rollout_ref.actor.policy_loss.options"
+BASE = [prefix(TARGET), prefix("strategy=fsdp2"), prefix("ppo_micro_batch_size_per_gpu=1")]
+
+
+@cache
+def base():
+    return composed([*BASE, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"])
+
+
+def changed(*overrides: str):
+    """The config under overrides, as hydra would compose it, in a hundredth of the time."""
+    config = copy.deepcopy(base())
+    for override in overrides:
+        name, value = override.lstrip("+").split("=")
+        OmegaConf.update(config, name, yaml.safe_load(value), force_add=True)
+    return config
+
+
+def checked(*overrides: str) -> None:
+    """The check of verl's driver, with these overrides written by a user."""
+    check_run(changed(*overrides), {o.split("=")[0].lstrip("+") for o in overrides})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([f"{MODE}=proxpo_p3o"], "p3o: algorithm.adv_estimator=gae lacks group_relative.*_p3o"),
+        (
+            [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=grpo"],
+            "adv_estimator=grpo lacks overlong_penalty.*adv_estimator=proxpo_dapo",
+        ),
+        (
+            [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=proxpo_opo"],
+            "lacks group_relative.*policy_loss.options.advantage=null",
+        ),
+        (
+            [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=proxpo_dapo"],
+            "adv_estimator=proxpo_dapo adds overlong_penalty",
+        ),
+        (
+            [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=proxpo_grpo", f"{OPTIONS}.scale=none"],
+            r"lacks group_relative\(scale=none.*\+algorithm.options.scale=none",
+        ),
+        (
+            [f"{MODE}=proxpo_ppo", "algorithm.lam=0.9"],
+            "ppo: algorithm.adv_estimator=gae lacks gae.*lam=1.0.*set algorithm.adv_estimator=gae",
+        ),
+        ([f"{MODE}=proxpo_ppo", f"{OPTIONS}.value_clip=0.3"], "value_clip.*critic.cliprange_value"),
+        (
+            [f"{MODE}=proxpo_opo", f"{ESTIMATOR}=proxpo_opo", prefix("ppo_epochs=2")],
+            "opo makes one update per rollout, but actor.ppo_epochs=2",
+        ),
+        ([f"{ESTIMATOR}=proxpo_grpo", "algorithm.gamma=0.9"], "gamma=0.9 has no effect on"),
+        (
+            [f"{ESTIMATOR}=proxpo_dr_grpo", "algorithm.norm_adv_by_std_in_grpo=True"],
+            "norm_adv_by_std_in_grpo=True has no effect on adv_estimator=proxpo_dr_grpo",
+        ),
+        ([f"{ESTIMATOR}=grpo", "+algorithm.options.eps=1"], "belong to an adv_estimator proxpo_"),
+        (
+            [f"{ESTIMATOR}=proxpo_grpo", "+algorithm.options.clip_high=0.3"],
+            "options.clip_high has no effect on the advantages of grpo: it belongs to .*loss.opt",
+        ),
+        ([f"{MODE}=proxpo_grop"], "did you mean 'proxpo_grpo'"),
+        (
+            [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.2")],
+            r"clip_ratio_low=0.2 is verl's default.*\+.*policy_loss.options.trust.low=0.2 sets it",
+        ),
+        (
+            [f"{MODE}=proxpo_reinforce", f"{ESTIMATOR}=proxpo_reinforce", prefix("clip_ratio_c=3")],
+            "clip_ratio_c=3 is verl's default, which is not told to reinforce: it has none",
+        ),
+    ],
+)
+def test_a_run_with_half_a_method_or_an_idle_setting_is_refused(overrides, reason):
+    with pytest.raises(ValueError, match=f"verl: .*{reason}") as caught:
+        checked(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{MODE}=proxpo_ppo"],
+        [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", "actor_rollout_ref.rollout.n=4"],
+        [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=proxpo_grpo"],
+        [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.1")],
+        [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", f"{OPTIONS}.trust.low=0.2"],
+        [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.2")],
+        [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=proxpo_grpo", "+algorithm.options.eps=0.0001"],
+        [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=proxpo_opo", f"{OPTIONS}.advantage=null"],
+        [
+            f"{MODE}=proxpo_gspo",
+            f"{ESTIMATOR}=proxpo_opo",
+            f"{OPTIONS}.advantage=length_weighted_baseline",
+        ],
+        [
+            f"{MODE}=proxpo_dr_grpo",
+            f"{ESTIMATOR}=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "actor_rollout_ref.rollout.n=4",
+        ],
+        [
+            f"{MODE}=proxpo_rloo",
+            f"{ESTIMATOR}=rloo",
+            f"{OPTIONS}.kl_coef=0.0",
+            "actor_rollout_ref.rollout.n=4",
+        ],
+        [f"{MODE}=vanilla", f"{ESTIMATOR}=proxpo_opo"],
+    ],
+)
+def test_a_run_with_a_whole_method_is_accepted(overrides):
+    checked(*overrides)
+
+
+def test_every_loss_mode_has_an_estimator():
+    """Whatever verl accepts as a loss mode runs whole under the estimator that the error names."""
+    for slug in methods():
+        recipe = proxpo.make_recipe(slug)
+        if loss_refusal(recipe, engine=False) or recipe.advantage is None:
+            continue
+        name = VERL_ALONE.get(recipe.advantage.name, verl_name(slug))
+        chosen = [f"{MODE}={verl_name(slug)}", f"{ESTIMATOR}={name}"]
+        if recipe.schedule is not None:
+            chosen += ["data.train_batch_size=256"]  # one mini-batch
+        checked(*chosen)
+
+
+def test_verl_s_driver_checks_the_run(capfd, monkeypatch):
+    """verl's own validation, as its main script calls it."""
+    monkeypatch.setattr(_host, "_TOLD", set())
+    assert main_ppo.validate_config is validate_config
+    validate_config(changed(f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo"), False, False)
+    line = "dapo: prompts=informative redraws prompts, which verl does under algorithm.filter_"
+    assert line in capfd.readouterr().err
+    with pytest.raises(ValueError, match=r"dapo: algorithm.*=gae lacks overlong_penalty"):
+        validate_config(changed(f"{MODE}=proxpo_dapo"), False, True)
+
+
+def test_settings_written_on_the_command_line_are_seen(monkeypatch):
+    """Under hydra, as in verl's entry point, clip_ratio_low=0.2 is not verl's silent default."""
+    overrides = [*BASE, f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.2")]
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        config = compose("ppo_trainer", overrides, return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    HydraConfig.instance().set_config(config)
+    with pytest.raises(ValueError, match=r"clip_ratio_low=0\.2 is verl's default, .* to gspo"):
+        validate_config(config, False, False)
 
 
 @pytest.mark.parametrize(("script", "arguments"), SCRIPTS)

@@ -10,6 +10,7 @@ from helpers import cast, close, make_batch, outcome_only
 from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import FSDPActorConfig
 
 import proxpo
 from proxpo import aggregate
@@ -30,7 +31,15 @@ OPTIONS = {
     "lopti": {"variant": "ar", "kl_coef": 0.0},
     "reinforce-pp-baseline": {"kl_coef": 0.0},
     "kpo": {"q": 0.1, "clip_low": 0.02, "clip_high": 0.02},
+    "rloo": {"kl_coef": 0.0},
+    "reinforce-pp": {"kl_coef": 0.0},
+    "simpletir": {"prune": None},
+    "empg": {"advantage": None},
+    "dcpo": {"advantage": None},
+    "text2grad": {"advantage": None, "reward": None},
 }
+LOOKS = ("clip-cov", "kl-cov")  # at a share of so few tokens that a cut may change none
+HALVES = ("dcpo", "empg", "reinforce-pp", "rloo", "simpletir", "text2grad")
 REFUSED = ("decoupled-ppo", "dpo", "entropy-80-20", "isopo", "isopo-ntk", "p3o-2019", "p4o")
 REFUSED = (*REFUSED, "scalerl", "tis")
 LOSSES = [
@@ -43,6 +52,7 @@ LOSSES = [
 def test_the_methods_that_verl_can_compute():
     assert {"grpo", "dapo", "p3o", "kpo", "gspo", "cispo", "sapo", "ppo"} <= set(LOSSES)
     assert not set(REFUSED) & set(LOSSES)
+    assert set(HALVES) <= set(LOSSES)
 
 
 def ready(slug: str) -> tuple[proxpo.Recipe, proxpo.Batch]:
@@ -153,6 +163,92 @@ def test_verl_s_own_clip(mode, weighted):
     close(leaves[1].grad, leaves[0].grad, rtol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "slug", "settings"),
+    [
+        ("vanilla", "grpo", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5}),
+        ("vanilla", "dapo", {"clip_ratio_high": 0.4, "clip_ratio_c": 1.5}),
+        ("vanilla", "opo", {"clip_ratio_low": None, "clip_ratio": 0.1, "clip_ratio_c": 1.5}),
+        ("gspo", "gspo", {"clip_ratio_low": 0.5, "clip_ratio_high": 0.6}),
+        ("geo_mean", "gmpo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.05}),
+        ("cispo", "cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
+        ("sapo", "sapo", {"tau_pos": 0.5, "tau_neg": 2.0}),
+    ],
+)
+def test_verl_s_clip_settings_reach_the_loss(theirs, slug, settings):
+    """Changed from verl's defaults they mean what they mean in verl's own loss of that kind."""
+    _, batch = ready("grpo")
+    config = FSDPActorConfig(
+        rollout_n=2,
+        ppo_micro_batch_size_per_gpu=1,
+        global_batch_info={"dp_size": 1},
+        **settings,
+    )
+    leaves = []
+    for name in (theirs, verl_name(slug)):
+        leaves.append(batch.logp.clone().requires_grad_())
+        given = (batch.old_logp, leaves[-1], batch.advantages, batch.mask.double())
+        get_policy_loss_fn(name)(*given, "seq-mean-token-mean", config)[0].backward()
+    close(leaves[1].grad, leaves[0].grad, rtol=1e-6)
+    config = FSDPActorConfig(rollout_n=2, ppo_micro_batch_size_per_gpu=1)
+    plain = batch.logp.clone().requires_grad_()
+    given = (batch.old_logp, plain, batch.advantages, batch.mask.double())
+    get_policy_loss_fn(verl_name(slug))(*given, "seq-mean-token-mean", config)[0].backward()
+    assert not torch.allclose(plain.grad, leaves[1].grad)
+
+
+@pytest.mark.parametrize(
+    ("slug", "settings", "options", "reason"),
+    [
+        ("reinforce", {"clip_ratio_low": 0.1}, {}, "no effect on reinforce: trust=score_function"),
+        ("p3o", {"clip_ratio_high": 0.3}, {}, "no effect on p3o: trust=ess_cap has no such option"),
+        ("bapo", {"clip_ratio_high": 0.3}, {}, "no effect on bapo: trust=balanced_clip"),
+        ("grpo", {"tau_pos": 2.0}, {}, "tau_pos=2.0 has no effect on grpo"),
+        ("grpo", {"clip_ratio": 0.1}, {}, "clip_ratio=0.1 has no effect in verl beside"),
+        ("grpo", {"clip_ratio_high": 0.3}, {"clip_high": 0.28}, "contradicts.*clip_high=0.28"),
+        ("kpo", {"clip_ratio_low": 0.1}, {"clipped": False}, "trust=unclipped has no such option"),
+    ],
+)
+def test_clip_settings_without_effect_are_refused(slug, settings, options, reason):
+    _, batch = ready("grpo")
+    chosen = SimpleNamespace(options=options)
+    config = SimpleNamespace(
+        **{"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, **settings},
+        policy_loss=chosen,
+    )
+    with pytest.raises(ValueError, match=f"verl: actor_rollout_ref.actor.*{reason}") as caught:
+        get_policy_loss_fn(verl_name(slug))(
+            batch.old_logp, batch.logp, batch.advantages, batch.mask, config=config
+        )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("slug", "line"),
+    [
+        ("gspo", "clip_ratio_low=0.2 (trust.low is 0.0003), clip_ratio_high=0.2 (trust.high is"),
+        (
+            "grpo",
+            "does not read verl's defaults clip_ratio_c=3.0 (trust.dual is None); policy_loss",
+        ),
+        ("reinforce", "clip_ratio_high=0.2 (the method has none)"),
+        ("kl-cov", "kl_cov_ratio=0.0002 (regularisers.covariance_penalty.share is 0.002)"),
+    ],
+)
+def test_one_line_names_the_defaults_of_verl_that_a_method_does_not_read(
+    slug, line, capfd, monkeypatch
+):
+    monkeypatch.setattr(_host, "_TOLD", set())
+    _, batch = ready(slug)
+    config = FSDPActorConfig(rollout_n=2, ppo_micro_batch_size_per_gpu=1)
+    for _ in range(2):
+        given = (batch.old_logp, batch.logp, batch.advantages, batch.mask)
+        get_policy_loss_fn(verl_name(slug))(*given, config=config)
+    err = capfd.readouterr().err
+    assert line in err
+    assert err.count("does not read verl's defaults") == 1
+
+
 def estimate(name: str, batch: proxpo.Batch, options=None) -> torch.Tensor:
     """The registered estimator with what verl's trainer gives: token rewards and prompt ids."""
     last = torch.zeros_like(batch.logp)
@@ -224,6 +320,12 @@ def test_verl_s_own_estimators(theirs, name, rtol):
         ("isopo", {}, "gradient=isopo, which needs proxpo's engine: set VERL_ENGINE_VENDOR=proxpo"),
         ("lopti", {}, "makes 2 passes over a batch"),
         ("p3o-2019", {}, "schedule=poisson_replay"),
+        ("simpletir", {}, "prune=void_turns needs 'void'.*policy_loss.options.prune=null"),
+        ("empg", {}, "advantage=entropy_modulated needs 'entropy'"),
+        ("text2grad", {}, "reward=span_reward needs 'span_rewards'"),
+        ("dcpo", {}, "advantage=smooth_standardised needs 'prompt_id'"),
+        ("rloo", {}, "reward=kl_in_reward.*kl_coef=0.*algorithm.use_kl_in_reward=True"),
+        ("reinforce-pp", {}, "reward=kl_in_reward.*kl_coef=0.*use_kl_in_reward=True"),
     ],
 )
 def test_losses_that_verl_cannot_compute(slug, options, reason):
@@ -326,3 +428,18 @@ def test_one_line_says_that_a_statistic_is_of_the_micro_batch(capfd, monkeypatch
         monkeypatch.setattr(_losses, "_SUMMED", set())
         call("p3o", "token-mean", batch, batch_num_tokens=tokens, global_batch_size=8)
         assert capfd.readouterr().err.count("p3o wants statistics of the whole batch") == told
+
+
+@pytest.mark.parametrize("slug", LOSSES)
+def test_a_loss_that_depends_on_the_micro_batch_says_so(slug, capfd, monkeypatch):
+    """Two micro-batches that do not add up to the whole, and a line on stderr, go together."""
+    for told in (_losses._SUMMED, _losses._CUT):
+        told.clear()
+    monkeypatch.setattr(_host, "_TOLD", set())
+    recipe, batch = ready(slug)
+    info = {"batch_num_tokens": int(batch.mask.sum()), "global_batch_size": 8}
+    cuts = (torch.arange(0, 8, 2), torch.arange(1, 8, 2))
+    grads = torch.cat([call(slug, "token-mean", batch.rows(cut), **info)[1] for cut in cuts])
+    whole = ours(recipe.replace(aggregate=MODES["token-mean"]), batch)[1]
+    same = torch.allclose(grads, whole[torch.cat(cuts)], rtol=1e-9, atol=1e-12)
+    assert ("micro-batch" in capfd.readouterr().err) == (not same or slug in LOOKS)

@@ -218,7 +218,7 @@ class Session:
         else:
             self._generator = stream.generator(device)
         self._table: list[tuple[Tensor, Tensor]] | None = None
-        self._weights: list[tuple[str, Tensor]] = []
+        self._numbers: list[tuple[str, Tensor]] = []
         for unit in self.units:
             unit.reset()
         for site in self.sites.values():
@@ -273,17 +273,17 @@ class Session:
             drawn.append(score.topk(size, dim=1, sorted=False).indices)
         return torch.cat(drawn)
 
-    def flag(self, site: Site, weights: Float[Tensor, " some"]) -> None:
-        """Remember the weights of a layer, to be looked at once, when the block ends."""
-        self._weights.append((site.name, weights))
+    def flag(self, site: Site, numbers: Float[Tensor, " some"]) -> None:
+        """Remember weights or lengths of a layer, to be looked at once, when the block ends."""
+        self._numbers.append((site.name, numbers))
 
     def check(self) -> None:
-        """Refuse weights that are not numbers: activations or gradients held NaN or infinity."""
-        if not self._weights or capturing():
+        """Refuse what is not finite: activations or gradients held NaN or infinity."""
+        if not self._numbers or capturing():
             return
-        if bool(torch.isfinite(torch.cat([weights for _, weights in self._weights])).all()):
+        if bool(torch.isfinite(torch.cat([numbers for _, numbers in self._numbers])).all()):
             return
-        name = next(n for n, w in self._weights if not bool(torch.isfinite(w).all()))
+        name = next(n for n, x in self._numbers if not bool(torch.isfinite(x).all()))
         raise NotFiniteError(
             f"gradients.applied: the gradient of {name} is not finite: its input or the gradient "
             "of its output holds NaN or infinity; p.grad must not be used"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import _batch
 from proxpo.gradients._audit import Audit
 from proxpo.gradients._averages import Averages
@@ -25,7 +25,7 @@ class Transform:
         with transform.applied(model, sequences=seq_index, advantages=A):
             nll = -(token_logp * mask).sum()     # no advantages in the objective
             nll.backward()                       # p.grad is what the optimizer should descend
-        optimizer.step(); transform.step()
+        optimizer.step(); transform.step()       # step(skipped=True) where the first is left out
 
     Forward and backward both belong inside the block; one block per micro-batch, any number of
     blocks per optimizer step. Whatever is backpropagated in the block is weighted by advantages:
@@ -40,6 +40,7 @@ class Transform:
         self.averages = Averages()
         self._steps = 0
         self._blocks = 0
+        self._spoilt = False
         self._names: dict[str, None] = {}
         self._warned: set[str] = set()
         self._fitted: tuple[nn.Module, Fitting] | None = None
@@ -86,12 +87,17 @@ class Transform:
         _OPEN.append((model, session))
         before = {id(s.parameter): _mark(s.parameter) for s in session.sites.values()}
         session.audit = None if fitting.audited else Audit(session)
+        collected = self._collected()
         try:
             with fitting.exchanged():
                 yield session
             if session.audit is not None:
                 fitting.audited = any(site.done for site in session.sites.values())
             _settle(session, before)
+        except BaseException as error:
+            self._spoilt |= isinstance(error, NotFiniteError)
+            self._forget(self._nothing() if self._spoilt else collected)
+            raise
         finally:
             if session.audit is not None:
                 session.audit.close()
@@ -99,12 +105,29 @@ class Transform:
             session.closed = True
             _OPEN.remove((model, session))
 
-    def step(self) -> None:
-        """Move the trailing averages by what the blocks since the last step have collected."""
-        quantities = self.rule.quantities
-        self.averages.step([f"{name}/{x}" for name in self._names for x in quantities])
-        self._steps += 1
-        self._blocks = 0
+    def step(self, *, skipped: bool = False) -> None:
+        """Ends an update: moves the trailing averages by what its blocks have collected.
+
+        skipped: the optimizer step was left out, so the transform stays as it was before the
+            update, on every rank if one of them says so. An update in which a block raised
+            NotFiniteError is a skipped one by itself.
+        """
+        keys = [f"{name}/{x}" for name in self._names for x in self.rule.quantities]
+        self._steps += self.averages.step(keys, skipped=skipped or self._spoilt)
+        self._blocks, self._spoilt = 0, False
+
+    def _collected(self) -> dict[str, Any]:
+        """What the blocks of the update before this one have left behind."""
+        return {"averages": self.averages.pending(), "blocks": self._blocks - 1}
+
+    def _nothing(self) -> dict[str, Any]:
+        """`_collected` of an update without blocks."""
+        return {"averages": {}, "blocks": 0}
+
+    def _forget(self, kept: dict[str, Any]) -> None:
+        """Goes back to what `_collected` returned."""
+        self.averages.keep(kept["averages"])
+        self._blocks = kept["blocks"]
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter and quantity, and how many steps were made."""
@@ -137,6 +160,9 @@ class Transform:
         token_group: Any,
     ) -> Fitting:
         device = _device(model)
+        if self._spoilt and _finite_gradients(model):  # they belong to another update
+            self._spoilt = False
+            self._forget(self._nothing())
         if _OPEN:
             own = {id(module) for module in model.modules()}
             if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
@@ -220,6 +246,12 @@ def _device(model: nn.Module) -> torch.device:
         "gradients.applied: no parameter of the model requires a gradient; unfreeze some or add "
         "an adapter"
     )
+
+
+def _finite_gradients(model: nn.Module) -> bool:
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [getattr(grad, "_local_tensor", grad) for grad in found]
+    return all(bool(torch.isfinite(grad).all()) for grad in local)
 
 
 def _mark(parameter: Tensor) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from proxpo.errors import NotFiniteError, ProxpoError
@@ -13,7 +14,7 @@ from proxpo.gradients import _batch
 from proxpo.gradients._audit import Audit
 from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
-from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, capturing
+from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, Unit, capturing
 from proxpo.shapes import Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
@@ -79,8 +80,8 @@ class Transform:
             through the same modules in the same order on every rank.
 
         The block can be recorded in a CUDA graph after one ordinary run with the same tensors. In
-        replays each overlap set is drawn anew, values are not checked, and the trailing averages
-        stay as they were.
+        replays each overlap set is drawn anew, values are not checked, `sequences` are those of the
+        ordinary run, and the trailing averages stay as they were.
         """
         fitting = self._open(model, sequences, advantages, groups, observe, token_group)
         session = fitting.session
@@ -190,7 +191,7 @@ class Transform:
         fitting.session.open(
             stream=Stream(self.seed, self._steps, self._blocks, _batch.first_rank(token_group)),
             sequences=sequences.to(device),
-            advantages=advantages.detach().to(device, kind),
+            advantages=advantages.detach().to(device, kind, copy=True),
             groups=None if groups is None else groups.to(device),
             observer=observe,
             shard=shard,
@@ -277,9 +278,22 @@ def _settle(session: Session, before: dict[int, tuple[int, int] | None]) -> None
         session.audit = None
     for unit in session.units:
         for nested in unit.waiting:
+            _check_late(unit)
             for attribute, gradient in unit.flush(nested).items():
                 _accumulate(unit.sites[attribute].parameter, gradient)
     session.check()
+
+
+def _check_late(unit: Unit) -> None:
+    """Refuses gradients that would be wrong, or come too late for the other processes."""
+    if unit.reopened:
+        raise unit.torn()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ProxpoError(
+            f"gradients.applied: a forward of {unit.name} in this block never reached backward(), "
+            "so that its gradient comes after the processes have exchanged theirs; run such a "
+            "forward under torch.no_grad() or outside the block"
+        )
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

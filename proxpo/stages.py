@@ -44,8 +44,8 @@ def stage(
     every update computes anew, unless the batch came with advantages. length: the longest response
     that the stage assumes where its option max_tokens is none and no host gives its own. decides:
     what a schedule settles itself, so that a host's settings for it have no effect: `count`,
-    `parts` and `optimizer` (see `proxpo.schedules.Updates`). adds: the metrics that are divided by a
-    count of the whole step, which micro-batches add up; see proxpo/metering.py.
+    `parts` and `optimizer` (see `proxpo.schedules.Updates`). adds: the metrics that are divided by
+    a count of the whole step, which micro-batches add up; see proxpo/metering.py.
     """
 
     def decorate(factory: Callable[..., Any]) -> Factory:

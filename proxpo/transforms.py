@@ -28,6 +28,7 @@ def _gradient_stage(factory: Callable[..., Any]) -> None:
 
     @functools.wraps(factory)
     def configured(**options: Any) -> Callable[[], Any]:
+        factory(**options)  # refuses what it would refuse later
         return functools.partial(factory, **options)
 
     stage("gradient")(configured)

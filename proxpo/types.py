@@ -282,6 +282,11 @@ class Stage:
         return f"{self.name}({shown})"
 
 
+def finite(moved: State, before: State) -> State:
+    """A stage's next state, or the one before if that would hold NaN or infinity for good."""
+    return moved if all(bool(x.isfinite().all()) for x in moved.values()) else before
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A method: a frozen composition of stages.
@@ -334,7 +339,9 @@ class Recipe:
     ) -> dict[str, State]:
         """The state after a rollout: each stage with memory sees the batch and the metrics."""
         return {
-            place: stage.update(state[place], batch, metrics) if stage.update else state[place]
+            place: finite(stage.update(state[place], batch, metrics), state[place])
+            if stage.update
+            else state[place]
             for place, stage in self.stages()
             if place in state
         }
@@ -344,7 +351,9 @@ class Recipe:
     ) -> dict[str, State]:
         """The state after one optimizer step; `ctx` has the clock and the sum over ranks."""
         return {
-            place: stage.step(batch, metrics, replace(ctx, state=state[place]))
+            place: finite(
+                stage.step(batch, metrics, replace(ctx, state=state[place])), state[place]
+            )
             if stage.step
             else state[place]
             for place, stage in self.stages()

@@ -12,7 +12,8 @@ class Averages:
     """E <- mean the first time, then E <- 0.9 E + 0.1 mean, moved once per optimizer step.
 
     A mini-batch uses the E left by earlier mini-batches; what it collects becomes visible with
-    `step`. Over ranks, sums and counts are added, so that every rank holds the same E.
+    `step`. Over ranks, sums and counts are added, so that every rank holds the same E. What is not
+    finite never enters: E would not recover from it.
     """
 
     def __init__(self) -> None:
@@ -31,24 +32,43 @@ class Averages:
     def load(self, values: dict[str, Float[Tensor, ""]]) -> None:
         self.values, self._pending = dict(values), {}
 
-    def step(self, keys: list[str]) -> None:
-        """Move the averages. `keys` lists what any rank may have collected."""
+    def pending(self) -> dict[str, int]:
+        """How many entries of each key wait for the next `step`."""
+        return {key: len(parts) for key, parts in self._pending.items()}
+
+    def keep(self, entries: dict[str, int]) -> None:
+        """Forgets all that waits but the first `entries` of each key, see `pending`."""
+        self._pending = {key: self._pending[key][:count] for key, count in entries.items()}
+
+    def step(self, keys: list[str], *, skipped: bool = False) -> bool:
+        """Moves the averages by what waits, or forgets that; returns whether they moved.
+
+        `keys` lists what any rank may have collected. It is forgotten on every rank where one of
+        them says `skipped`, or where a sum is not finite.
+        """
         ranks = _ranks()
         names = sorted({*keys, *self._pending}) if ranks > 1 else list(self._pending)
-        if not names:
-            return
+        if ranks == 1 and (skipped or not names):
+            self._pending = {}
+            return not skipped
         totals, counts = self._totals(names)
         if ranks > 1:
-            packed = torch.stack([totals, counts])
+            packed = torch.cat([totals, counts, totals.new_tensor([float(skipped)])])
             dist.all_reduce(packed)
-            totals, counts = packed
+            totals, counts = packed[:-1].view(2, -1)
+            skipped = bool(packed[-1])
+        self._pending = {}
+        if skipped or not bool(torch.isfinite(totals).all()):
+            return False
+        if not names:
+            return True
         means = totals / counts
         # With no average yet, the mean stands for it: 0.9 E + 0.1 E = E.
         known = [self.values.get(name, mean).to(mean) for name, mean in zip(names, means.unbind())]
         moved = torch.lerp(torch.stack(known), means, 1 - DECAY).unbind()
         seen = counts.tolist() if ranks > 1 else [1.0] * len(names)
         self.values.update({n: value for n, value, count in zip(names, moved, seen) if count})
-        self._pending = {}
+        return True
 
     def _totals(self, names: list[str]) -> tuple[Float[Tensor, " key"], Float[Tensor, " key"]]:
         """Sums and counts by key, in few operations however many keys there are."""

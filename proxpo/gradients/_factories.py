@@ -24,6 +24,9 @@ def isopo(
     q: float = 0.0,
     r: float = 0.0,
     reg: float = 0.0,
+    overlap_reg: float | None = None,
+    norm_reg: float | None = None,
+    rel_overlap_reg: float | None = None,
     eps: float = 1e-8,
     keep_small: bool = False,
     overlap: int | str = 64,
@@ -49,6 +52,8 @@ def isopo(
         it sets p, q and r together.
     reg, history: E[x²] trails over earlier mini-batches; with none yet it is the mean of the
         micro-batch, or each sequence's own x² ("own").
+    overlap_reg, norm_reg, rel_overlap_reg: reg for F, N and R alone, as in the released code;
+        None takes `reg`.
     keep_small: reg2 divided by √(reg E[x²]), which leaves short gradients as they are.
     norm: "sketch" estimates N_i from `sketch` random projections, to within √(2/sketch) of N_i².
     scale: "mean" divides by the number of sequences in the micro-batch.
@@ -57,11 +62,23 @@ def isopo(
     if preset is not None:
         chosen = PRESETS[resolve(preset, PRESETS, what="preset of isopo")]
         p, q, r = chosen["p"], chosen["q"], chosen["r"]
-    for name, number in {"p": p, "q": q, "r": r, "reg": reg, "eps": eps}.items():
-        if not math.isfinite(number) or (name in ("reg", "eps") and number < 0):
-            kind = "a finite number" + (" >= 0" if name in ("reg", "eps") else "")
+    given = {"overlap_reg": overlap_reg, "norm_reg": norm_reg, "rel_overlap_reg": rel_overlap_reg}
+    strengths = {name: value for name, value in given.items() if value is not None}
+    positive = {"reg": reg, "eps": eps, **strengths}
+    for name, number in {"p": p, "q": q, "r": r, **positive}.items():
+        if not math.isfinite(number) or (name in positive and number < 0):
+            kind = "a finite number" + (" >= 0" if name in positive else "")
             raise ProxpoError(f"isopo: {name} must be {kind}, got {number}")
-    if keep_small and reg == 0:
+    rhos = {name: reg if value is None else value for name, value in given.items()}
+    for (name, rho), (letter, exponent) in zip(rhos.items(), {"p": p, "q": q, "r": r}.items()):
+        if strengths.get(name) and not exponent:
+            raise ProxpoError(f"isopo: {name}={rho} has no effect while {letter} is 0")
+        if keep_small and exponent and rho == 0:
+            what = name if name in strengths else "reg"
+            raise ProxpoError(
+                f"isopo: keep_small divides by {what} * E[x²], so it needs {what} > 0, got 0"
+            )
+    if keep_small and not any(rhos.values()):
         raise ProxpoError("isopo: keep_small divides by reg * E[x²], so it needs reg > 0, got 0")
     drawn = overlap if isinstance(overlap, int) else None
     if overlap != "all" and (drawn is None or drawn < 1):
@@ -72,7 +89,7 @@ def isopo(
         p=p,
         q=q,
         r=r,
-        reg=reg,
+        **rhos,
         eps=eps,
         keep_small=keep_small,
         overlap=drawn,

@@ -34,7 +34,9 @@ class Isopo:
     p: float
     q: float
     r: float
-    reg: float
+    overlap_reg: float
+    norm_reg: float
+    rel_overlap_reg: float
     eps: float
     keep_small: bool
     overlap: int | None
@@ -48,6 +50,13 @@ class Isopo:
     spreads = True
 
     @property
+    def strengths(self) -> dict[str, float]:
+        """The regularisation ρ of each quantity that has an exponent."""
+        rhos = (self.overlap_reg, self.norm_reg, self.rel_overlap_reg)
+        exponents = (self.p, self.q, self.r)
+        return {x: rho for x, k, rho in zip(self.quantities, exponents, rhos) if k}
+
+    @property
     def needs_overlap(self) -> bool:
         return bool(self.p or self.r)
 
@@ -57,9 +66,11 @@ class Isopo:
 
     def needs_all(self, site: Site) -> bool:
         """Whether one sequence's weight depends on the lengths of the others in this backward."""
-        used = [x for x, k in zip(self.quantities, (self.p, self.q, self.r)) if k]
-        known = all(site.session.averages.get(f"{site.name}/{x}") is not None for x in used)
-        return self.reg > 0 and self.history == "microbatch" and not known
+        if self.history != "microbatch":
+            return False
+        averages = site.session.averages
+        used = [x for x, rho in self.strengths.items() if rho > 0]
+        return any(averages.get(f"{site.name}/{x}") is None for x in used)
 
     def gradient(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor:
         if not (self.needs_overlap or self.needs_norm):
@@ -109,17 +120,22 @@ class Isopo:
         return scale
 
     def _note(self, site: Site, squares: dict[str, Tensor], weights: Tensor) -> None:
-        """Feed the trailing averages, the observer and the check for NaN."""
+        """Feed the trailing averages, the observer and the check for NaN and infinity.
+
+        Lengths are checked beside weights: an infinite one has a weight of 0 and spoils E.
+        """
         for quantity, exponent in zip(self.quantities, (self.p, self.q, self.r)):
             if exponent:
                 site.session.averages.collect(f"{site.name}/{quantity}", squares[quantity])
+                site.session.flag(site, squares[quantity])
         if site.session.observer is not None:
             site.observe(**{f"{x}2": value for x, value in squares.items()}, weights=weights)
         site.session.flag(site, weights)
 
     def _fused(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor | None:
         """The common case in few kernels; None where it does not apply."""
-        common = self.p and not (self.q or self.r or self.reg) and self.path in ("auto", "gram")
+        alone = self.p and not (self.q or self.r or self.overlap_reg)
+        common = alone and self.path in ("auto", "gram")
         # Of other layouts (experts) the host does not know enough without waiting.
         ready = layout is site.session.layout and layout.alone and not isinstance(rows, OneHot)
         kernels = _kernels() if common and ready else None
@@ -136,12 +152,13 @@ class Isopo:
 
     def _factor(self, site: Site, quantity: str, x2: Tensor, exponent: float) -> Tensor:
         averages, key = site.session.averages, f"{site.name}/{quantity}"
-        mean2 = averages.get(key) if self.reg else None
-        if self.reg and mean2 is None:
+        rho = self.strengths[quantity]
+        mean2 = averages.get(key) if rho else None
+        if rho and mean2 is None:
             mean2 = x2.mean() if self.history == "microbatch" else x2
         base = _norms.regularised(
             x2,
-            rho=self.reg,
+            rho=rho,
             mean2=None if mean2 is None else mean2.to(x2),
             eps=self.eps,
             keep_small=self.keep_small,

@@ -53,6 +53,7 @@ class Ntk:
         if session.observer is not None:
             c = self.rho * (mean if known is None else known)
             site.observe(kernel=kernel, c=c, weights=weights)
+        session.flag(site, mean[None])
         session.flag(site, weights)
         return weights
 

@@ -101,22 +101,27 @@ class Site:
 
 
 class Call:
-    """One run of a module whose backward is still to come; dies with its autograd graph."""
+    """One run of a module whose backward is still to come; dies with its autograd graph.
 
-    __slots__ = ("__weakref__", "block", "layout", "nested")
+    `mates` are the calls it was joined with, itself included, once their gradient has left.
+    """
+
+    __slots__ = ("__weakref__", "block", "layout", "mates", "nested")
 
     def __init__(self, layout: Layout, nested: bool, block: int) -> None:
         self.layout = layout
         self.nested = nested
         self.block = block
+        self.mates: WeakSet[Call] | None = None
 
 
 class Unit:
     """One module. Positions of several calls within a backward are treated as one long list.
 
-    The gradient leaves with the call whose backward runs last; the others return none. Calls made
-    while a backward runs (reentrant checkpointing) are counted apart: they form one list per
-    checkpointed segment, because later segments do not exist yet.
+    The gradient leaves with the call whose backward runs last; the others return none. A second
+    backward over the same graph (retain_graph=True) joins the same calls again. Calls made while a
+    backward runs (reentrant checkpointing) are counted apart: they form one list per checkpointed
+    segment. As later segments do not exist yet, a module in several of them is refused.
     """
 
     def __init__(self, session: "Session", sites: dict[str, Site]) -> None:
@@ -124,6 +129,8 @@ class Unit:
         self.sites = sites
         self._open: tuple[WeakSet[Call], WeakSet[Call]] = (WeakSet(), WeakSet())
         self._held: tuple[list[_Held], list[_Held]] = ([], [])
+        self._sent: set[bool] = set()  # the kinds of calls, nested or not, whose gradient has left
+        self.reopened = False
 
     @property
     def name(self) -> str:
@@ -135,6 +142,8 @@ class Unit:
         for calls, held in zip(self._open, self._held):
             calls.clear()
             held.clear()
+        self._sent.clear()
+        self.reopened = False
 
     def begin(self, layout: Layout) -> Call:
         nested = torch._C._current_graph_task_id() != -1
@@ -145,19 +154,45 @@ class Unit:
     def finish(self, call: Call, rows: dict[str, AnyRows]) -> dict[str, Tensor]:
         """Gradients by parameter; empty while other calls of the module are still to come."""
         self.session.expect(call.block, self)
-        self._open[call.nested].discard(call)
+        waiting, held = self._open[call.nested], self._held[call.nested]
+        if call.mates is not None:
+            self.reopened = True
+            waiting.update(call.mates)
+            for mate in list(call.mates):
+                mate.mates = None
+        if any(part.call is call for part in held):
+            raise self.torn()
+        waiting.discard(call)
         if call.layout.whole.size:
-            self._held[call.nested].append(_Held(call.layout, rows))
-        return {} if self._open[call.nested] else self.flush(call.nested)
+            held.append(_Held(call, rows))
+        return {} if waiting else self.flush(call.nested)
+
+    def torn(self) -> ProxpoError:
+        """The error for a second backward that passes by some calls of the module."""
+        return ProxpoError(
+            f"gradients.applied: a second backward reached only some of the calls of {self.name}; "
+            "call backward() once on the sum of the losses"
+        )
 
     def flush(self, nested: bool) -> dict[str, Tensor]:
         """The gradients of everything held back so far."""
         held = list(self._held[nested])
         self._held[nested].clear()
+        if held and (True in self._sent or (nested and self._sent)):
+            raise ProxpoError(
+                f"gradients.applied: {self.name} is used by several segments under reentrant "
+                "checkpointing, or by one and outside, whose gradients cannot be joined; take "
+                "use_reentrant=False"
+            )
+        if held:
+            self._sent.add(nested)
+        mates = WeakSet(part.call for part in held)
         out = {}
+        for part in held:
+            part.call.mates = mates
         for attribute in dict.fromkeys(key for part in held for key in part.rows):
             parts = [part for part in held if attribute in part.rows]
-            layouts = [part.layout for part in parts]
+            layouts = [part.call.layout for part in parts]
             layout = layouts[0] if len(parts) == 1 else Layout.join(layouts)
             rows = [part.rows[attribute] for part in parts]
             out[attribute] = self.sites[attribute].gradient(
@@ -171,7 +206,7 @@ class Unit:
 
 
 class _Held(NamedTuple):
-    layout: Layout
+    call: Call
     rows: dict[str, AnyRows]
 
 
@@ -202,10 +237,8 @@ class Session:
     ) -> None:
         """Start a block."""
         self.shape = tuple(sequences.shape)
-        if shard is not None or not self.knows(sequences, advantages.numel()):
-            numbers = sequences.reshape(-1).long()
-            self.layout = Layout(numbers, advantages.numel(), shard).settle()
-            self._known = (sequences, sequences._version) if shard is None else (None, 0)
+        if not capturing():
+            self._lay_out(sequences, advantages.numel(), shard)
         self.advantages = advantages
         self.groups = groups
         self.observer = observer
@@ -218,14 +251,30 @@ class Session:
         else:
             self._generator = stream.generator(device)
         self._table: list[tuple[Tensor, Tensor]] | None = None
-        self._weights: list[tuple[str, Tensor]] = []
+        self._numbers: list[tuple[str, Tensor]] = []
         for unit in self.units:
             unit.reset()
         for site in self.sites.values():
             site.done = site.sent = False
 
+    def _lay_out(self, sequences: Int[Tensor, "..."], count: int, shard: Shard | None) -> None:
+        """The layout of these numbers; that of the block before if they are equal.
+
+        It holds a copy: the numbers may change outside, through numpy or `.data` even unnoticed by
+        their version.
+        """
+        numbers = sequences.reshape(-1).long()
+        before = self._known[0] if shard is None else None
+        same = before is not None and self.layout.count == count
+        if not (same and torch.equal(self.layout.seq, numbers)):
+            self.layout = Layout(numbers.clone(), count, shard).settle()
+        self._known = (sequences, sequences._version) if shard is None else (None, 0)
+
     def knows(self, sequences: Int[Tensor, "..."], count: int) -> bool:
-        """Whether this is the tensor of the block before, unchanged: its layout is still good."""
+        """Whether this is the tensor of the block before, as far as its version tells.
+
+        For the recording of CUDA graphs, during which values cannot be read.
+        """
         before, version = self._known
         same = before is sequences and version == sequences._version
         return same and self.layout.count == count
@@ -273,17 +322,17 @@ class Session:
             drawn.append(score.topk(size, dim=1, sorted=False).indices)
         return torch.cat(drawn)
 
-    def flag(self, site: Site, weights: Float[Tensor, " some"]) -> None:
-        """Remember the weights of a layer, to be looked at once, when the block ends."""
-        self._weights.append((site.name, weights))
+    def flag(self, site: Site, numbers: Float[Tensor, " some"]) -> None:
+        """Remember weights or lengths of a layer, to be looked at once, when the block ends."""
+        self._numbers.append((site.name, numbers))
 
     def check(self) -> None:
-        """Refuse weights that are not numbers: activations or gradients held NaN or infinity."""
-        if not self._weights or capturing():
+        """Refuse what is not finite: activations or gradients held NaN or infinity."""
+        if not self._numbers or capturing():
             return
-        if bool(torch.isfinite(torch.cat([weights for _, weights in self._weights])).all()):
+        if bool(torch.isfinite(torch.cat([numbers for _, numbers in self._numbers])).all()):
             return
-        name = next(n for n, w in self._weights if not bool(torch.isfinite(w).all()))
+        name = next(n for n, x in self._numbers if not bool(torch.isfinite(x).all()))
         raise NotFiniteError(
             f"gradients.applied: the gradient of {name} is not finite: its input or the gradient "
             "of its output holds NaN or infinity; p.grad must not be used"

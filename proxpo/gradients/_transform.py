@@ -6,14 +6,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import _batch
 from proxpo.gradients._audit import Audit
 from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
-from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, capturing
+from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, Unit, capturing
 from proxpo.shapes import Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
@@ -25,7 +26,7 @@ class Transform:
         with transform.applied(model, sequences=seq_index, advantages=A):
             nll = -(token_logp * mask).sum()     # no advantages in the objective
             nll.backward()                       # p.grad is what the optimizer should descend
-        optimizer.step(); transform.step()
+        optimizer.step(); transform.step()       # step(skipped=True) where the first is left out
 
     Forward and backward both belong inside the block; one block per micro-batch, any number of
     blocks per optimizer step. Whatever is backpropagated in the block is weighted by advantages:
@@ -40,6 +41,7 @@ class Transform:
         self.averages = Averages()
         self._steps = 0
         self._blocks = 0
+        self._spoilt = False
         self._names: dict[str, None] = {}
         self._warned: set[str] = set()
         self._fitted: tuple[nn.Module, Fitting] | None = None
@@ -78,20 +80,25 @@ class Transform:
             through the same modules in the same order on every rank.
 
         The block can be recorded in a CUDA graph after one ordinary run with the same tensors. In
-        replays each overlap set is drawn anew, values are not checked, and the trailing averages
-        stay as they were.
+        replays each overlap set is drawn anew, values are not checked, `sequences` are those of the
+        ordinary run, and the trailing averages stay as they were.
         """
         fitting = self._open(model, sequences, advantages, groups, observe, token_group)
         session = fitting.session
         _OPEN.append((model, session))
         before = {id(s.parameter): _mark(s.parameter) for s in session.sites.values()}
         session.audit = None if fitting.audited else Audit(session)
+        collected = self._collected()
         try:
             with fitting.exchanged():
                 yield session
             if session.audit is not None:
                 fitting.audited = any(site.done for site in session.sites.values())
             _settle(session, before)
+        except BaseException as error:
+            self._spoilt |= isinstance(error, NotFiniteError)
+            self._forget(self._nothing() if self._spoilt else collected)
+            raise
         finally:
             if session.audit is not None:
                 session.audit.close()
@@ -99,12 +106,29 @@ class Transform:
             session.closed = True
             _OPEN.remove((model, session))
 
-    def step(self) -> None:
-        """Move the trailing averages by what the blocks since the last step have collected."""
-        quantities = self.rule.quantities
-        self.averages.step([f"{name}/{x}" for name in self._names for x in quantities])
-        self._steps += 1
-        self._blocks = 0
+    def step(self, *, skipped: bool = False) -> None:
+        """Ends an update: moves the trailing averages by what its blocks have collected.
+
+        skipped: the optimizer step was left out, so the transform stays as it was before the
+            update, on every rank if one of them says so. An update in which a block raised
+            NotFiniteError is a skipped one by itself.
+        """
+        keys = [f"{name}/{x}" for name in self._names for x in self.rule.quantities]
+        self._steps += self.averages.step(keys, skipped=skipped or self._spoilt)
+        self._blocks, self._spoilt = 0, False
+
+    def _collected(self) -> dict[str, Any]:
+        """What the blocks of the update before this one have left behind."""
+        return {"averages": self.averages.pending(), "blocks": self._blocks - 1}
+
+    def _nothing(self) -> dict[str, Any]:
+        """`_collected` of an update without blocks."""
+        return {"averages": {}, "blocks": 0}
+
+    def _forget(self, kept: dict[str, Any]) -> None:
+        """Goes back to what `_collected` returned."""
+        self.averages.keep(kept["averages"])
+        self._blocks = kept["blocks"]
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter and quantity, and how many steps were made."""
@@ -137,6 +161,9 @@ class Transform:
         token_group: Any,
     ) -> Fitting:
         device = _device(model)
+        if self._spoilt and _finite_gradients(model):  # they belong to another update
+            self._spoilt = False
+            self._forget(self._nothing())
         if _OPEN:
             own = {id(module) for module in model.modules()}
             if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
@@ -164,7 +191,7 @@ class Transform:
         fitting.session.open(
             stream=Stream(self.seed, self._steps, self._blocks, _batch.first_rank(token_group)),
             sequences=sequences.to(device),
-            advantages=advantages.detach().to(device, kind),
+            advantages=advantages.detach().to(device, kind, copy=True),
             groups=None if groups is None else groups.to(device),
             observer=observe,
             shard=shard,
@@ -222,6 +249,12 @@ def _device(model: nn.Module) -> torch.device:
     )
 
 
+def _finite_gradients(model: nn.Module) -> bool:
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [getattr(grad, "_local_tensor", grad) for grad in found]
+    return all(bool(torch.isfinite(grad).all()) for grad in local)
+
+
 def _mark(parameter: Tensor) -> tuple[int, int] | None:
     """Changes whenever the parameter's gradient does."""
     grad = parameter.grad
@@ -245,9 +278,22 @@ def _settle(session: Session, before: dict[int, tuple[int, int] | None]) -> None
         session.audit = None
     for unit in session.units:
         for nested in unit.waiting:
+            _check_late(unit)
             for attribute, gradient in unit.flush(nested).items():
                 _accumulate(unit.sites[attribute].parameter, gradient)
     session.check()
+
+
+def _check_late(unit: Unit) -> None:
+    """Refuses gradients that would be wrong, or come too late for the other processes."""
+    if unit.reopened:
+        raise unit.torn()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ProxpoError(
+            f"gradients.applied: a forward of {unit.name} in this block never reached backward(), "
+            "so that its gradient comes after the processes have exchanged theirs; run such a "
+            "forward under torch.no_grad() or outside the block"
+        )
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

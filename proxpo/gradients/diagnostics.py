@@ -151,8 +151,9 @@ class _Watched:
     def __init__(self, inner: Rule, seen: Seen, since: Mapping[Tensor, Tensor]) -> None:
         self.inner, self.seen, self.since = inner, seen, since
         self.measure = Isopo(
-            p=-1.0, q=-1.0, r=-1.0, reg=0.0, eps=0.0, keep_small=False, overlap=inner.overlap,
-            norm="exact", sketch=1, scale="sum", history="own", path="auto",
+            p=-1.0, q=-1.0, r=-1.0, overlap_reg=0.0, norm_reg=0.0, rel_overlap_reg=0.0, eps=0.0,
+            keep_small=False, overlap=inner.overlap, norm="exact", sketch=1, scale="sum",
+            history="own", path="auto",
         )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:

@@ -51,7 +51,7 @@ def proma(
     path: how the Gram matrix is computed, as in `isopo_ntk`.
 
     The running gradient of every layer is kept beside `.grad`, unsharded, between two `step()`s;
-    call it also when an optimizer step is skipped.
+    call `step(skipped=True)` when an optimizer step is left out.
     """
     for name, number in {"sigma": sigma, "intra_sigma": intra_sigma, "ridge": ridge}.items():
         if not (math.isfinite(number) and number >= 0):
@@ -86,10 +86,21 @@ class Proma(Transform):
 
     rule: "_Rule"
 
-    def step(self) -> None:
-        """The gradient has been used: the next block opens a new accumulation."""
-        super().step()
+    def step(self, *, skipped: bool = False) -> None:
+        """The gradient was used or left out: the next block opens a new accumulation."""
+        super().step(skipped=skipped)
         self.rule.running.clear()
+
+    def _collected(self) -> dict[str, Any]:
+        return {**super()._collected(), "running": dict(self.rule.running)}
+
+    def _nothing(self) -> dict[str, Any]:
+        return {**super()._nothing(), "running": {}}
+
+    def _forget(self, kept: dict[str, Any]) -> None:
+        super()._forget(kept)
+        self.rule.running.clear()
+        self.rule.running.update(kept["running"])
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
@@ -123,13 +134,15 @@ class _Rule:
         share = rows.reduce(layout.spread(advantages))
         if self.variant != "accumulation" and isinstance(rows, Outer):
             share = self._without_bases(site, share, rows, layout)
+        kind = accumulator(share.dtype)
+        site.session.flag(site, torch.linalg.vector_norm(share, dtype=kind)[None])
         if self.variant == "intra":
             return share
         before = self.running.get(site.name)
         if before is not None and self.sigma > 0:
             beta = self._projection(site, before, share, rows, layout)
             share = share - rows.reduce(layout.spread(self.sigma * beta.to(advantages.dtype)))
-        part = share.to(accumulator(share.dtype))
+        part = share.to(kind)
         self.running[site.name] = part if before is None else before + part
         return share
 
@@ -170,6 +183,8 @@ class _Rule:
     ) -> Float[Tensor, "wide rank"]:
         """An orthonormal basis of the dominant right singular subspace of x."""
         x = x.to(accumulator(x.dtype))
+        if self.exact_bases and not bool(torch.isfinite(x).all()):
+            return x.new_full((x.shape[1], rank), torch.nan)  # which the SVD would not take
         if self.exact_bases:
             return torch.linalg.svd(x, full_matrices=False).Vh[:rank].T
         start = torch.randn(x.shape[0], rank, generator=generator, device=x.device, dtype=x.dtype)
@@ -198,7 +213,10 @@ def project(
     """
     if solver == "exact":
         # On the host: eigenvalues of a nearly singular kernel do not always converge on a GPU.
-        inverse = torch.linalg.pinv(unit.cpu(), rtol=small, hermitian=True)
+        host = unit.cpu()
+        if not bool(torch.isfinite(host).all()):
+            return torch.full_like(against, torch.nan)  # eigenvalues of these do not exist
+        inverse = torch.linalg.pinv(host, rtol=small, hermitian=True)
         return inverse.to(unit.device) @ against
     eye = torch.eye(len(unit), dtype=unit.dtype, device=unit.device)
     if solver == "solve":

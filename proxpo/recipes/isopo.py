@@ -29,6 +29,9 @@ def isopo(
     q: float = 0.0,
     r: float = 0.0,
     reg: float = 0.0,
+    overlap_reg: float | None = None,
+    norm_reg: float | None = None,
+    rel_overlap_reg: float | None = None,
     keep_small: bool = False,
     overlap: int | Literal["all"] = 64,
     scale: Literal["sum", "mean"] = "sum",
@@ -40,12 +43,16 @@ def isopo(
         F_i² = Σ_{j∈J} ⟨V_i, G_j⟩² / Σ_{j∈J} |G_j|²,   N_i = |V_i|,   R_i = F_i/N_i
 
     No old policy, no ratio, no clip; one backward pass. Presets: fisher (p=-1), nearest-npg (r=-2),
-    figure4 (q=-1, r=-2), euclidean (q=-1). `inspect` shows s = 1, since F needs the model.
+    figure4 (q=-1, r=-2), euclidean (q=-1). `inspect` shows s = 1, since F needs the model. reg adds
+    its multiple of E[x²] to the square of each length x; overlap_reg (F), norm_reg (N) and
+    rel_overlap_reg (R) set it for one of them.
 
     Departures: norms, biases, embeddings and tied heads are treated like linear weights, where the
     released code trains them without advantages, zeroes or drops them. overlap is 64, theirs 250.
 
     Reference: Abrahamsen, arXiv:2512.23353 eq. 6 and section 2.
     """
-    options = {"p": p, "q": q, "r": r, "reg": reg, "keep_small": keep_small, "overlap": overlap}
+    strengths = {"overlap_reg": overlap_reg, "norm_reg": norm_reg}
+    strengths |= {"reg": reg, "rel_overlap_reg": rel_overlap_reg}
+    options = {"p": p, "q": q, "r": r, "keep_small": keep_small, "overlap": overlap, **strengths}
     return with_gradient(make_stage("gradient", "isopo", scale=scale, preset=preset, **options))

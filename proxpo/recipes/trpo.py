@@ -16,6 +16,7 @@ def trpo(
     delta: float = 0.01,
     damping: float = 0.1,
     cg_iterations: int = 15,
+    cg_tolerance: float = 1e-10,
     shrink: float = 0.8,
     searches: int = 10,
     average: Literal["token", "sequence"] = "token",
@@ -30,7 +31,8 @@ def trpo(
     for small models and adapters. `inspect` shows the surrogate and its gradient.
 
     Departures: advantages are GRPO's. KL(old‖new) as in the paper (sb3 has new‖old); conjugate
-    gradients start from 0 and stop relative to g, so that the scale of the rewards is immaterial.
+    gradients start from 0 and stop at |g - (F + λI)x|² ≤ cg_tolerance · |g|², relative to g, so
+    that the scale of the rewards is immaterial.
 
     Reference: Schulman et al., arXiv:1502.05477.
     """
@@ -38,6 +40,7 @@ def trpo(
         delta=delta,
         damping=damping,
         cg_iterations=cg_iterations,
+        cg_tolerance=cg_tolerance,
         shrink=shrink,
         searches=searches,
         average=average,

@@ -44,12 +44,14 @@ def trpo_step(
     delta: float = 0.01,
     damping: float = 0.1,
     cg_iterations: int = 15,
+    cg_tolerance: float = 1e-10,
     shrink: float = 0.8,
     searches: int = 10,
     average: str = "token",
 ) -> TrpoStep:
     """One line-searched step, written into the model if accepted.
 
+    Conjugate gradients stop at |g - M x|² ≤ cg_tolerance · |g|², or after cg_iterations.
     `advantages` of shape (seq,) or (seq, tok) are used as given: centre them first if that is
     wanted; their scale does not matter.
     """
@@ -66,7 +68,9 @@ def trpo_step(
     if not bool(gradient.any()):
         return refused("zero gradient")
     product = damped(fisher_product(policy, samples, weights, theta), damping)
-    direction = conjugate_gradient(product, gradient, iterations=cg_iterations)
+    direction = conjugate_gradient(
+        product, gradient, iterations=cg_iterations, tolerance=cg_tolerance
+    )
     curvature = float(direction @ product(direction))
     if not curvature > 0.0:
         return refused(f"curvature {curvature:.3g} along the direction is not positive")

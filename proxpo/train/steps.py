@@ -30,7 +30,7 @@ from proxpo.train.job import Job
 from proxpo.train.learner import Learner, Pass, score, widened
 from proxpo.train.replay import any_of, mixture, share_of
 from proxpo.train.streams import derive, generator
-from proxpo.types import Batch, Context, Metrics, Recipe
+from proxpo.types import Batch, Context, Metrics, Recipe, finite
 
 MOST_SKIPPED = 5  # updates in a row without a finite gradient before the run stops
 
@@ -56,6 +56,7 @@ class Steps:
         self.seen: dict[str, list[float]] = defaultdict(list)
         self.room = {"samples": 0, "rollouts": 0}
         self.last: Metrics = {}
+        self._made: Metrics = {}  # of the last update that was not left out
         self._late = self._exact = False
         self._done = self._others = self._replayed = 0
         self._fields: dict[str, Tensor] = {}
@@ -183,15 +184,18 @@ class Steps:
         return Policy(self.job.policy.model, read), samples
 
     def finish(self, schedule: Mapping[str, Tensor] | None = None) -> None:
-        """The state of every stage after the rollout."""
+        """The state of every stage after the rollout; the old one if all updates were left out."""
         learner, before = self.job.learner, self.job.learner.state
+        if self.last and not self._made:
+            return
         learner.version += self._exact  # the schedule has moved the weights by itself
         for variant in self.variants:
             ready = self._prepared(variant)
-            seen = {**self.last, **ready.metrics}
+            seen = {**self._made, **ready.metrics}
             learner.state = variant.update_state(learner.state, ready.batch, seen) or learner.state
         if schedule is not None and "schedule" in before:
-            learner.state = {**learner.state, "schedule": dict(schedule)}
+            memory = finite(dict(schedule), before["schedule"])
+            learner.state = {**learner.state, "schedule": memory}
         learner.state = {**before, **learner.state}
 
     @cached_property
@@ -268,6 +272,7 @@ class Steps:
             norm = optimizer_step(job)
         metrics = {**ready.metrics, **metrics, "grad_norm": torch.tensor(norm)}
         if math.isfinite(norm):
+            self._made = metrics
             moved = recipe.step_state(learner.state, batch, metrics, ctx=Context(clock=clock))
             learner.state = {**learner.state, **moved}
         return metrics
@@ -278,20 +283,19 @@ class Steps:
 
 
 def optimizer_step(job: Job, *, finite: bool = True) -> float:
-    """Clip, check, step. A gradient that is not finite is dropped, counted, and told."""
+    """Clip, check, step. A gradient that is not finite is counted and leaves no other trace."""
     learner, clip = job.learner, job.config.train.grad_clip
     norm = math.nan
     if finite:
         norm = float(torch.nn.utils.clip_grad_norm_(learner.trainable(), clip or math.inf))
-    if math.isfinite(norm):
+    made = math.isfinite(norm)
+    if made:
         learner.optimizer.step()
-        job.skipped = 0
-    else:
-        job.skipped += 1
+        learner.version += 1
+    job.skipped = 0 if made else job.skipped + 1
     learner.optimizer.zero_grad(set_to_none=True)
     if learner.transform is not None:
-        learner.transform.step()
-    learner.version += 1
+        learner.transform.step(skipped=not made)
     if job.skipped >= MOST_SKIPPED:
         raise ProxpoError(
             f"step {job.step}: the gradient was not finite in {MOST_SKIPPED} updates in a row; the "

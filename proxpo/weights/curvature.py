@@ -43,15 +43,21 @@ class Shifts(NamedTuple):
 
 
 def candidates(batch: Batch, *, k: int) -> Candidates:
-    """π is the softmax over the top k alone; e is 0 where the drawn token is not among them."""
+    """π is the softmax over the top k alone; e is 0 where the drawn token is not among them.
+
+    All in the widest dtype of the three: a trainer in float64 may keep its hidden states narrower.
+    """
     mask = batch.mask
     values = batch.advantages
     values = spread(values, mask) if values.dim() == 1 else values
-    every = batch.vocab_logp.detach()[mask]
+    kind = torch.promote_types(values.dtype, batch.vocab_logp.dtype)
+    kind = torch.promote_types(kind, batch.hidden.dtype)
+    every = batch.vocab_logp.detach()[mask].to(kind)
     top, ids = every.topk(min(k, every.shape[-1]), dim=-1)
     share = top.softmax(dim=-1)
     drawn = (ids == batch.tokens[mask][:, None]).to(share.dtype)
-    return Candidates(values[mask], batch.hidden.detach()[mask], ids, share, drawn - share)
+    hidden = batch.hidden.detach()[mask].to(kind)
+    return Candidates(values[mask].to(kind), hidden, ids, share, drawn - share)
 
 
 def shifts(tokens: Candidates, u: Float[Tensor, "n k"], *, rate: float) -> Shifts:
@@ -119,7 +125,7 @@ def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Con
     count = ctx.all_sum(torch.bincount(some.ids.flatten(), minlength=vocabulary).double())
     ids = count.nonzero()[:, 0]
     row, _ = find(ids, some.ids)
-    total = some.hidden.new_zeros(len(ids), some.hidden.shape[1]).double()
+    total = some.hidden.new_zeros(len(ids), some.hidden.shape[1], dtype=torch.float64)
     for k in range(some.ids.shape[1]):  # a candidate at a time: no token x candidate x unit
         part = (some.advantage * some.pull[:, k])[:, None] * some.hidden
         total.index_add_(0, row[:, k], part.double())

@@ -99,6 +99,9 @@ def isopo(
     q: float = 0.0,
     r: float = 0.0,
     reg: float = 0.0,
+    overlap_reg: float | None = None,
+    norm_reg: float | None = None,
+    rel_overlap_reg: float | None = None,
     eps: float = 1e-8,
     keep_small: bool = False,
 ) -> Tensor:
@@ -109,9 +112,10 @@ def isopo(
     f, n = lengths(grads, sums, picks)
     ratio = torch.where(n > 0, f / n, 0.0)
     s = torch.ones_like(f)
-    for x, exponent in ((f, p), (n, q), (ratio, r)):
+    for x, exponent, own in ((f, p, overlap_reg), (n, q, norm_reg), (ratio, r, rel_overlap_reg)):
         if exponent:
-            s = s * reg2(x, reg, (x**2).mean(), eps, keep_small) ** exponent
+            rho = reg if own is None else own
+            s = s * reg2(x, rho, (x**2).mean(), eps, keep_small) ** exponent
     return sum(a * si * v for a, si, v in zip(advantages, s, sums) if v.any())
 
 

@@ -182,6 +182,98 @@ def test_a_call_that_never_reaches_its_backward(batch):
     assert_same({n: p.grad for n, p in model.named_parameters()}, want)
 
 
+@pytest.mark.parametrize("make", [lambda: isopo(overlap="all", q=-0.5), isopo_ntk])
+def test_a_second_backward_joins_the_same_calls(batch, make):
+    """retain_graph=True over a module called twice: each backward is what the first one was."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    want = backward(model, *batch, make())
+    with make().applied(model, sequences=batch[1], advantages=A):
+        loss = nll(model(*batch), *batch).sum()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    assert_same(found, {n: 3 * grad for n, grad in want.items()})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_second_backward_over_some_calls_is_refused(batch, first):
+    """Losses at two depths: one backward reaches both calls of a module, the other one of them."""
+    torch.manual_seed(0)
+    model = Twice().double()
+
+    def apart() -> None:
+        with isopo().applied(model, sequences=batch[1], advantages=A):
+            low = torch.tanh(model.mix(model.embed(batch[0])))
+            high = torch.tanh(model.mix(low))
+            losses = [nll(model.head(h), *batch).sum() for h in (low, high)]
+            losses[not first].backward(retain_graph=True)
+            losses[first].backward()
+
+    with pytest.raises(ProxpoError, match="second backward reached only some of the calls of mix"):
+        apart()
+
+
+def test_losses_that_share_a_module_but_no_call_are_joined(batch):
+    """Two forwards, two backwards, one block: the positions of both are one list, as in a sum."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    twice = lambda: [nll(model(*batch), *batch).sum() for _ in range(2)]  # noqa: E731
+    with isopo(overlap="all").applied(model, sequences=batch[1], advantages=A):
+        sum(twice()).backward()
+    want = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    with isopo(overlap="all").applied(model, sequences=batch[1], advantages=A):
+        for loss in twice():
+            loss.backward()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, want)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_module_shared_over_checkpointed_segments(batch, both):
+    """Two segments, or one and a call outside: refused if reentrant, else as without any."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    want = backward(model, *batch)
+
+    def run(reentrant: bool) -> Tensor:
+        layer = lambda h: h + torch.tanh(model.mix(model.norm(h)))  # noqa: E731
+        h = checkpoint(layer, model.embed(batch[0]), use_reentrant=reentrant)
+        return model.head(checkpoint(layer, h, use_reentrant=reentrant) if both else layer(h))
+
+    assert_same(backward(model, *batch, forward=lambda: run(False)), want)
+    with pytest.raises(
+        ProxpoError, match=r"several segments under reentrant checkpointing.*=False"
+    ):
+        backward(model, *batch, forward=lambda: run(True))
+
+
+@pytest.mark.parametrize("through", ["numpy", "data", "during the block"])
+def test_sequences_changed_behind_the_back_of_their_version(tiny, batch, through):
+    """Numbers of the second block are its own; those of the first stay what they were."""
+    ids, seq = batch
+    other = torch.where(seq >= 0, (seq + 1) % 3, -1)
+    want = [backward(tiny, ids, numbers) for numbers in (seq, other)]
+    transform, numbers = isopo(overlap="all"), seq.clone()
+
+    def change() -> None:
+        if through == "numpy":
+            numbers.numpy()[:] = other.numpy()
+        else:
+            numbers.data.copy_(other)
+
+    def forward() -> Tensor:
+        logits = tiny(ids, seq)
+        if through == "during the block":
+            change()
+        return logits
+
+    assert_same(backward(tiny, ids, numbers, transform, forward=forward), want[0])
+    change()
+    assert_same(backward(tiny, ids, numbers, transform, forward=forward), want[1])
+
+
 class Unknown(nn.Module):
     """Parameters that no layer type explains, one of them in the container itself."""
 
@@ -502,6 +594,10 @@ def test_groups_are_asked_for(tiny, batch):
         (lambda: isopo(reg=-1.0), "reg must be a finite number >= 0, got -1.0"),
         (lambda: isopo(p=float("nan")), "p must be a finite number, got nan"),
         (lambda: isopo(keep_small=True), "needs reg > 0"),
+        (lambda: isopo(keep_small=True, reg=1.0, overlap_reg=0.0), "needs overlap_reg > 0, got 0"),
+        (lambda: isopo(norm_reg=-1.0, q=1.0), "norm_reg must be a finite number >= 0, got -1.0"),
+        (lambda: isopo(norm_reg=0.5), "norm_reg=0.5 has no effect while q is 0"),
+        (lambda: isopo(preset="euclidean", overlap_reg=1.0), "no effect while p is 0"),
         (lambda: isopo(sketch=0), "sketch must be at least 1"),
         (lambda: isopo_ntk(rho=0.0), "rho must be a finite number > 0, got 0.0"),
         (lambda: isopo_ntk(scale="papers"), "unknown scale of isopo_ntk 'papers'"),

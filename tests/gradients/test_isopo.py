@@ -1,6 +1,7 @@
 """The properties of ISOPO and ISOPO-NTK that their sheets list, on one layer."""
 
 import pytest
+import slow
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -253,6 +254,39 @@ def test_trailing_averages(keep_small, history):
     other.load_state_dict(transform.state_dict())
     for one in (transform, other):
         assert_close(layer.gradient(one, A), expected(1.0, mean), **EXACT)
+
+
+STRENGTHS = [
+    {"overlap_reg": 0.4},
+    {"norm_reg": 2.0},
+    {"rel_overlap_reg": 0.7},
+    {"reg": 0.5, "norm_reg": 0.0},
+    {"overlap_reg": 0.3, "norm_reg": 1.5, "rel_overlap_reg": 0.8, "keep_small": True},
+]
+
+
+@pytest.mark.parametrize("path", ["gram", "materialise", "stream"])
+@pytest.mark.parametrize("strengths", STRENGTHS)
+@pytest.mark.checks("isopo", "norm, overlap and relative overlap are regularised each by its own ρ")
+def test_every_length_has_its_own_strength(strengths, path):
+    layer = Layer([3, 2, 4])
+    exponents = {"p": -1.0, "q": -0.5, "r": 0.7}
+    grads = torch.einsum("to,td->tod", layer.g, layer.a)
+    want = slow.isopo(grads, layer.seq, A, torch.arange(9), **exponents, **strengths)
+    found = layer.gradient(isopo(overlap="all", path=path, **exponents, **strengths), A)
+    assert_close(found, want, **EXACT)
+    others = isopo(overlap="all", path=path, **exponents)
+    assert not torch.allclose(layer.gradient(others, A), want, rtol=1e-3)
+
+
+def test_one_strength_for_all_is_reg():
+    layer = Layer([3, 2, 4])
+    options = {"p": -1.0, "q": -0.5, "r": 0.7, "overlap": "all"}
+    each = isopo(overlap_reg=0.6, norm_reg=0.6, rel_overlap_reg=0.6, **options)
+    every = isopo(reg=0.6, **options)
+    for _ in range(2):
+        assert torch.equal(layer.gradient(each, A), layer.gradient(every, A))
+        each.step(), every.step()
 
 
 def test_averages_of_all_quantities():

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform, isopo, isopo_ntk
 
 A = (torch.tensor([1.0, -0.6, 0.3]).double(), torch.tensor([-0.2, 0.9]).double())
@@ -71,7 +72,23 @@ def together(model: torch.nn.Module, transform: Transform, rank: int) -> list[di
     return steps
 
 
+def kept_forward(rank: int, keep: bool) -> tuple[str, dict[str, Tensor]]:
+    """What DDP gets where a forward beside the loss is kept or dropped: an error, or gradients."""
+    model = DistributedDataParallel(tiny(), find_unused_parameters=True)
+    ids, seq = padded(LENGTHS[rank], 13, seed=rank)
+    told = ""
+    try:
+        with isopo(overlap="all").applied(model, sequences=seq, advantages=A[rank]):
+            kept = [model(ids, seq)] if keep else [bool(model(ids, seq).any())]
+            nll(model(ids, seq), ids, seq).sum().backward()
+            assert kept
+    except ProxpoError as error:
+        told = str(error)
+    return told, {name: p.grad for name, p in model.module.named_parameters()}
+
+
 def work(rank: int, folder: str) -> None:
+    torch.save([kept_forward(rank, keep) for keep in (True, False)], f"{folder}/kept-{rank}.pt")
     for kind in KINDS:
         for number, transform in enumerate(transforms()):
             steps = together(wrapped(kind), transform, rank)
@@ -96,3 +113,17 @@ def test_two_processes_equal_one(results, kind, number):
         assert state.keys() == transform.state_dict().keys()
         for key, value in transform.state_dict().items():
             assert_close(torch.as_tensor(state[key]), torch.as_tensor(value), **EXACT)
+
+
+def test_a_kept_forward_does_not_pass_by_the_other_process(results):
+    """Its backward never comes, so what waits for it would be added after the reduction."""
+    model = tiny()
+    for rank in range(2):
+        block(model, isopo(overlap="all"), rank)
+    want = {name: p.grad / 2 for name, p in model.named_parameters()}
+    for rank in range(2):
+        kept, dropped = torch.load(f"{results}/kept-{rank}.pt", weights_only=True)
+        assert "never reached backward()" in kept[0]
+        assert "under torch.no_grad() or outside the block" in kept[0]
+        assert not dropped[0]
+        assert_close(dropped[1], want, **EXACT)

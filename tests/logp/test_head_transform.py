@@ -20,6 +20,9 @@ TRANSFORMS = {
     "nearest-npg": lambda: gradients.isopo(preset="nearest-npg", overlap=6),
     "figure4": lambda: gradients.isopo(preset="figure4", overlap=6),
     "regularised": lambda: gradients.isopo(p=-1.0, q=0.5, reg=0.3, overlap=6),
+    "strengths": lambda: gradients.isopo(
+        p=-1.0, q=0.5, r=-0.5, reg=0.3, overlap_reg=0.0, norm_reg=2.0, overlap=6
+    ),
     "keep-small": lambda: gradients.isopo(p=-0.5, reg=0.3, keep_small=True, scale="mean"),
     "own-history": lambda: gradients.isopo(p=-1.0, reg=0.3, history="own", overlap=6),
     "reinforce": lambda: gradients.isopo(preset="reinforce"),

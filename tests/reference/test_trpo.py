@@ -46,6 +46,21 @@ def test_cg_equals_a_dense_solve(policy, samples, advantages):
     assert_close(x, natural_gradient(fisher, g, damping=0.1), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.checks("trpo", "conjugate gradients stop at the residual that was asked for")
+def test_conjugate_gradients_stop_at_the_tolerance(linear):
+    """At 0.99 after one product, along g; at 1e-28 and without end, at the dense solve."""
+    policy, samples, advantages = linear
+    g = policy_gradient(scores(policy, samples), advantages)
+    exact = natural_gradient(fisher_exact(policy, samples), g, damping=0.1)
+    start = policy.vector()
+    for tolerance, want in ((0.99, g), (1e-28, exact)):
+        policy.load(start)
+        options = {"cg_iterations": len(g), "cg_tolerance": tolerance, "delta": 1e-6}
+        step = trpo_step(policy, samples, advantages, average="sequence", **options).step
+        assert float(torch.cosine_similarity(step, want, dim=0)) == pytest.approx(1.0, abs=1e-12)
+    assert float(torch.cosine_similarity(g, exact, dim=0)) < 0.999
+
+
 @pytest.mark.checks("trpo", "undamped and tiny, the step is the natural gradient on the edge")
 def test_tiny_undamped_step_is_npg(linear):
     policy, samples, advantages = linear

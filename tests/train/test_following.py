@@ -42,6 +42,14 @@ def test_moments_follow_every_optimizer_step(tmp_path) -> None:
     job.close()
 
 
+def test_moments_in_double_precision(tmp_path) -> None:
+    """The second update reads the moments of the first, beside hidden states kept in float32."""
+    job = job_of(tmp_path, "model.dtype=float64", "updates_per_rollout=2", method="capo")
+    update(job, sample(job).experience)
+    assert float(moments(job)["steps"]) == 2.0
+    job.close()
+
+
 def test_moments_are_those_of_the_whole_mini_batch(tmp_path) -> None:
     """Cut into micro-batches or not; rows of different lengths are padded to one width."""
     found = []

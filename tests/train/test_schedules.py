@@ -1,11 +1,13 @@
 """Schedules on the model in the box: what they promise about weights, regions and data."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from train_runs import job_of, sample
 
+import proxpo.train.descent as descent_module
 import proxpo.train.learner as learner_module
 import proxpo.train.steps as steps_module
 from proxpo.errors import NotFiniteError, ProxpoError
@@ -173,6 +175,54 @@ def test_inner_steps(on, rows, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(steps_module, "gradients", counted)
     update(job, sample(job).experience)
     assert seen == [rows] * 2
+    job.close()
+
+
+def everything(job) -> dict:
+    """All that a checkpoint keeps of the learning side."""
+    learner = job.learner
+    parts = {"weights": weights(job), "optimizer": learner.optimizer.state_dict()}
+    parts |= {"memory": learner.state, "version": learner.version}
+    if learner.transform is not None:
+        parts["transform"] = learner.transform.state_dict()
+    return copy.deepcopy(parts)
+
+
+@pytest.mark.parametrize(
+    ("method", "sets"),
+    [
+        ("isopo", ("reg=1.0", "micro_batch=4")),
+        ("isopo-ntk", ("updates_per_rollout=2",)),
+        ("proma", ("micro_batch=4",)),
+        ("fixpo", ()),
+        ("dcpo", ()),
+        ("sfpo", ()),
+        ("ppo", ("reward.controller=horizon", "reward.coef=0.1")),
+    ],
+)
+def test_an_update_that_is_not_finite_leaves_no_trace(method, sets, tmp_path, monkeypatch) -> None:
+    """Neither in weights, optimizer and transform nor in the memory of a stage; then all move."""
+    job = job_of(tmp_path, *sets, method=method)
+    update(job, sample(job).experience)
+    rows, before = sample(job).experience, everything(job)
+    forward = descent_module.forward
+
+    def spoilt(*args, **options):
+        found = forward(*args, **options)
+        factor = torch.where(torch.arange(found["logp"].shape[1]) == 0, torch.inf, 1.0)
+        return found | {"logp": found["logp"] * factor}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(descent_module, "forward", spoilt)
+        update(job, rows)
+    assert job.skipped > 0
+    torch.testing.assert_close(everything(job), before, rtol=0, atol=0)
+    update(job, rows)
+    assert job.skipped == 0
+    after_it = everything(job)
+    assert not same(after_it["weights"], before["weights"])
+    moved = ("memory" if before["memory"] else "version", *before.keys() & {"transform"})
+    assert all(str(after_it[name]) != str(before[name]) for name in moved)
     job.close()
 
 

@@ -166,6 +166,7 @@ def check_engine(recipe: Recipe, trainer: Any) -> None:
         "Megatron splits a layer over processes": str(state.distributed_type).endswith(
             "MEGATRON_LM"
         ),
+        "fp16 scales the loss, which would enter the lengths; use bf16": trainer.args.fp16,
         "images have no per-sequence form": trainer._is_vlm,
         "a router loss has no advantage; set router_aux_loss_coef=0": trainer.aux_loss_enabled,
         "its log-probabilities are float32 already; leave out cast_lm_head_to_fp32": (

@@ -6,12 +6,15 @@ and backward, and the recipe's memory in the checkpoint.
 """
 
 import copy
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -24,14 +27,26 @@ from proxpo.adapters.trl._step import ROW, Step, asks_for_sums, in_all_groups, i
 from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
 from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.compose import States, policy_loss
+from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.masked import masked_mean
 from proxpo.metering import combined, joined
 from proxpo.settings import Settings, at_length
 from proxpo.sums import over_microbatches, over_ranks
 from proxpo.train.learner import needs
+from proxpo.train.steps import MOST_SKIPPED
 from proxpo.train.streams import generator
 from proxpo.transforms import objective, per_response
 from proxpo.types import AllSum, Batch, Clock, Loss, Metrics, Recipe, local
+
+
+class _BeforeStep(TrainerCallback):
+    """Ends the update of a transform, between the last backward and the optimizer's step."""
+
+    def __init__(self, trainer: "ProxpoTrainer") -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._end_update()
 
 
 class ProxpoTrainer(GRPOTrainer):
@@ -81,8 +96,10 @@ class ProxpoTrainer(GRPOTrainer):
         self._current: Step | None = None
         self._block = ExitStack()
         super().__init__(model, reward_funcs, args, train_dataset, **trl)
+        self._skipped = 0
         if self._transform is not None:
             check_engine(self.recipe, self)
+            self.add_callback(_BeforeStep(self))
         if args.use_vllm:
             mend_sync(self.vllm_generation)
 
@@ -159,15 +176,40 @@ class ProxpoTrainer(GRPOTrainer):
     # --- update
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        with ExitStack() as self._block:  # a transform opened by the loss sees the backward too
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients and self._transform is not None:
-            self._transform.step()
+        try:
+            with ExitStack() as self._block:  # a transform opened by the loss sees the backward
+                loss = super().training_step(model, inputs, num_items_in_batch)
+        except NotFiniteError:  # the gradient is not either, on any process: see `_end_update`
+            if self.is_deepspeed_enabled:  # its engine has made the step already
+                raise
         if self._step % self._per_rollout == 0:
             for recipe, rollout in zip(self._variants, self._rollouts["train"]):
                 moved = recipe.update_state(self._state, rollout.whole, rollout.metrics)
                 self._state = moved or self._state
         return loss
+
+    def _end_update(self) -> None:
+        """The transform after an update; one that is not finite is left out, without a trace."""
+        optimizer: Any = self.optimizer
+        trained = (p for group in optimizer.param_groups for p in group["params"])
+        norm = get_total_norm([p.grad for p in trained if p.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        made = bool(torch.isfinite(norm))
+        self._skipped = 0 if made else self._skipped + 1
+        if not made:
+            optimizer.zero_grad()  # without gradients an optimizer's step does nothing
+            warnings.warn(
+                f"step {self.state.global_step}: an update was left out, its gradient was not "
+                "finite",
+                stacklevel=2,
+            )
+        self._metrics["train"]["proxpo/skipped"].append(float(self._skipped))
+        self._transform.step(skipped=not made)
+        if self._skipped >= MOST_SKIPPED:
+            raise ProxpoError(
+                f"step {self.state.global_step}: the gradient was not finite in {MOST_SKIPPED} "
+                "updates in a row; lower learning_rate or set max_grad_norm"
+            )
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         mode = "train" if self.model.training else "eval"

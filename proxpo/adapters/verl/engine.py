@@ -11,6 +11,8 @@ kernels are then those of whole sequences (`token_group` of `Transform.applied`)
 """
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from proxpo.adapters.verl._losses import (
 )
 from proxpo.adapters.verl._recipes import slug_of
 from proxpo.adapters.verl._state import load_state, save_state
-from proxpo.errors import ProxpoError
+from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import Transform
 from proxpo.shapes import Int, Tensor
 from proxpo.transforms import objective, per_response
@@ -120,14 +122,17 @@ class ProxpoEngine(FSDPEngineWithLMHead):
         slices = self.ulysses_sequence_parallel_size
         advantages = rows_of(recipe, micro_batch) * (int(micro_batch["dp_size"]) * slices)
         policy = functools.partial(_policy, recipe, config, slices)
-        with self.transform.applied(
-            self.module,
-            sequences=self._sequences(micro_batch),
-            advantages=advantages,
-            token_group=self.ulysses_parallel_group,
-        ):
-            loss, output = super().forward_step(micro_batch, policy, False)
-            loss.backward()
+        try:
+            with self.transform.applied(
+                self.module,
+                sequences=self._sequences(micro_batch),
+                advantages=advantages,
+                token_group=self.ulysses_parallel_group,
+            ):
+                loss, output = super().forward_step(micro_batch, policy, False)
+                loss.backward()
+        except NotFiniteError as error:  # its gradient is not finite: verl leaves the update out
+            warnings.warn(f"{error}; verl skips the update", stacklevel=2)
         value = output["metrics"]["actor/pg_loss"].values[-1]
         output["metrics"] = {**metrics, **output["metrics"]}
         output["loss"] = total + float(value)
@@ -145,7 +150,7 @@ class ProxpoEngine(FSDPEngineWithLMHead):
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()
         if self.transform is not None:
-            self.transform.step()
+            self.transform.step(skipped=not math.isfinite(norm))  # verl makes no step then
         return norm
 
     def save_checkpoint(self, local_path: str, *rest: Any, **named: Any) -> None:

@@ -1,15 +1,18 @@
 """Gradient transforms inside TRL: the gradients are those of proxpo's own loop."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch.testing import assert_close
+from transformers import TrainerCallback
 from trl_own_loop import EXACT, FUSED, agree, own_gradients
 from trl_runs import Gradients, Watched, losses, trainer
 
 import proxpo
+from proxpo.errors import ProxpoError
 
 ONE: dict[str, Any] = {
     **{"dtype": "float64", "max_grad_norm": 0.0},
@@ -119,3 +122,52 @@ def metrics_of(run: Any) -> list[dict[str, float]]:
         {name: value for name, value in row.items() if name.startswith("proxpo/")}
         for row in run.state.log_history
     ]
+
+
+class Spoilt(Watched):
+    """A trainer whose second update meets infinity in its second micro-batch."""
+
+    def _forward(self, model: Any, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        found = super()._forward(model, inputs, **options)
+        if self.state.global_step == 1 and self._step % 2 and torch.is_grad_enabled():
+            first = torch.arange(found["logp"].shape[1]) == 0
+            found["logp"] = found["logp"] * torch.where(first, torch.inf, 1.0)
+        return found
+
+
+class Everything(TrainerCallback):
+    """Weights, optimizer and transform after every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.run: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        weights = dict(given["model"].named_parameters())
+        kept = {"weights": weights, "transform": self.run._transform.state_dict()}
+        optimizer = given["optimizer"].state_dict()["state"]
+        self.steps.append(copy.deepcopy({**kept, "optimizer": optimizer}))
+
+
+@pytest.mark.parametrize("slug", ["isopo", "isopo-ntk", "proma"])
+def test_an_update_that_is_not_finite_leaves_no_trace(slug, tmp_path):
+    kept = Everything()
+    options = {"gradient.reg": 1.0} if slug == "isopo" else {}
+    changes = {**ONE, **CUTS["2x4"], "max_steps": 3, "max_grad_norm": 1.0}
+    run = trainer(tmp_path, slug, options=options, kind=Spoilt, callbacks=[kept], **changes)
+    kept.run = run
+    with pytest.warns(UserWarning, match="step 1: an update was left out, its gradient was not"):
+        run.train()
+    first, second, third = kept.steps
+    assert_close(second, first, rtol=0, atol=0)
+    assert third["transform"]["steps"] == 2
+    assert any(not torch.equal(x, first["weights"][n]) for n, x in third["weights"].items())
+    assert [entry["proxpo/skipped"] for entry in run.state.log_history if "loss" in entry] == [
+        *(0.0, 1.0, 0.0)
+    ]
+
+
+def test_a_loss_scale_is_refused(tmp_path):
+    """It would enter the lengths, and with them the trailing averages."""
+    with pytest.raises(ProxpoError, match="fp16 scales the loss, which would enter the lengths"):
+        trainer(tmp_path, "isopo-ntk", **{**ONE, "fp16": True})

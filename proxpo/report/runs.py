@@ -140,7 +140,8 @@ def rows_of(logged: Iterable[Mapping[str, Any]], *, shown: str) -> Rows:
             lost += 1
             continue
         values = merged.setdefault(step, {})
-        for name, value in ((one_line(key), value) for key, value in row.items()):
+        for key, value in row.items():
+            name = key if key.isprintable() else one_line(key)
             number = measured(value)
             if number is not None:
                 values[name] = number

@@ -11,12 +11,23 @@ import made
 import numpy as np
 import pytest
 
+from proxpo.compare.plan import Arm, Choice
 from proxpo.report.analysis import analyse
 from proxpo.report.comparison import write_comparison
+from proxpo.report.comparison_page import comparison_page
+from proxpo.report.curves import cloud
 from proxpo.report.figures import thin
 from proxpo.report.gallery import figures
-from proxpo.report.runs import Comparison, Run, read_comparison
-from proxpo.report.wording import caveats, claims, duration, number, ranking_lines
+from proxpo.report.runs import Comparison, Run, read_comparison, rows_of
+from proxpo.report.wording import (
+    caveats,
+    claims,
+    duration,
+    heading,
+    number,
+    ranking_lines,
+    warnings,
+)
 
 ACCURACY = "proxpo/eval/accuracy"
 
@@ -143,6 +154,221 @@ def test_different_lengths_are_compared_at_the_common_step():
     assert [one.arm.name for one in found.arms] == ["b", "a"]
     assert max(found.targets) <= 0.7  # what lies past the common step is not asked for
     assert any("compared at step 10" in note for note in found.notes)
+
+
+def run_at(name, seed, scores, *, kl=None, **kind):
+    """A run with scores by step."""
+    rows = [{"step": float(step), ACCURACY: value} for step, value in scores.items()]
+    rows += [{"step": float(step), "proxpo/eval/kl": value} for step, value in (kl or {}).items()]
+    kept = rows_of(rows, shown="").rows
+    return Run(name=name, method=name, seed=seed, rows=kept, folder=f"{name}-{seed}", **kind)
+
+
+def said(found):
+    return " ".join([*warnings(found), *claims(found), *caveats(found), *found.notes])
+
+
+def test_different_evaluation_steps_give_no_false_winner():
+    """grpo is ahead at every step; at its step 4 it is behind the other's step 6."""
+    grpo = [run_at("grpo", s, {0: 0.1, 4: 0.3 + s / 100, 8: 0.9}) for s in range(3)]
+    p3o = [run_at("p3o", s, {0: 0.1, 3: 0.2, 6: 0.5}) for s in range(3)]
+    found = compared(*grpo, *p3o)
+    assert not claims(found)
+    assert found.end == 6
+    assert found.interpolated
+    assert [one.arm.name for one in found.arms] == ["grpo", "p3o"]
+    assert found.arms[0].runs[0].final == pytest.approx(0.6)
+    assert "interpolated at step 6 and nothing is claimed" in said(found)
+    assert heading(found).startswith("greedy accuracy, held out, step 6, interpolated")
+
+
+def test_scores_are_compared_at_the_last_step_that_all_were_evaluated_at():
+    a = [run_at("a", s, {0: 0.1, 4: 0.3, 8: 0.6 + s / 100, 12: 0.9}) for s in range(3)]
+    b = [run_at("b", s, {0: 0.1, 2: 0.2, 8: 0.5, 10: 0.99}) for s in range(3)]
+    found = compared(*a, *b)
+    assert found.end == 8
+    assert not found.interpolated
+    text = said(found)
+    assert "a beats b in final score by 11.0 points" in text
+    assert "3 paired seeds, step 8" in text
+    assert "a beats b in mean score over training" in text
+    assert "3 paired seeds, steps 0 to 8" in text
+    assert "compared at step 8, the last at which all were evaluated" in text
+
+
+def test_a_finer_grid_of_evaluations_is_no_better_mean_over_training():
+    """The same concave curve, seen at every step and at three: a trapezoid cuts its top off."""
+    curve = lambda step: 1 - math.exp(-step / 3)  # noqa: E731
+    fine = [run_at("fine", s, {t: curve(t) for t in range(21)}) for s in range(3)]
+    coarse = [run_at("coarse", s, {t: curve(t) for t in (0, 10, 20)}) for s in range(3)]
+    found = compared(*fine, *coarse)
+    assert found.arms[0].mean("area") == found.arms[1].mean("area")
+    assert [one.reach for one in found.arms[0].runs] == [one.reach for one in found.arms[1].runs]
+
+
+def test_a_run_that_is_first_evaluated_late_gets_no_better_mean_over_training():
+    a = run_at("a", 0, {0: 0.0, 10: 0.5, 20: 1.0})
+    b = run_at("b", 0, {10: 0.5, 20: 1.0})
+    found = compared(a, b)
+    assert [one.mean("area") for one in found.arms] == [0.75, 0.75]
+    assert [one.runs[0].start for one in found.arms] == [0.5, 0.5]
+
+
+def test_drift_and_pace_are_taken_at_the_compared_step():
+    a = run_at("a", 0, {0: 0.1, 8: 0.5}, kl={0: 0.0, 4: 1.0, 8: 2.0})
+    b = run_at("b", 0, {0: 0.1, 8: 0.5}, kl={0: 0.0, 6: 3.0, 10: 5.0})
+    found = compared(a, b)
+    drift = {one.arm.name: one.mean("kl") for one in found.arms}
+    assert drift == {"a": 2.0, "b": 4.0}  # b's 3.0 is of step 6
+    assert "KL at step 8 is interpolated between evaluations for b-0" in said(found)
+    assert {(p["x"], p["y"]) for one in cloud(found)[0].data for p in one.points} == {
+        (2.0, 0.5), (4.0, 0.5),
+    }  # fmt: skip
+    rows = tuple({"step": float(t), "reward": 0.5, "step_time": 9.0 if t > 2 else 1.0}
+                 for t in range(1, 5))  # fmt: skip
+    long = Run(name="a", method="a", seed=0, rows=rows)
+    paced = compared(long, replace(long, name="b", rows=rows[:2]))
+    assert {one.mean("step_seconds") for one in paced.arms} == {1.0}
+
+
+def test_logs_without_a_step_in_common_are_not_ranked():
+    rewards = lambda steps: tuple({"step": float(t), "reward": t / 30} for t in steps)  # noqa: E731
+    short = [Run(name="a", method="a", seed=s, rows=rewards(range(1, 6))) for s in (0, 1)]
+    long = [Run(name="b", method="b", seed=s, rows=rewards((10, 20, 30))) for s in (0, 1)]
+    found = compared(*short, *long)
+    assert not claims(found)
+    assert math.isnan(found.end)
+    assert "No step lies within all runs" in said(found)
+    assert heading(found) == "training reward, no step in common, Student's 95 % interval:"
+    assert figures(found)
+    mixed = [replace(short[0], name="c"), replace(long[1], name="c")]  # within one arm
+    assert figures(compared(*mixed))
+
+
+def config_of(task="arithmetic", **sections):
+    return {"method": "x", "task": {"name": task}, **sections}
+
+
+def pair_of(left, right, *, arms=(), chosen=()):
+    runs = [run_of("a", s, [0.5, 0.8 + s / 100], config=left) for s in range(3)]
+    runs += [run_of("b", s, [0.5, 0.6], config=right) for s in range(3)]
+    return compared(*runs, arms=arms, chosen=chosen)
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (config_of("gsm8k"), "task.name: arithmetic (a), gsm8k (b)"),
+        (config_of(model={"name": "smollm2"}), "model.name: tiny (a), smollm2 (b)"),
+        (config_of(train={"lr": 1e-3}), "train.lr: 3e-05 (a), 0.001 (b)"),
+        (config_of(train={"steps": 7}), "train.steps: 100 (a), 7 (b)"),
+        (config_of(train={"mini_batches": 2}), "train.mini_batches: 1 (a), 2 (b)"),
+        (config_of(evaluate={"size": 8}), "evaluate.size: 256 (a), 8 (b)"),
+        (config_of(rollout={"prompts_per_step": 8}), "samples a step: 512 (a), 64 (b)"),
+        (config_of() | {"task": {"name": "arithmetic", "options": {"digits": 2}}},
+         'task.options: {} (a), {"digits": 2} (b)'),
+    ],
+)  # fmt: skip
+def test_runs_that_differ_beyond_the_arms_get_no_verdict(other, line):
+    found = pair_of(config_of(), other)
+    assert not claims(found)
+    first, *lines = warnings(found)
+    assert first.startswith("Not comparable")
+    assert line in lines
+    assert "Nothing is claimed between a and b: their settings differ in" in said(found)
+    assert "Read this first" in (page := comparison_page(found, []))
+    assert page.index("Not comparable") < page.index("What the runs show") < page.index("Ranking")
+    assert pair_of(other, other).pair("a", "b").winner == "a"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        config_of() | {"method": "y", "recipe": {"clip_high": 0.3}, "seed": 3, "out": "x"},
+        config_of(log={"samples": 0}, checkpoint={"every": 1}, evaluate={"every": 3}),
+        config_of(train={"lr": 3e-05}, rollout={"prompts_per_step": 64}),  # defaults, written out
+    ],
+)
+def test_what_changes_no_comparison_forbids_none(other):
+    found = pair_of(config_of(), other)
+    assert found.pair("a", "b").winner == "a"
+    assert not warnings(found)
+
+
+def test_settings_that_arms_are_compared_for_may_differ():
+    rate = config_of(train={"lr": 1e-3})
+    arms = (Arm(name="a", method="x"), Arm(name="b", method="x", settings={"lr": 1e-3}))
+    assert pair_of(config_of(), rate, arms=arms).pair("a", "b").winner == "a"
+    plain = tuple(Arm(name=name, method="x") for name in "ab")
+    rates = (("a", 3e-5), ("b", 1e-3))
+    tuned = tuple(Choice(arm=name, settings={"lr": lr}, scores=()) for name, lr in rates)
+    assert pair_of(config_of(), rate, arms=plain, chosen=tuned).pair("a", "b").winner == "a"
+    untuned = pair_of(config_of(), rate, arms=plain, chosen=tuned[:1])
+    assert untuned.pair("a", "b").winner == ""  # one was tuned, the other was not
+    task = (arms[0], replace(arms[1], settings={"task": "gsm8k"}))
+    assert pair_of(config_of(), config_of("gsm8k"), arms=task).pair("a", "b").winner == ""
+    shape = {"prompts_per_step": 8, "samples_per_prompt": 64}  # as many samples as 64 x 8
+    shaped = (arms[0], replace(arms[1], settings=shape))
+    assert pair_of(config_of(), config_of(rollout=shape), arms=shaped).pair("a", "b").winner == "a"
+
+
+def test_an_arm_whose_own_runs_differ_wins_nothing():
+    found = pair_of(config_of(), config_of())
+    runs = [one.run for arm in found.arms for one in arm.runs]
+    runs[1] = replace(runs[1], config=config_of() | {"recipe": {"clip_high": 0.9}})
+    mixed = compared(*runs)
+    assert mixed.pair("a", "b").winner == ""
+    assert 'recipe: {} (a, b), {"clip_high": 0.9} (a)' in warnings(mixed)
+
+
+def test_logs_without_settings_are_said_to_be_so():
+    runs = [run_of("a", s, [0.5, 0.8 + s / 100], source="trl") for s in range(3)]
+    runs += [run_of("b", s, [0.5, 0.6], config=config_of()) for s in range(3)]
+    assert "Settings unknown: the logs of a do not hold them" in said(compared(*runs))
+    known = [
+        replace(run, config={"max_steps": 5 + (run.name == "b")}, source="trl") for run in runs
+    ]
+    assert "max_steps: 5 (a), 6 (b)" in warnings(compared(*known))
+
+
+def test_scores_of_different_names_get_no_verdict():
+    rows = lambda name, y: ({"step": 1.0, f"val-core/{name}/acc/mean@1": y},)  # noqa: E731
+    runs = [Run(name="a", method="a", seed=s, rows=rows("gsm8k", 0.8 + s / 9)) for s in range(3)]
+    runs += [Run(name="b", method="b", seed=s, rows=rows("math", 0.1)) for s in range(3)]
+    found = compared(*runs)
+    assert not claims(found)
+    assert "their score is logged under different names" in said(found)
+
+
+def test_equal_differences_are_not_said_to_hold_zero():
+    """0.8 - 0.7 and 0.7 - 0.6 are one difference up to rounding: no spread, so no interval."""
+    a = [run_of("a", s, [0.5, 0.6 + s / 10]) for s in range(3)]
+    b = [run_of("b", s, [0.5, 0.5 + s / 10]) for s in range(3)]
+    found = compared(*a, *b)
+    text = said(found)
+    assert not claims(found)
+    assert "holds zero" not in text
+    assert "differs by the same amount on every seed" in text
+    assert "No paired interval excludes zero" not in comparison_page(found, [])
+    same = compared(*a, *[replace(run, name="b") for run in a])
+    assert "every interval holds zero" in said(same)
+    alone = compared(a[0], b[0])
+    assert "holds zero" not in said(alone)
+    assert "Fewer than two seeds in common" in said(alone)
+
+
+def test_a_score_that_became_nan_is_said_and_wins_nothing():
+    a = [run_of("a", s, [0.5, 0.8 + s / 100]) for s in range(3)]
+    b = [run_of("b", s, [0.5, 0.6]) for s in range(3)]
+    a[0] = replace(a[0], broken={ACCURACY: 20.0})
+    found = compared(*a, *b)
+    assert found.pair("a", "b").winner == ""
+    assert f"{ACCURACY} of a-0 is no number at step 20" in said(found)
+
+
+def test_a_score_that_no_run_has_is_said():
+    found = compared(run_of("a", 0, [0.5, 0.6]), score="mine")
+    assert "No run holds 'mine': ranked by greedy accuracy, held out instead." in found.notes
 
 
 def test_nothing_to_rank():

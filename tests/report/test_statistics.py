@@ -122,6 +122,19 @@ def test_equal_differences_decide_nothing():
     assert math.isnan(found.p)
 
 
+def test_differences_that_rounding_alone_tells_apart_are_equal():
+    found = paired(np.array([0.6, 0.7, 0.8]), np.array([0.5, 0.6, 0.7]))
+    assert found.constant
+    assert not found.decides
+    assert not found.holds_zero
+    assert math.isnan(found.p)
+    zero = paired(np.array([0.1 + 0.2, 0.5]), np.array([0.3, 0.5]))
+    assert (zero.student.low, zero.student.high) == (0.0, 0.0)
+    assert zero.holds_zero
+    assert not zero.constant
+    assert not paired(np.array([0.5]), np.array([0.4])).holds_zero  # one seed: no interval
+
+
 def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])

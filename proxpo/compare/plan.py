@@ -27,6 +27,7 @@ from proxpo.train.config import ConfigDumper, read_yaml
 VERSION = 1
 PLAN, BASE, RUNS = "plan.yaml", "base.yaml", "runs"
 SCORE = "proxpo/eval/accuracy"
+REWARD = "proxpo/eval/reward"  # stands in where the reward function does not say what is right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,7 @@ class _Dumper(ConfigDumper):
 __all__ = [
     "BASE",
     "PLAN",
+    "REWARD",
     "RUNS",
     "SCORE",
     "Arm",

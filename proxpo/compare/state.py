@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from proxpo.compare.plan import REWARD, SCORE
 from proxpo.files import write_whole
 
 SUMMARY, FAILURE, METRICS, LOG = "summary.json", "failure.json", "metrics.jsonl", "log.txt"
@@ -30,7 +31,7 @@ def state_of(folder: Path, *, steps: int, score: str) -> State:
     step = int(rows[-1].get("step", 0)) if rows else 0
     at: dict[str, Any] = {
         "step": step,
-        "score": _last(rows, score),
+        "score": _last(rows, score, *([REWARD] if score == SCORE else [])),
         "kl": _last(rows, "proxpo/eval/kl"),
     }
     summary = _read(folder / SUMMARY)
@@ -71,8 +72,13 @@ def last_words(log: Path) -> str:
     return spoken[-1].removeprefix("proxpo: ") if spoken else ""
 
 
-def _last(rows: list[dict[str, Any]], name: str) -> float | None:
-    return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
+def _last(rows: list[dict[str, Any]], *names: str) -> float | None:
+    """The latest value under the first of the names that the run has logged."""
+    for name in names:
+        for row in reversed(rows):
+            if row.get(name) is not None:
+                return row[name]
+    return None
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:

@@ -55,8 +55,17 @@ class TaskConfig:
         low=1,
     )
     reward: str | None = setting(None, "FILE.py:FUNCTION instead of the task's own reward")
+    correct_above: float | None = setting(
+        None,
+        "a response is right where its reward is above this; none: where the reward function says "
+        "so, as 'acc' or 'correct'",
+    )
     reward_workers: int = setting(2, "processes that run reward functions", low=1)
-    reward_timeout: float = setting(10.0, "seconds one sample's reward may take", above=0)
+    reward_timeout: float = setting(
+        10.0,
+        "seconds one sample's reward may take; a call for many has as many times that",
+        above=0,
+    )
     reward_max_failed: float = setting(
         0.5, "share of a batch whose rewards may fail before the run stops", low=0, high=1
     )

@@ -198,6 +198,7 @@ def _sample(job: Job, number: int, told: Told) -> Collected:
         seed=job.config.seed,
         state=learner.state,
         clock=job.clock,
+        progress=job.progress,
         told=told,
     )
     return collect(
@@ -217,6 +218,7 @@ def _examine(job: Job) -> tuple[dict[str, float], list[dict]]:
         task=job.task,
         pool=job.pool,
         exam=job.exam,
+        progress=job.progress,
     )
 
 

@@ -20,7 +20,8 @@ def solved(batch: Batch, *, by: str) -> Bool[Tensor, " seq"]:
         row = int(odd.nonzero()[0])
         raise ProxpoError(
             f"{by}: the reward of response {row} is {float(rewards[row]):g}; give right and wrong "
-            "as 1 and 0 (or -1), or the batch field 'correct'"
+            "as 1 and 0 (or -1), or the batch field 'correct' (in `proxpo train` the reward "
+            "function's 'acc', or the setting task.correct_above)"
         )
     return torch.nan_to_num(rewards, nan=0.0) == 1
 

@@ -4,14 +4,21 @@
     compute_score = as_verl(accuracy_reward)                 # a function made for TRL, in verl
 
 `proxpo train` takes either as it is. A function that fails stops the run with one line; where one
-gives no reward (None, NaN), TRL is told so, and verl, which has no such thing, gets `missing`.
+gives no reward (None, NaN), TRL is told so, and verl, which has no such thing, gets `missing`. A
+function made for TRL sees lists of one in verl, which scores response by response.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.train.rewards.worker import Unusable, call, per_sample
+from proxpo.train.rewards.worker import (
+    Unusable,
+    batch_outcomes,
+    call,
+    per_sample,
+    takes_batch,
+)
 from proxpo.train.tasks.own import answer_of
 
 Function = Callable[..., Any]
@@ -21,9 +28,12 @@ def as_trl(function: Function, *, source: str = "", answer_field: str | None = N
     """`f(prompts, completions, **columns) -> [reward or None, ...]`, the name kept for TRL's logs.
 
     source: verl's data_source, for data without such a column; answer_field: the column with the
-    right answers, by default the one that `proxpo train` would take.
+    right answers, by default the one that `proxpo train` would take. A function that is TRL's
+    already gets the whole batch and all that TRL hands over.
     """
     score, name = _scored(function), _name(function)
+    if takes_batch(function, name):
+        return _named(_whole(function, name), function)
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -42,6 +52,19 @@ def as_trl(function: Function, *, source: str = "", answer_field: str | None = N
         return found
 
     return _named(reward, function)
+
+
+def _whole(function: Function, name: str) -> Function:
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        given = {"prompts": prompts, "completions": completions, **columns}
+        outcomes = batch_outcomes(function, given, len(completions))
+        for number, outcome in enumerate(outcomes):
+            _refuse_failed(outcome, f"reward '{name}', completion {number}")
+        return [outcome["reward"] for outcome in outcomes]
+
+    return reward
 
 
 def as_verl(function: Function, *, missing: float | None = None) -> Function:
@@ -76,9 +99,13 @@ def as_verl(function: Function, *, missing: float | None = None) -> Function:
 
 def _reward(score: Function, item: Mapping[str, Any], place: str) -> float | None:
     outcome = call(score, item)
+    _refuse_failed(outcome, place)
+    return outcome["reward"]
+
+
+def _refuse_failed(outcome: Mapping[str, Any], place: str) -> None:
     if outcome["status"] == "error":
         raise ProxpoError(f"{place}: {outcome['detail']}")
-    return outcome["reward"]
 
 
 def _scored(function: Function) -> Function:

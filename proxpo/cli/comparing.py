@@ -105,7 +105,12 @@ def _check_task(plan: Plan) -> None:
     from proxpo.train.tasks import make_task
 
     task = plan.base["task"]
-    make_task(task["name"], reward=task["reward"], **task["options"])
+    make_task(
+        task["name"],
+        reward=task["reward"],
+        correct_above=task["correct_above"],
+        **task["options"],
+    )
 
 
 def _pool(asked: Asked) -> Pool:

@@ -19,7 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 QUIET = 30.0  # seconds without a line in a log
-SCORES = {"reward": "reward", "proxpo/eval/accuracy": "accuracy", "proxpo/eval/kl": "KL"}
+SCORES = {
+    "reward": "reward",
+    "proxpo/eval/accuracy": "accuracy",
+    "proxpo/eval/reward": "held-out reward",
+    "proxpo/eval/kl": "KL",
+}
 
 
 def run_training(
@@ -119,7 +124,7 @@ def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
     def every_step(step: int, metrics: dict[str, Any]) -> None:
         nonlocal last
         text, now = scores.text(metrics), time.monotonic()
-        if step == steps or "proxpo/eval/accuracy" in metrics or now - last > QUIET:
+        if step == steps or "proxpo/eval/reward" in metrics or now - last > QUIET:
             console.print(f"step {step}/{steps}  {now - start:.0f} s  {text}", markup=False)
             console.file.flush()
             last = now
@@ -138,6 +143,8 @@ class _Scores:
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
                 self._seen[label] = float(value)
+        if "accuracy" in self._seen:
+            self._seen.pop("held-out reward", None)
         return "  ".join(f"{label} {value:.3f}" for label, value in self._seen.items())
 
 
@@ -145,10 +152,7 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     """A line of what was reached, a few answers before and after, and where the files are."""
     kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:.2f} nats a response"
     console.print(
-        f"[bold]accuracy {_percent(summary['accuracy_before'])} -> "
-        f"{_percent(summary['accuracy_after'])}[/bold] greedy, "
-        f"{_percent(summary['sampled_before'])} -> {_percent(summary['sampled_after'])} sampled"
-        f"{kl}; {summary['steps']} steps, {summary['seconds']:.0f} s, "
+        f"{_reached(summary)}{kl}; {summary['steps']} steps, {summary['seconds']:.0f} s, "
         f"{summary['tokens_per_second']:,.0f} tokens/s"
     )
     table = Table(box=None, pad_edge=False)
@@ -158,6 +162,21 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
         table.add_row(*(_plain(row[name]) for name in ("prompt", "before", "after", "answer")))
     console.print(table)
     console.print(f"curves: {summary['out']}/curves.png   report: {summary['out']}/report.html")
+
+
+def _reached(summary: dict[str, Any]) -> str:
+    """Accuracies before and after; rewards where nobody says what is right."""
+    if summary["accuracy_after"] is None:
+        before, after = summary["reward_before"], summary["reward_after"]
+        return (
+            f"[bold]held-out reward {before:.3f} -> {after:.3f}[/bold] greedy (no accuracy: the "
+            "reward function does not say what is right, see task.correct_above)"
+        )
+    return (
+        f"[bold]accuracy {_percent(summary['accuracy_before'])} -> "
+        f"{_percent(summary['accuracy_after'])}[/bold] greedy, "
+        f"{_percent(summary['sampled_before'])} -> {_percent(summary['sampled_after'])} sampled"
+    )
 
 
 def _percent(share: float | None) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from proxpo.compare.plan import REWARD, SCORE
 from proxpo.files import write_whole
 
 SUMMARY, FAILURE, METRICS, LOG = "summary.json", "failure.json", "metrics.jsonl", "log.txt"
@@ -30,7 +31,7 @@ def state_of(folder: Path, *, steps: int, score: str) -> State:
     rows = last_rows(folder / METRICS)
     at: dict[str, Any] = {
         "step": int(_last(rows, "step") or 0),
-        "score": _last(rows, score),
+        "score": _last(rows, score, *([REWARD] if score == SCORE else [])),
         "kl": _last(rows, "proxpo/eval/kl"),
     }
     summary = _read(folder / SUMMARY)
@@ -86,8 +87,9 @@ def parsed(data: bytes | str) -> Any:
         return None
 
 
-def _last(rows: list[dict[str, Any]], name: str) -> float | None:
-    values = (measured(row.get(name)) for row in reversed(rows))
+def _last(rows: list[dict[str, Any]], *names: str) -> float | None:
+    """The latest measured value under the first of the names that the run has logged."""
+    values = (measured(row.get(name)) for name in names for row in reversed(rows))
     return next((value for value in values if value is not None), None)
 
 

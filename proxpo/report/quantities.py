@@ -37,6 +37,7 @@ SCORE = Quantity(
     title="Validation score",
     variants=(
         Variant("greedy accuracy, held out", ("proxpo/eval/accuracy",), True),
+        Variant("greedy reward, held out", ("proxpo/eval/reward",), title="Validation reward"),
         Variant("validation score", ("val-core/*/acc/mean@*", "val-core/*", "eval_reward")),
         Variant(
             "training reward",

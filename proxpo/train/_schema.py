@@ -78,7 +78,11 @@ class TaskConfig:
         2, "processes that run reward functions", resume="now", low=1, high=1024
     )
     reward_timeout: float = setting(
-        10.0, "seconds one sample's reward may take", resume="now", above=0, high=DAY
+        10.0,
+        "seconds one sample's reward may take; a call for many has as many times that",
+        resume="now",
+        above=0,
+        high=DAY,
     )
     reward_memory: float | None = setting(
         8.0,
@@ -94,6 +98,12 @@ class TaskConfig:
         resume="fixed",
         low=1,
         high=1 << 40,
+    )
+    correct_above: float | None = setting(
+        None,
+        "a response is right where its reward is above this; none: where the reward function says "
+        "so, as 'acc' or 'correct'",
+        resume="fixed",
     )
     reward_max_failed: float = setting(
         0.5,

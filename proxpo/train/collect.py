@@ -15,10 +15,10 @@ from proxpo.errors import ProxpoError
 from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.experience import Experience, join
-from proxpo.train.grading import grade, is_correct, span_rewards
+from proxpo.train.grading import grade, span_rewards, verdicts
 from proxpo.train.learner import needs
 from proxpo.train.models import Policy
-from proxpo.train.rewards import Outcome, RewardPool
+from proxpo.train.rewards import Logged, Outcome, RewardPool
 from proxpo.train.rollouts import Rollout
 from proxpo.train.streams import derive, generator, turn_seed
 from proxpo.train.tasks import Lazy, Problem, Task
@@ -81,6 +81,7 @@ class Sampler:
     seed: int
     state: Mapping[str, State] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
+    progress: Mapping[str, float] = field(default_factory=dict)  # as `Job.progress`
     told: Told = lambda phase, done, total: None
 
 
@@ -132,6 +133,7 @@ class _Round(NamedTuple):
     problems: list[Problem]
     episodes: Episodes
     outcomes: list[Outcome]
+    logged: Logged
     metrics: dict[str, float]
 
 
@@ -160,9 +162,12 @@ def _draw(sampler: Sampler, problems: list[Problem], path: tuple, version: int) 
         repeated,
         episodes,
         progress=lambda done, total: told("scoring", done, total),
+        state=sampler.progress,
     )
+    logged = sampler.pool.logged
+    metrics |= {f"reward_log/{name}": value for name, value in logged.metrics.items()}
     experience = _experience(sampler, problems, which, episodes, outcomes, path, version)
-    return _Round(experience, repeated, episodes, outcomes, metrics)
+    return _Round(experience, repeated, episodes, outcomes, logged, metrics)
 
 
 def _budget(
@@ -221,14 +226,14 @@ def _experience(
     number = torch.tensor(which, device=device)
     numbers = torch.tensor([problem.id for problem in problems], device=device)
     rewards = torch.tensor([outcome.reward for outcome in outcomes], device=device)
-    right = [is_correct(outcome) for outcome in outcomes]
+    right = verdicts(sampler.pool, outcomes)
     return Experience(
         input_ids=given.input_ids,
         attention_mask=given.attention_mask,
         mask=samples.mask,
         rollout_logp=samples.logp.float(),
         rewards=rewards,
-        correct=torch.tensor(right, device=device),
+        correct=None if right is None else torch.tensor(right, device=device),
         truncated=~samples.finished,
         group=derive(*path, "group") % 2**40 + number,
         version=torch.full_like(rewards, version, dtype=torch.long),
@@ -278,7 +283,7 @@ def _greedy(sampler: Sampler, problems: list[Problem]) -> Float[Tensor, " prompt
         max_tokens=how.max_tokens,
         temperature=0.0,
     )
-    outcomes = grade(sampler.pool, problems, best)
+    outcomes = grade(sampler.pool, problems, best, state=sampler.progress)
     return torch.tensor([outcome.reward for outcome in outcomes], device=policy.device)
 
 
@@ -324,14 +329,22 @@ def _metrics(seen: list[_Round]) -> dict[str, float]:
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(column("truncated").float().mean()),
-        "proxpo/train_accuracy": float(column("correct").float().mean()),
         "proxpo/rounds": float(len(seen)),
         "proxpo/samples": float(len(outcomes)),
         "proxpo/tokens": float(lengths.sum()),
         **{f"proxpo/reward_{name}": float(status[name]) for name in ("timeout", "error", "nan")},
+        **_accuracy(seen),
         **_turns(seen),
         **seen[-1].metrics,
     }
+
+
+def _accuracy(seen: list[_Round]) -> dict[str, float]:
+    """Share of right responses, where it is said what is right."""
+    right = [part.experience.correct for part in seen]
+    if any(part is None for part in right):
+        return {}
+    return {"proxpo/train_accuracy": float(torch.cat(right).float().mean())}  # type: ignore[arg-type]
 
 
 def _flat(rewards: Tensor, group: Tensor) -> float:
@@ -354,10 +367,25 @@ def _turns(seen: list[_Round]) -> dict[str, float]:
 
 
 def _shown(seen: list[_Round], step: int) -> list[dict]:
-    rows = [row for part in seen for row in zip(part.problems, part.episodes.texts, part.outcomes)]
+    """Every response of the rollout as a row of samples.jsonl, with what the reward logged."""
     return [
-        {"step": step, "prompt": p.prompt, "completion": t, "answer": p.answer, "reward": o.reward}
-        for p, t, o in rows
+        {
+            "step": step,
+            "prompt": problem.prompt,
+            "completion": text,
+            "answer": problem.answer,
+            "reward": outcome.reward,
+            **(
+                {"extra": {name: column[row] for name, column in columns.items()}}
+                if columns
+                else {}
+            ),
+        }
+        for part in seen
+        for columns in [part.logged.columns]
+        for row, (problem, text, outcome) in enumerate(
+            zip(part.problems, part.episodes.texts, part.outcomes)
+        )
     ]
 
 

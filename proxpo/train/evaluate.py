@@ -1,16 +1,17 @@
 """What a policy can do, on problems and seeds that never change during a run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import nn
 
 from proxpo.shapes import Float, Tensor
 from proxpo.train.episodes import Episodes, play
-from proxpo.train.grading import grade, is_correct
+from proxpo.train.grading import grade, verdicts
 from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardPool
 from proxpo.train.rollouts import Rollout
@@ -42,11 +43,14 @@ def evaluate(
     pool: RewardPool,
     exam: Examination,
     told: Told = lambda phase, done, total: None,
+    state: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Greedy accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers.
+    """Rewards, accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers.
 
-    With no samples (k = 0), KL and entropy are those along the greedy answers. `told` is called
-    all along, so that an evaluation can be given up by an error raised there.
+    Greedy answers, but for avg@k and pass@k. Accuracies are there where the reward function or the
+    setting task.correct_above says what is right. With no samples (k = 0), KL and entropy are those
+    along the greedy answers. `told` is called all along, so that an evaluation can be given up by
+    an error raised there. state: as `Job.progress`.
     """
     progress = partial(told, "evaluating")
     prompts = [task.encode(problem, policy.tokenizer) for problem in exam.problems]
@@ -60,23 +64,27 @@ def evaluate(
         temperature=0.0,
         progress=progress,
     )
-    greedy = _right(grade(pool, exam.problems, best, progress=progress))
+    outcomes = grade(pool, exam.problems, best, progress=progress, state=state)
+    logged = {f"eval/reward_log/{name}": value for name, value in pool.logged.metrics.items()}
+    right = verdicts(pool, outcomes)
     drawn: Episodes = best
     chances: dict[str, float] = {}
     if exam.samples:
-        drawn, chances = _drawn(policy, rollout, task, pool, exam, prompts, progress)
+        drawn, chances = _drawn(policy, rollout, task, pool, exam, prompts, progress, state)
     kl, entropy = distance(policy, initial, drawn, exam, progress=progress)
     numbers = {
-        "eval/accuracy": float(greedy.mean()),
+        **({} if right is None else {"eval/accuracy": float(torch.tensor(right).float().mean())}),
+        "eval/reward": _mean_reward(outcomes),
         **chances,
+        **logged,
         "eval/entropy": entropy,
         "eval/mean_length": float(drawn.samples.mask.sum(dim=1).float().mean()),
     }
     if initial is not None:
         numbers["eval/kl"] = kl
     shown = [
-        {"prompt": p.prompt, "completion": t, "answer": p.answer, "correct": bool(r)}
-        for p, t, r in list(zip(exam.problems, best.texts, greedy))[:8]
+        {"prompt": p.prompt, "completion": t, "answer": p.answer, "correct": r}
+        for p, t, r in zip(exam.problems[:8], best.texts, right or repeat(None))
     ]
     return numbers, shown
 
@@ -89,8 +97,9 @@ def _drawn(
     exam: Examination,
     prompts: list[list[int]],
     progress: Progress,
+    state: Mapping[str, float] | None,
 ) -> tuple[Episodes, dict[str, float]]:
-    """k answers to every problem, and how often they are right."""
+    """k answers to every problem, what they earn, and how often they are right."""
     k = exam.samples
     drawn = play(
         policy,
@@ -103,10 +112,15 @@ def _drawn(
         progress=progress,
     )
     repeated = [problem for problem in exam.problems for _ in range(k)]
-    sampled = _right(grade(pool, repeated, drawn, progress=progress))
+    outcomes = grade(pool, repeated, drawn, progress=progress, state=state)
+    earned = {f"eval/reward@{k}": _mean_reward(outcomes)}
+    right = verdicts(pool, outcomes)
+    if right is None:
+        return drawn, earned
+    sampled = torch.tensor(right).float()
     hits = sampled.view(-1, k).sum(dim=1)
     chances = {f"eval/pass@{n}": pass_at(hits, k, n) for n in _powers(k)}
-    return drawn, {f"eval/avg@{k}": float(sampled.mean()), **chances}
+    return drawn, {f"eval/avg@{k}": float(sampled.mean()), **chances, **earned}
 
 
 def pass_at(hits: Float[Tensor, " problem"], samples: int, k: int) -> float:
@@ -154,8 +168,9 @@ def distance(
     return kl / len(samples.mask), entropy / max(float(samples.mask.sum()), 1.0)
 
 
-def _right(outcomes: list[Outcome]) -> Float[Tensor, " row"]:
-    return torch.tensor([float(is_correct(outcome)) for outcome in outcomes])
+def _mean_reward(outcomes: Sequence[Outcome]) -> float:
+    """The mean over the responses that have a reward; NaN if none has."""
+    return float(torch.tensor([outcome.reward for outcome in outcomes]).nanmean())
 
 
 def _powers(k: int) -> list[int]:

@@ -25,10 +25,10 @@ class Experience:
     mask: Bool[Tensor, "seq tok"]
     rollout_logp: Float[Tensor, "seq tok"]
     rewards: Float[Tensor, " seq"]
-    correct: Bool[Tensor, " seq"]
     truncated: Bool[Tensor, " seq"]
     group: Int[Tensor, " seq"]
     version: Int[Tensor, " seq"]
+    correct: Bool[Tensor, " seq"] | None = None
     greedy_rewards: Float[Tensor, " seq"] | None = None
     prompt_id: Int[Tensor, " seq"] | None = None
     turn: Int[Tensor, "seq tok"] | None = None

@@ -1,7 +1,8 @@
 """Episodes -> outcomes. Rewards see decoded text; training keeps the sampled ids."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -19,18 +20,35 @@ def grade(
     episodes: Episodes,
     *,
     progress: Callable[[int, int], None] | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> list[Outcome]:
-    """What the reward function says to every response, or to its last turn."""
+    """What the reward function says to every response, or to its last turn.
+
+    state: how far training is, for functions that ask for TRL's `trainer_state`
+    """
+    tokens, mask = episodes.samples.tokens.cpu(), episodes.samples.mask.cpu()
     items = [
-        RewardItem(prompt=p.prompt, completion=text, answer=p.answer, extra=p.extra)
-        for p, text in zip(problems, episodes.answers)
+        RewardItem(
+            prompt=problem.prompt,
+            completion=text,
+            answer=problem.answer,
+            extra=problem.extra,
+            completion_ids=tokens[row, begin:][mask[row, begin:]].tolist(),
+        )
+        for row, (problem, text, begin) in enumerate(
+            zip(problems, episodes.answers, episodes.begins)
+        )
     ]
-    return pool.score(items, progress=progress)
+    return pool.score(items, progress=progress, state=state)
 
 
-def is_correct(outcome: Outcome) -> bool:
-    """As the reward function says; where it does not, a positive reward is right."""
-    return outcome.reward > 0 if outcome.correct is None else outcome.correct
+def verdicts(pool: RewardPool, outcomes: Sequence[Outcome]) -> list[bool] | None:
+    """Right or wrong for each response, or None where nobody says what is right.
+
+    The reward function says it ("acc" or "correct"), or the setting task.correct_above. A response
+    whose reward failed is wrong.
+    """
+    return [bool(outcome.correct) for outcome in outcomes] if pool.judges else None
 
 
 def span_rewards(
@@ -55,4 +73,4 @@ def _offsets(policy: Policy, ids: list[int], length: int) -> list[tuple[int, int
     return list(pairwise([*(min(len(text), length) for text in texts), length]))
 
 
-__all__ = ["grade", "is_correct", "span_rewards"]
+__all__ = ["grade", "span_rewards", "verdicts"]

@@ -56,6 +56,15 @@ class Job:
         return self.learner.policy
 
     @property
+    def progress(self) -> dict[str, float]:
+        """How far training is, in the words of TRL's `trainer_state`."""
+        return {
+            "global_step": self.step,
+            "max_steps": self.config.train.steps,
+            "epoch": self.source.cursor / len(self.source.problems),
+        }
+
+    @property
     def clock(self) -> Clock:
         """Where the run is, for stages that follow it."""
         learner = self.learner
@@ -84,7 +93,12 @@ def build(config: Config) -> Job:
     )
     if config.model.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable()
-    task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
+    task = make_task(
+        config.task.name,
+        reward=config.task.reward,
+        correct_above=config.task.correct_above,
+        **config.task.options,
+    )
     recipe = fitted(recipe, config, task)
     check_fields(recipe, task)
     if config.task.problems is not None:

@@ -252,6 +252,7 @@ def _sample(job: Job, number: int, told: Told) -> Collected:
         seed=job.config.seed,
         state=learner.state,
         clock=job.clock,
+        progress=job.progress,
         told=told,
     )
     return collect(
@@ -272,6 +273,7 @@ def _examine(job: Job, told: Told) -> Examined:
         pool=job.pool,
         exam=job.exam,
         told=told,
+        state=job.progress,
     )
 
 

@@ -22,6 +22,11 @@ def panels(rows: Rows) -> list[tuple[str, str, list[tuple[str, str]]]]:
     sampled = sorted(name for name in known if name.startswith("proxpo/eval/avg@"))
     passed = sorted(name for name in known if name.startswith("proxpo/eval/pass@"))[-1:]
     phases = sorted(name for name in known if name.startswith("proxpo/time/"))
+    accuracy = "proxpo/eval/accuracy" in known
+    earned = [("proxpo/eval/reward", "greedy")]
+    earned += [
+        (name, name.rsplit("/", 1)[1]) for name in known if name.startswith("proxpo/eval/reward@")
+    ]
     wanted = [
         (
             "Validation accuracy",
@@ -29,6 +34,7 @@ def panels(rows: Rows) -> list[tuple[str, str, list[tuple[str, str]]]]:
             [("proxpo/eval/accuracy", "greedy")]
             + [(name, name.rsplit("/", 1)[1]) for name in [*sampled, *passed]],
         ),
+        ("Validation reward", "", [] if accuracy else earned),
         ("Training reward", "", [("reward", "mean of the batch")]),
         ("Drift from the start", "nats per response", [("proxpo/eval/kl", "KL(π‖π₀)")]),
         ("Entropy", "nats per token", [("proxpo/eval/entropy", "held out")]),

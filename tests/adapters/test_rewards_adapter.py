@@ -79,6 +79,18 @@ def test_trl_functions_keep_their_lists_and_coroutines():
     assert as_verl(slow)("s", "abc", None) == 1.5
 
 
+def test_a_trl_function_keeps_the_whole_batch_in_trl():
+    """And all that TRL hands over; not lists of one, in which no response can be ranked."""
+
+    def rank(completions, completion_ids, trainer_state, **kwargs):
+        assert trainer_state == "state"
+        assert len(completion_ids) == len(completions)
+        return [float(sorted(completions).index(text)) for text in completions]
+
+    more = {"completion_ids": [[1], [2], [3]], "trainer_state": "state", "log_metric": print}
+    assert as_trl(rank)(PROMPTS, ["b", "c", "a"], answer=ANSWERS, **more) == [1.0, 2.0, 0.0]
+
+
 def test_a_missing_reward_is_none_in_trl_and_must_be_named_in_verl():
     def unsure(completions, **kwargs):
         return [None if text == "?" else math.nan if text == "!" else 1.0 for text in completions]

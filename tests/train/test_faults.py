@@ -16,12 +16,16 @@ import torch
 from safetensors.torch import load_file
 
 from proxpo.cli import main
+from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
+from proxpo.report.quantities import SCORE, pick
+from proxpo.report.runs import read_run
 from proxpo.train import folder
 from proxpo.train.checkpoint import load_latest
 from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
 from proxpo.train.models import TINY
+from proxpo.train.picture import panels
 
 pytestmark = pytest.mark.long
 SMALL = [
@@ -523,6 +527,51 @@ def test_a_log_is_plain_lines(tmp_path, capsys):
     assert [line.split()[1] for line in steps] == ["1/2", "2/2"]
     assert "reward" in steps[0]
     assert "accuracy" in steps[0]
+
+
+BONUS = "def score(completions, **kwargs): return [0.1] * len(completions)\n"
+
+
+def test_a_bonus_for_the_format_is_no_accuracy(tmp_path, capsys):
+    """0.1 for every response: a reward of 0.1 everywhere, and 100 % nowhere."""
+    (tmp_path / "bonus.py").write_text(BONUS)
+    sets = [f"task.reward={tmp_path / 'bonus.py'}:score", "steps=1", "evaluate.k=2"]
+    words = [word for one in sets for word in ("--set", one)]
+    assert main([*command(tmp_path / "run"), *words]) == 0
+    told = capsys.readouterr().out
+    assert "held-out reward 0.100 -> 0.100 greedy (no accuracy: the reward function" in told
+    assert "%" not in told
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["accuracy_after"], summary["sampled_after"]) == (None, None)
+    assert summary["reward_after"] == pytest.approx(0.1)
+    rows = rows_of(tmp_path / "run")
+    assert not [name for row in rows for name in row if "accuracy" in name or "pass@" in name]
+    assert rows[-1]["proxpo/eval/reward@2"] == pytest.approx(0.1)
+    assert "Validation reward" in [title for title, *_ in panels(rows)]
+    assert "Validation accuracy" not in [title for title, *_ in panels(rows)]
+    run = read_run(tmp_path / "run")
+    assert pick(SCORE, [run]).variant.label == "greedy reward, held out"
+    state = state_of(tmp_path / "run", steps=1, score="proxpo/eval/accuracy")
+    assert (state.status, state.score) == ("done", pytest.approx(0.1))
+
+
+def test_what_is_right_can_be_set(tmp_path, capsys):
+    (tmp_path / "bonus.py").write_text(BONUS)
+    sets = [f"task.reward={tmp_path / 'bonus.py'}:score", "steps=1", "task.correct_above=0.05"]
+    assert main([*command(tmp_path / "run"), *(w for one in sets for w in ("--set", one))]) == 0
+    assert "accuracy 100.0 % -> 100.0 % greedy" in capsys.readouterr().out
+    row = rows_of(tmp_path / "run")[-1]
+    assert (row["proxpo/eval/accuracy"], row["proxpo/train_accuracy"]) == (1.0, 1.0)
+
+
+def test_a_run_says_what_is_held_out_and_what_did_not_act(tmp_path, capsys):
+    sets = ["--set", "steps=1", "--method", "palu"]
+    assert main([*command(tmp_path / "run"), *sets]) == 0
+    told = capsys.readouterr().out
+    assert "held out: 500 questions, 0 of them also in training" in told
+    assert "different problems\n" in told
+    assert "palu learns from problems that come again, and none did: more train.steps" in told
+    assert "palu: its budget never departed from the even share" in told
 
 
 # Presets -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxpo.errors import ProxpoError
-from proxpo.train.rewards import Outcome, RewardItem, RewardPool, answers, tally
+from proxpo.train.rewards import Logged, Outcome, RewardItem, RewardPool, answers, tally
 from proxpo.train.rewards.worker import call
 from proxpo.train.tasks import RewardSpec
 
@@ -254,33 +254,114 @@ def test_killing_the_trainer_leaves_no_process(tmp_path):
 
 
 TRL = """
-    def score(prompts, completions, answer, unit=None, **kwargs):
-        assert len(prompts) == len(completions) == len(answer) == 1
-        text = completions[0] if isinstance(completions[0], str) else completions[0][0]["content"]
-        if text == "many":
+    import math, time
+    def score(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric,
+              unit=None, **kwargs):
+        assert len(prompts) == len(completions) == len(answer) == len(completion_ids)
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        if "many" in texts:
             return [1.0, 2.0]
-        if text == "number":
+        if "number" in texts:
             return 1.0
-        if text == "columns":
-            return [float(kwargs["level"][0])]
-        if text == "none":
-            return [None]
-        return [float(text == answer[0])]
+        if "error" in texts:
+            raise ValueError("no such unit")
+        if "state" in texts:
+            return [trainer_state.global_step / trainer_state.max_steps] * len(texts)
+        if "momentum" in texts:
+            return [trainer_state.momentum] * len(texts)
+        if "hang" in texts:
+            time.sleep(60)
+        log_metric("mean_length", sum(map(len, completion_ids)) / len(texts))
+        log_extra("seen", texts)
+        special = {"columns": lambda i: float(kwargs["level"][i]), "none": lambda i: None,
+                   "text": lambda i: "good", "rank": lambda i: len(texts)}
+        return [special[t](i) if t in special else float(t == answer[i])
+                for i, t in enumerate(texts)]
 """
 
 
-def test_trl_signature(tmp_path):
+def test_a_trl_function_gets_the_whole_batch_and_what_trl_gives(tmp_path):
+    """One call for all; rows without a usable reward fail alone; what it logs is kept."""
     spec = RewardSpec(where=write(tmp_path, TRL))
-    texts = ("4", "5", "many", "number", "none")
     with RewardPool(spec, workers=2, max_failed=1.0) as pool:
-        right, wrong, many, number, none = pool.score(items(*texts))
+        seen = []
+        texts = ("4", "5", "none", "text", "rank")
+        ids = [replace(one, completion_ids=[7, 8]) for one in items(*texts)]
+        outcomes = pool.score(ids, progress=lambda *done: seen.append(done))
+        right, wrong, none, text, rank = outcomes
+        assert (right, wrong, rank) == (Outcome(1.0), Outcome(0.0), Outcome(5.0))
+        assert (none.status, text.status) == ("nan", "error")
+        assert "returned 'good' (str), expected a number" in text.detail
+        assert seen == [(i, 5) for i in range(1, 6)]
+        assert pool.logged == Logged(metrics={"mean_length": 2.0}, columns={"seen": list(texts)})
         chat = RewardItem(prompt=[{"role": "user", "content": "2+2"}], completion="4", answer="4")
         columns = RewardItem(prompt="", completion="columns", extra={"level": 7})
         assert [one.reward for one in pool.score([chat, columns])] == [1.0, 7.0]
-    assert (right, wrong) == (Outcome(1.0), Outcome(0.0))
-    assert "returned 2 rewards for 1 completion" in many.detail
-    assert "expected a list of one reward" in number.detail
-    assert none.status == "nan"
+        half = pool.score(items("4", "state"), state={"global_step": 3, "max_steps": 6})
+        assert half == [Outcome(0.5), Outcome(0.5)]
+        [lost, _] = pool.score(items("momentum", "4"), state={"global_step": 3})
+        assert "trainer_state has global_step here, and no 'momentum'" in lost.detail
+        assert pool.score([]) == []
+
+
+FAILED_CALLS = {
+    "many": "ValueError: returned 2 rewards for 3 completions",
+    "number": "TypeError: returned 1.0 (float), expected a list of 3 rewards",
+    "error": "ValueError: no such unit (reward.py:12), in one call for 3 completions",
+    "hang": "no reward after 3 s, in one call for 3 completions",
+}
+
+
+def test_a_failed_call_in_trls_signature_has_no_reward_for_any_row(tmp_path):
+    """As in TRL, where it ends the run; with less than all allowed to fail it does so here too."""
+    spec = RewardSpec(where=write(tmp_path, TRL))
+    with RewardPool(spec, workers=1, timeout=1.0, max_failed=1.0) as pool:
+        for text, detail in FAILED_CALLS.items():
+            outcomes = pool.score(items("4", text, "5"))
+            assert {(one.status == "timeout", detail in one.detail) for one in outcomes} == {
+                (text == "hang", True)
+            }, outcomes[0].detail
+        pool.max_failed = 0.9
+        with pytest.raises(
+            ProxpoError, match=r"3 of 3 rewards .* failed, .*no such unit"
+        ) as caught:
+            pool.score(items("4", "error", "5"))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_large_batch_in_one_call(tmp_path):
+    source = "def score(completions, **kw): return [float(len(c)) for c in completions]"
+    with RewardPool(RewardSpec(where=write(tmp_path, source)), workers=1) as pool:
+        outcomes = pool.score(items(*["x" * 500] * 9000))
+    assert outcomes == [Outcome(500.0)] * 9000
+
+
+VERDICTS = """
+    def score(solution_str):
+        return {"4": 0.1, "5": {"score": 0.1, "acc": True}, "6": {"score": 1, "correct": 0},
+                "7": {"score": 1, "acc": "False"}, "8": {"score": 1, "acc": float("nan")},
+                "9": {"score": 1, "acc": None}}[solution_str]
+"""
+
+
+def test_right_is_what_the_function_or_the_threshold_says(tmp_path):
+    """A reward above 0 alone is no verdict; a verdict is true, false, 1 or 0."""
+    spec = RewardSpec(where=write(tmp_path, VERDICTS))
+    with RewardPool(spec, workers=1, max_failed=1.0) as pool:
+        assert pool.judges is None
+        assert pool.score(items("5", "6")) == [Outcome(0.1, True), Outcome(1.0, False)]
+        assert pool.judges
+        odd, nan = pool.score(items("7", "8"))
+        assert "'acc' is 'False' (str), expected true or false" in odd.detail
+        assert "'acc' is nan (float), expected true or false" in nan.detail
+        with pytest.raises(ProxpoError, match=r"of some responses .* and not of others") as caught:
+            pool.score(items("4"))
+        assert "\n" not in str(caught.value)
+    with RewardPool(spec, workers=1) as pool:
+        assert pool.score(items("4", "9")) == [Outcome(0.1), Outcome(1.0)]
+        assert pool.judges is False
+    with RewardPool(replace(spec, correct_above=0.5), workers=1) as pool:
+        assert [one.correct for one in pool.score(items("4", "5", "6"))] == [False, False, True]
 
 
 VERL = """

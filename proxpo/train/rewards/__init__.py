@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from proxpo.train.rewards.pool import Outcome, RewardItem, RewardPool, tally
+    from proxpo.train.rewards.pool import Logged, Outcome, RewardItem, RewardPool, tally
 
-_POOL = ("Outcome", "RewardItem", "RewardPool", "tally")
+_POOL = ("Logged", "Outcome", "RewardItem", "RewardPool", "tally")
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +16,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
-__all__ = ["Outcome", "RewardItem", "RewardPool", "tally"]
+__all__ = ["Logged", "Outcome", "RewardItem", "RewardPool", "tally"]

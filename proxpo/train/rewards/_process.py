@@ -45,7 +45,7 @@ class Guard:
 
 
 class Worker:
-    """A reward function in a process group of its own, one sample at a time."""
+    """A reward function in a process group of its own, one call at a time."""
 
     def __init__(self, where: str, guard: Guard) -> None:
         self.token = uuid.uuid4().hex
@@ -63,7 +63,9 @@ class Worker:
         self.guard = guard
         guard.tell("+", self.process.pid, self.token)
         self.ready = False
+        self.batch = False  # the function takes all samples in one call
         self.job: int | None = None
+        self.rows = 1  # samples of the job
         self.since = self._watched = time.monotonic()
         self._pending = b""
         self.send({"where": where, "path": sys.path})
@@ -86,7 +88,7 @@ class Worker:
         self._pending += chunk
         line, end, rest = self._pending.partition(b"\n")
         if not end:
-            if not chunk or len(line) > REPLY:
+            if not chunk or len(line) > REPLY * self.rows:
                 raise EOFError
             return None
         self._pending = rest

@@ -4,7 +4,8 @@
         outcomes = pool.score([RewardItem(prompt=..., completion=..., answer=...), ...])
 
 A function that hangs, crashes, raises, forks or returns nonsense costs its sample, not the run:
-the outcome says what happened and its reward is NaN, which advantages take as missing.
+the outcome says what happened and its reward is NaN, which advantages take as missing. A function
+in TRL's signature is called once for all samples, as in TRL: a call that fails costs all of them.
 """
 
 import math
@@ -36,6 +37,15 @@ class RewardItem:
     completion: str
     answer: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    completion_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """What a function in TRL's signature has logged: means by name, and values of each sample."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ class RewardPool:
 
     memory: GiB that a worker and its children may hold; beyond it the sample has failed. Functions
         that are trusted run in this process, without limits.
+    judges: whether the function tells right from wrong, once it has been seen
+    logged: what it has logged in the last call of `score`
     """
 
     def __init__(
@@ -82,7 +94,10 @@ class RewardPool:
         self._guard: Guard | None = None
         self._owner = os.getpid()
         self._stillborn = 0
-        self._local: Callable[[Mapping[str, Any]], Any] | None = None
+        self._local: worker.Loaded | None = None
+        self._batch = False
+        self.judges: bool | None = None
+        self.logged = Logged()
         try:
             self._start()
         except BaseException:
@@ -112,24 +127,40 @@ class RewardPool:
         items: Sequence[RewardItem],
         *,
         progress: Callable[[int, int], None] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> list[Outcome]:
         """One outcome per sample; `progress(done, total)` is called as they come in.
 
-        Stops the run when more than `max_failed` of the samples could not be scored.
+        state: fields of the `trainer_state` that functions in TRL's signature may ask for. Stops
+        the run when more than `max_failed` of the samples could not be scored.
         """
-        batch = _Batch(items, self.spec, self.max_failed, progress)
+        batch = _Batch(items, self.spec, self.max_failed, progress, self._batch, state or {})
         if self._local is not None:
-            for number in range(len(items)):
-                batch.settle(number, worker.call(self._local, batch.message(number)))
+            for job in list(batch.queue):
+                batch.settle(job, self._local.answer(batch.message(job)))
         else:
             self._score_in_workers(batch)
-        return batch.outcomes()
+        outcomes = batch.outcomes()
+        self.logged, self.judges = batch.logged, self._judging(outcomes)
+        return outcomes
+
+    def _judging(self, outcomes: Sequence[Outcome]) -> bool | None:
+        """Whether the function tells right from wrong: for all samples of a run, or for none."""
+        said = {outcome.correct is not None for outcome in outcomes if outcome.status == "ok"}
+        said |= set() if self.judges is None else {self.judges}
+        if len(said) == 2:
+            raise ProxpoError(
+                f"reward {self.spec.where} says of some responses whether they are right ('acc' or "
+                "'correct') and not of others: say it of all, or set task.correct_above"
+            )
+        return said.pop() if said else None
 
     def _start(self) -> None:
         """Load the function once, so that one that cannot be used is refused at once."""
         if self.spec.trusted:
             try:
                 self._local = worker.load(self.spec.where)
+                self._batch = self._local.batch
             except worker.Unusable as error:
                 raise unusable(str(error)) from None
             return
@@ -156,7 +187,7 @@ class RewardPool:
         if message is not None:
             if not message["ready"]:
                 raise unusable(message["detail"])
-            one.ready = True
+            one.ready, self._batch = True, message["batch"]
 
     def _greet_again(self, one: Worker, selector: selectors.BaseSelector) -> None:
         """The function was loaded before, so a worker lost while loading is given another try."""
@@ -203,11 +234,12 @@ class RewardPool:
     def _hand_out(self, batch: "_Batch", selector: selectors.BaseSelector) -> None:
         for one in list(self._workers):
             if batch.queue and one.ready and one.job is None:
-                number = batch.queue.popleft()
-                if one.send(batch.message(number)):
-                    one.job = number
+                job = batch.queue.popleft()
+                one.rows = len(batch.jobs[job])
+                if one.send(batch.message(job)):
+                    one.job = job
                 else:  # died while idle: no fault of this sample
-                    batch.queue.appendleft(number)
+                    batch.queue.appendleft(job)
                     self._replace(one, selector)
 
     def _take(self, one: Worker, batch: "_Batch", selector: selectors.BaseSelector) -> None:
@@ -226,8 +258,9 @@ class RewardPool:
             self._check_start(one)
             if one.job is None:
                 continue
-            if time.monotonic() - one.since > self.timeout:
-                self._lose(one, batch, selector, "timeout", f"no reward after {self.timeout:g} s")
+            if time.monotonic() - one.since > self.timeout * one.rows:
+                limit = f"{self.timeout * one.rows:g} s"
+                self._lose(one, batch, selector, "timeout", f"no reward after {limit}")
             elif self._too_large(one):
                 self._lose(one, batch, selector, "error", self._limit())
             elif one.process.poll() is not None and not _readable(one):
@@ -242,11 +275,12 @@ class RewardPool:
         status: Status,
         detail: str,
     ) -> None:
-        number, seconds = one.job, time.monotonic() - one.since
+        job, rows, seconds = one.job, one.rows, time.monotonic() - one.since
         self._replace(one, selector)
-        if number is not None:
-            lost = {"reward": None, "status": status, "detail": detail, "seconds": seconds}
-            batch.settle(number, lost)
+        if job is not None:
+            detail += f", in one call for {rows} completions" if rows > 1 else ""
+            lost = {"reward": None, "status": status, "detail": detail, "seconds": seconds / rows}
+            batch.settle(job, {"outcomes": [lost] * rows})
 
     def _replace(self, one: Worker, selector: selectors.BaseSelector) -> None:
         selector.unregister(one.socket)
@@ -257,7 +291,10 @@ class RewardPool:
 
 
 class _Batch:
-    """The samples of one call: which are waiting, which have their outcome."""
+    """The samples of one call of `score`: which are waiting, which have their outcome.
+
+    A job is a call of the function: for one sample, or (`whole`) for all of them.
+    """
 
     def __init__(
         self,
@@ -265,9 +302,15 @@ class _Batch:
         spec: RewardSpec,
         max_failed: float,
         progress: Callable[[int, int], None] | None,
+        whole: bool,
+        state: Mapping[str, Any],
     ) -> None:
         self.items, self.spec, self.max_failed, self.progress = items, spec, max_failed, progress
-        self.queue = deque(range(len(items)))
+        numbers = list(range(len(items)))
+        self.whole, self.state = whole, dict(state)
+        self.jobs = [numbers] if whole and numbers else [[number] for number in numbers]
+        self.queue = deque(range(len(self.jobs)))
+        self.logged = Logged()
         self._found: dict[int, Outcome] = {}
         self._failed = 0
 
@@ -275,24 +318,37 @@ class _Batch:
     def done(self) -> bool:
         return len(self._found) == len(self.items)
 
-    def message(self, number: int) -> dict[str, Any]:
-        item = self.items[number]
+    def message(self, job: int) -> dict[str, Any]:
+        items = [self._plain(self.items[number]) for number in self.jobs[job]]
+        return {"id": job, "items": items, "state": self.state}
+
+    def _plain(self, item: RewardItem) -> dict[str, Any]:
         return {
-            "id": number,
             "prompt": item.prompt,
             "completion": item.completion,
             "answer": item.answer,
             "extra": dict(item.extra),
             "source": item.extra.get("data_source", self.spec.source),
             "kwargs": dict(self.spec.kwargs),
+            **({"completion_ids": list(item.completion_ids)} if self.whole else {}),
         }
 
-    def settle(self, number: int, message: Mapping[str, Any]) -> None:
+    def settle(self, job: int, answer: Mapping[str, Any]) -> None:
+        if self.whole:
+            self.logged = Logged(
+                metrics=answer.get("metrics", {}), columns=answer.get("columns", {})
+            )
+        for number, message in zip(self.jobs[job], answer["outcomes"], strict=True):
+            self._settle(number, message)
+
+    def _settle(self, number: int, message: Mapping[str, Any]) -> None:
         reward = math.nan if message["reward"] is None else message["reward"]
-        status = message["status"]
+        status, correct = message["status"], message.get("correct")
+        if self.spec.correct_above is not None and status == "ok":
+            correct = reward > self.spec.correct_above
         outcome = Outcome(
             reward,
-            message.get("correct"),
+            correct,
             status,
             message["detail"],
             message.get("seconds", 0.0),
@@ -334,4 +390,4 @@ def tally(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {status: seen[status] for status in FAILURES}
 
 
-__all__ = ["FAILURES", "Outcome", "RewardItem", "RewardPool", "tally"]
+__all__ = ["FAILURES", "Logged", "Outcome", "RewardItem", "RewardPool", "tally"]

@@ -1,8 +1,10 @@
-"""One worker: loads a reward function, then scores one sample per line of JSON.
+"""One worker: loads a reward function, then scores one call per line of JSON.
 
 Run as a script by the pool, with the standard library alone, so that it starts in a moment. It
-talks over a socket of its own; whatever the function prints goes nowhere. `load` and `call` also
-serve the trusted functions that run inside the trainer.
+talks over a socket of its own; whatever the function prints goes nowhere. `load`, `call` and
+`call_batch` also serve the trusted functions that run inside the trainer.
+
+A function in verl's signature is called for each sample, one in TRL's for all samples at once.
 """
 
 import contextlib
@@ -18,9 +20,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 DETAIL = 300
@@ -31,8 +34,29 @@ class Unusable(Exception):
     """The reward function cannot be loaded or called; the message is for the user."""
 
 
-def load(where: str) -> Callable[[Mapping[str, Any]], Any]:
-    """The function named "module:function" or "file.py:function", as a function of one sample."""
+class TrainerState:
+    """Stands for the `trainer_state` that TRL hands to reward functions."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        vars(self).update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has {', '.join(vars(self))} here, and no '{name}'")
+
+
+class Loaded(NamedTuple):
+    """A reward function as the answer to a message of the pool.
+
+    batch: it has TRL's signature and is called once for all items of a message
+    answer: message {"items", "state"} -> {"outcomes"}, with what was logged
+    """
+
+    batch: bool
+    answer: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def load(where: str) -> Loaded:
+    """The function named "module:function" or "file.py:function"."""
     place, _, name = where.rpartition(":")
     try:
         function = getattr(_module(place), name, None)
@@ -42,18 +66,79 @@ def load(where: str) -> Callable[[Mapping[str, Any]], Any]:
         raise Unusable(f"{place} cannot be imported: {describe(error)}") from None
     if not callable(function):
         raise Unusable(f"{place} has no function '{name}'")
-    return per_sample(function, where)
+    if takes_batch(function, where):
+        return Loaded(True, lambda given: call_batch(function, given["items"], given["state"]))
+    score = per_sample(function, where)
+    return Loaded(False, lambda given: {"outcomes": [call(score, one) for one in given["items"]]})
 
 
 def call(score: Callable[[Mapping[str, Any]], Any], item: Mapping[str, Any]) -> dict[str, Any]:
     """The outcome of one sample as plain data, and how long it took; never raises."""
     started = time.perf_counter()
     try:
-        value = score(item)
-        found = _judged(*_value(value)) | _marks(value)
+        outcome = _outcome(score(item))
     except BaseException as error:
-        found = _failed("error", describe(error))
-    return found | {"seconds": time.perf_counter() - started}
+        outcome = _failed("error", describe(error))
+    return outcome | {"seconds": time.perf_counter() - started}
+
+
+def call_batch(
+    function: Callable[..., Any], items: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Outcomes of all samples from one call in TRL's signature; never raises.
+
+    A row without a usable reward fails alone; a call that raises has no reward for any row. Each
+    row took its share of the time.
+    """
+    started = time.perf_counter()
+    metrics: dict[str, list[float]] = {}
+    columns: dict[str, list[Any]] = {}
+    given = _trl_arguments(items) | {
+        "completion_ids": [item["completion_ids"] for item in items],
+        "trainer_state": TrainerState(state),
+        "log_extra": lambda name, values: columns.setdefault(str(name), []).extend(values),
+        "log_metric": lambda name, value: metrics.setdefault(str(name), []).append(float(value)),
+    }
+    outcomes = batch_outcomes(function, given, len(items), items[0]["kwargs"])
+    seconds = (time.perf_counter() - started) / len(items)
+    shown = {name: [_plain(value) for value in values] for name, values in columns.items()}
+    return {
+        "outcomes": [outcome | {"seconds": seconds} for outcome in outcomes],
+        "metrics": {name: sum(values) / len(values) for name, values in metrics.items()},
+        "columns": {name: values for name, values in shown.items() if len(values) == len(items)},
+    }
+
+
+def batch_outcomes(
+    function: Callable[..., Any],
+    given: dict[str, Any],
+    count: int,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Outcomes of the `count` samples that one call in TRL's signature is given; never raises."""
+    try:
+        values = _listed(_settled(function(**_accepted(function)(given), **kwargs)), count)
+        return [_row(value) for value in values]
+    except BaseException as error:
+        detail = describe(error) + (f", in one call for {count} completions" if count > 1 else "")
+        return [_failed("error", detail) for _ in range(count)]
+
+
+def _row(value: Any) -> dict[str, Any]:
+    try:
+        return _outcome(value)
+    except Exception as error:
+        return _failed("error", describe(error))
+
+
+def _outcome(value: Any) -> dict[str, Any]:
+    """What a function returned for one sample, as plain data."""
+    return _judged(*_value(value)) | _marks(value)
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def describe(error: BaseException) -> str:
@@ -80,27 +165,35 @@ def _module(place: str) -> Any:
     return module
 
 
-def per_sample(function: Callable[..., Any], where: str) -> Callable[[Mapping[str, Any]], Any]:
-    """A function in TRL's or verl's signature, told apart by its parameters, as one of a sample."""
+def takes_batch(function: Callable[..., Any], where: str) -> bool:
+    """Whether the function has TRL's signature, for all samples at once, and not verl's."""
     parameters = inspect.signature(function).parameters
-    rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if "completions" in parameters:
-        arguments = _trl_arguments
-    elif "solution_str" in parameters:
-        arguments = _verl_arguments
-    else:
+    if "completions" not in parameters and "solution_str" not in parameters:
         raise Unusable(
             f"{where} takes ({', '.join(parameters)}); expected TRL's signature (prompts, "
             "completions, **kwargs) or verl's (data_source, solution_str, ground_truth, extra_info)"
         )
+    return "completions" in parameters
+
+
+def per_sample(function: Callable[..., Any], where: str) -> Callable[[Mapping[str, Any]], Any]:
+    """A function in either signature as one of a sample; one in TRL's gets lists of one."""
+    batch, accepted = takes_batch(function, where), _accepted(function)
 
     def score(item: Mapping[str, Any]) -> Any:
-        given = arguments(item)
-        chosen = given if rest else {k: v for k, v in given.items() if k in parameters}
-        value = _settled(function(**chosen, **item["kwargs"]))
-        return _single(value) if arguments is _trl_arguments else value
+        given = _trl_arguments([item]) if batch else _verl_arguments(item)
+        value = _settled(function(**accepted(given), **item["kwargs"]))
+        return _listed(value, 1)[0] if batch else value
 
     return score
+
+
+def _accepted(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Chooses those of the arguments that the function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return lambda given: given
+    return lambda given: {name: value for name, value in given.items() if name in parameters}
 
 
 def _settled(value: Any) -> Any:
@@ -115,14 +208,22 @@ def _settled(value: Any) -> Any:
     return asyncio.run(wait())
 
 
-def _trl_arguments(item: Mapping[str, Any]) -> dict[str, list]:
-    """Lists of one sample each; chat prompts get chat completions, as in TRL."""
-    chat = not isinstance(item["prompt"], str)
+def _trl_arguments(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lists over the samples; chat prompts get chat completions, as in TRL.
+
+    A column that some samples lack is None there.
+    """
+    rows = [{"answer": item["answer"], **item["extra"]} for item in items]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names} | {
+        "prompts": [item["prompt"] for item in items],
+        "completions": [_completion(item) for item in items],
+    }
+
+
+def _completion(item: Mapping[str, Any]) -> Any:
     text = item["completion"]
-    completion = [{"role": "assistant", "content": text}] if chat else text
-    columns = {"answer": item["answer"], **item["extra"]}
-    columns |= {"prompts": item["prompt"], "completions": completion}
-    return {name: [value] for name, value in columns.items()}
+    return text if isinstance(item["prompt"], str) else [{"role": "assistant", "content": text}]
 
 
 def _verl_arguments(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,14 +231,16 @@ def _verl_arguments(item: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(VERL, values))
 
 
-def _single(value: Any) -> Any:
-    """The one reward of TRL's list of rewards; arrays and tensors count as lists."""
+def _listed(value: Any, count: int) -> Sequence[Any]:
+    """TRL's list of rewards; arrays and tensors count as lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
+    wanted = "one reward" if count == 1 else f"{count} rewards"
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"returned {_shown(value)}, expected a list of one reward")
-    if len(value) != 1:
-        raise ValueError(f"returned {len(value)} rewards for 1 completion")
-    return value[0]
+        raise TypeError(f"returned {_shown(value)}, expected a list of {wanted}")
+    if len(value) != count:
+        s = "" if count == 1 else "s"
+        raise ValueError(f"returned {len(value)} rewards for {count} completion{s}")
+    return value
 
 
 def _value(value: Any) -> tuple[Any, bool | None]:
@@ -146,19 +249,15 @@ def _value(value: Any) -> tuple[Any, bool | None]:
         return value, None
     if "score" not in value:
         raise KeyError(f"returned a dict without 'score': {', '.join(map(str, value))}"[:DETAIL])
-    return value["score"], _truth(value.get("acc"))
+    named = [key for key in ("correct", "acc") if value.get(key) is not None]
+    return value["score"], _verdict(named[0], value[named[0]]) if named else None
 
 
-def _truth(value: Any) -> bool | None:
-    """True or False, also as the number 1 or 0; None where the function does not say.
-
-    Text ("False") and NaN are truthy in Python, and 0.5 is neither right nor wrong: refused.
-    """
-    plain = value.item() if hasattr(value, "item") else value
-    if plain is None:
-        return None
+def _verdict(key: str, right: Any) -> bool:
+    """Right or wrong as a yes or no: true, false, 1 or 0."""
+    plain = right.item() if hasattr(right, "item") else right
     if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
-        raise ValueError(f"returned 'acc' {_shown(plain)}, expected true or false")
+        raise ValueError(f"'{key}' is {_shown(right)}, expected true or false")
     return bool(plain)
 
 
@@ -203,17 +302,17 @@ def serve(channel: socket.socket) -> None:
         return
     sys.path[:] = first["path"]
     try:
-        score = load(first["where"])
-        _send(channel, {"ready": True})
+        loaded = load(first["where"])
+        _send(channel, {"ready": True, "batch": loaded.batch})
     except Unusable as error:
         _send(channel, {"ready": False, "detail": str(error)})
         return
     for line in lines:
-        item = json.loads(line)
-        outcome = call(score, item)
+        message = json.loads(line)
+        answer = loaded.answer(message)
         if os.getpid() != own:  # the function forked, and this is the child coming back
             os._exit(0)
-        _send(channel, {"id": item["id"], **outcome})
+        _send(channel, {"id": message["id"], **answer})
 
 
 def _adopt_orphans() -> None:

@@ -45,8 +45,21 @@ LEVELS: dict[str, dict] = {
 }
 
 
-def make_task(name: str, *, reward: str | None = None, **options: Any) -> Task:
-    """The task called `name`, its options checked; `reward` replaces the task's own."""
+def make_task(
+    name: str, *, reward: str | None = None, correct_above: float | None = None, **options: Any
+) -> Task:
+    """The task called `name`, its options checked; `reward` replaces the task's own.
+
+    correct_above: a response is right where its reward is above this number, whatever the reward
+    function says of it
+    """
+    task = _make(name, reward, options)
+    if correct_above is None:
+        return task
+    return replace(task, reward=replace(task.reward, correct_above=correct_above))
+
+
+def _make(name: str, reward: str | None, options: dict[str, Any]) -> Task:
     if re.search(r"\.jsonl?$|[/\\]", name.split(":")[0]):
         return own(**bind(own, {"path": name, "reward": reward, **options}, what=f"task {name}"))
     head, colon, rest = name.partition(":")

@@ -63,13 +63,15 @@ class RewardSpec:
 
     `kwargs` are handed to it with every call. A trusted function is ours, cannot hang, and runs in
     this process; every other one runs in a worker that can be killed. `source` is what verl calls
-    data_source, for problems that do not name one themselves.
+    data_source, for problems that do not name one themselves. A response is right where the reward
+    is above `correct_above`, or, without it, where the function says so ("acc" or "correct").
     """
 
     where: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     trusted: bool = False
     source: str = ""
+    correct_above: float | None = None
 
 
 class Reply(NamedTuple):

@@ -19,6 +19,7 @@ from rich.table import Table
 
 QUIET = 30.0  # seconds without a line in a log
 SCORES = {"reward": "reward", "proxpo/eval/accuracy": "accuracy", "proxpo/eval/kl": "KL"}
+ON_RESUME = {"fixed": "refused", "next": "next step", "now": "at once"}
 
 
 def run_training(
@@ -61,14 +62,14 @@ def _quieten() -> None:
 
 
 def explain_settings() -> None:
-    """Every setting of a run, its default and what it means."""
+    """Every setting of a run, its default, the effect of a change on resuming, its meaning."""
     from proxpo.train.config import explain
 
     table = Table(box=None, pad_edge=False)
-    for column in ("setting", "default", "meaning"):
-        table.add_column(column, overflow="fold")
+    for column in ("setting", "default", "on resume", "meaning"):
+        table.add_column(column, overflow="fold", no_wrap=column == "on resume")
     for one in explain():
-        table.add_row(one.path, str(one.default), one.doc)
+        table.add_row(one.path, str(one.default), ON_RESUME[one.resume], one.doc)
     Console(highlight=False).print(table)
 
 

@@ -189,8 +189,8 @@ def _history(found: list[dict[str, Any]], summary: Mapping[str, Any], shown: str
     gap = missing_steps(rows, max((row["step"] for row in rows), default=-1))
     notes = [f"{shown}/metrics.jsonl has no row of step {gap}"] if gap else []
     changes = summary.get("changes")
-    whole = isinstance(changes, list) and all(isinstance(one, dict) for one in changes)
-    for one in changes if whole else []:
+    changes = changes if isinstance(changes, list) else []
+    for one in (one for one in changes if isinstance(one, dict)):
         values = f"{one.get('before')} -> {one.get('after')}"
         notes.append(
             f"{shown}: {one.get('setting')} changed after step {one.get('step')}: {values}"

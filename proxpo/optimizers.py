@@ -15,15 +15,20 @@ grafting and `kfac` steps along a natural gradient, so both want a rate of their
 
 import importlib
 import inspect
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.options import brief, coerce
 
+ALONE = ("adamw", "soap")  # optimizers of every parameter, without an AdamW for the rest
+PLAIN = (bool, int, float, str, type(None))
 # Last part of the name of an output head, for models that do not say which module it is.
 HEADS = ("lm_head", "head", "output", "embed_out", "unembed")
 
@@ -41,13 +46,41 @@ def make_optimizer(
 
     `options` go to the named optimizer, `rest` to the AdamW that `muon`, `shampoo` and `kfac` pair
     with for embeddings, the head and vectors (`rest={"lr": ...}` gives it a rate of its own).
-    Weight decay is decoupled and the same for every parameter.
+    Weight decay is decoupled and the same for every parameter. Options of a wrong type, and those
+    with which no step can be made, are refused at once.
     """
     name = resolve(name, _MAKERS, what="optimizer")
     if not any(p.requires_grad for p in model.parameters()):
         raise ProxpoError(f"optimizer '{name}': the model has no trainable parameter")
+    if not isinstance(rest, Mapping | None):
+        raise ProxpoError(f"optimizer '{name}': rest takes a block of options, got {brief(rest)}")
     main = {"lr": lr, "weight_decay": weight_decay, **options}
-    return _MAKERS[name](model, main, {"lr": lr, "weight_decay": weight_decay, **(rest or {})})
+    others = {"lr": lr, "weight_decay": weight_decay, **(rest or {})}
+    if rest and name in ALONE:
+        raise ProxpoError(f"optimizer '{name}' has no option 'rest': it takes every parameter")
+    if options or rest:
+        _try_steps(name, main, others, next(model.parameters()).device)
+    return _MAKERS[name](model, main, others)
+
+
+def _try_steps(name: str, options: "Options", rest: "Options", device: torch.device) -> None:
+    """Two steps of a small model, since some options are first read there."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3), nn.Linear(3, 2)).to(device)
+        ids = torch.arange(3, device=device)[None]
+        try:
+            optimizer = _MAKERS[name](model, options, rest)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(ids).square().sum().backward()
+                optimizer.step()
+        except ProxpoError:
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise ProxpoError(
+                f"optimizer '{name}' cannot work with these options: {reason}"
+            ) from error
 
 
 def hidden_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -150,7 +183,7 @@ def _muon(model: nn.Module, options: Options, rest: Options) -> Optimizer:
 
 def _soap(model: nn.Module, options: Options, rest: Options) -> Optimizer:
     cls = _load("pytorch_optimizer", "SOAP", "soap")
-    _check_options("soap", cls, options)
+    options = _check_options("soap", cls, options)
     return cls([p for p in model.parameters() if p.requires_grad], **options)
 
 
@@ -192,7 +225,7 @@ def _split(
         raise ProxpoError(
             f"optimizer '{name}': the model has no trainable hidden matrix; use adamw"
         )
-    _check_options(name, cls, options)
+    options = _check_options(name, cls, options)
     taken = {id(p) for p in params}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     parts = [cls(*first, params, **options)]
@@ -200,20 +233,49 @@ def _split(
 
 
 def _make_adamw(params: list[nn.Parameter], options: Options, name: str) -> Optimizer:
-    _check_options(name, torch.optim.AdamW, options)
+    options = _check_options(name, torch.optim.AdamW, options)
     fused = {"fused": True} if all(p.is_cuda for p in params) else {}
     return torch.optim.AdamW(params, **{**fused, **options})
 
 
-def _check_options(name: str, cls: type[Optimizer], options: Options) -> None:
-    """Some optimizers swallow any keyword; a misspelt option must not pass."""
+def _check_options(name: str, cls: type[Optimizer], options: Options) -> Options:
+    """The options in their types; some optimizers swallow any keyword and any value."""
     skipped = ("self", "model", "params", "kwargs")
+    kinds = typing.get_type_hints(cls.__init__)
     valid = [p for p in inspect.signature(cls.__init__).parameters if p not in skipped]
     for option in options:
         if option not in valid:
             raise ProxpoError(
-                f"optimizer '{name}' has no option '{option}'{nearest(option, valid)}"
+                f"optimizer '{name}' has no option '{option}'{nearest(str(option), valid)}"
             )
+    return {
+        option: _in_type(value, kinds.get(option, Any), f"optimizer '{name}': option '{option}'")
+        for option, value in options.items()
+    }
+
+
+def _in_type(value: Any, kind: Any, option: str) -> Any:
+    """`value` as `kind`, where a list may stand for a tuple; one line if it is none."""
+    allowed = typing.get_args(kind) if _is_union(kind) else (kind,)
+    for one in allowed:
+        inner = typing.get_args(one)
+        if typing.get_origin(one) is tuple:
+            if isinstance(value, (list, tuple)) and len(value) == len(inner):
+                return tuple(_in_type(x, k, option) for x, k in zip(value, inner))
+        elif one in (Tensor, torch.dtype):
+            if isinstance(value, one):
+                return value
+        elif one is Any or (typing.get_origin(one) is Callable and callable(value)):
+            return value
+    plain = [one for one in allowed if one in PLAIN or typing.get_origin(one) is typing.Literal]
+    if not plain:
+        names = " or ".join(str(one).removeprefix("typing.") for one in allowed)
+        raise ProxpoError(f"{option} takes {names}, got {brief(value)}")
+    return coerce(value, typing.Union[tuple(plain)], option=option)  # noqa: UP007
+
+
+def _is_union(kind: Any) -> bool:
+    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
 
 
 def _load(package: str, cls: str, name: str) -> Any:

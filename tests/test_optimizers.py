@@ -1,3 +1,4 @@
+import inspect
 import io
 import sys
 
@@ -7,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
-from proxpo.optimizers import NAMES, hidden_weights, make_optimizer
+from proxpo.optimizers import NAMES, Combined, hidden_weights, make_optimizer
 
 ALL = pytest.mark.parametrize("name", NAMES)
 
@@ -248,6 +249,44 @@ def test_rest_has_its_own_options():
     ],
 )
 def test_errors_name_the_nearest(name, options, message):
+    with pytest.raises(ProxpoError, match=message):
+        make_optimizer(name, net(), 1e-3, **options)
+
+
+WRONG = ("x", 3, -1, [], [0.5], [1, 2, 3, 4], ["a", "b"], {"a": 1}, None, True, float("inf"))
+
+
+@pytest.mark.long
+@ALL
+def test_options_of_wrong_types_are_refused_in_one_line(name):
+    """Or the optimizer works with them; nothing fails later, in a run."""
+    optimizer = make_optimizer(name, net(), 1e-3)
+    known = type(optimizer.parts[0] if isinstance(optimizer, Combined) else optimizer)
+    options = [*inspect.signature(known.__init__).parameters, "rest"]
+    refused: list[str] = []
+    for option in set(options) - {"self", "model", "params", "kwargs", "lr", "weight_decay"}:
+        for value in WRONG:
+            model = net()
+            try:
+                run(model, make_optimizer(name, model, 1e-3, **{option: value}), 1)
+            except ProxpoError as error:
+                refused.append(str(error))
+    assert len(refused) > 5 * len(options)
+    assert [line for line in refused if "\n" in line or not line.startswith("optimizer '")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adamw", {"betas": 3}, "'adamw': option 'betas' takes tuple.*, got 3"),
+        ("adamw", {"betas": [0.9, "x"]}, "option 'betas' takes float.*, got 'x'"),
+        ("adamw", {"amsgrad": "no"}, "option 'amsgrad' takes bool, got 'no'"),
+        ("adamw", {"rest": {"lr": 1}}, "'adamw' has no option 'rest': it takes every parameter"),
+        ("soap", {"precondition_frequency": 0}, "'soap' cannot work with these options: "),
+        ("kfac", {"structures": ["dense", "dens"]}, "'kfac' cannot work with these options: "),
+    ],
+)
+def test_wrong_options_say_what_was_expected(name, options, message):
     with pytest.raises(ProxpoError, match=message):
         make_optimizer(name, net(), 1e-3, **options)
 

@@ -25,6 +25,7 @@ SCORES = {
     "proxpo/eval/reward": "held-out reward",
     "proxpo/eval/kl": "KL",
 }
+ON_RESUME = {"fixed": "refused", "next": "next step", "now": "at once"}
 
 
 def run_training(
@@ -67,7 +68,8 @@ def _quieten() -> None:
 
 
 def explain_settings(source: str | None, settings: list[str], overrides: dict[str, Any]) -> None:
-    """Every setting of a run and what it means: its default, or its value if a run is described.
+    """Prints every setting: its default (or its value, if a run is described), the effect of a
+    change on resuming, and its meaning.
 
     Below the table stands what follows from the settings of that run and is not one of them.
     """
@@ -76,10 +78,11 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
     described = bool(source or settings or overrides)
     config = load_config(source, settings, overrides=overrides) if described else None
     table = Table(box=None, pad_edge=False)
-    for column in ("setting", "value" if described else "default", "meaning"):
-        table.add_column(column, overflow="fold")
-    for one in explain(config):
-        table.add_row(one.path, Text(str(one.value)), Text(one.doc))
+    for column in ("setting", "value" if described else "default", "on resume", "meaning"):
+        table.add_column(column, overflow="fold", no_wrap=column == "on resume")
+    for setting in explain(config):
+        effect = ON_RESUME[setting.resume]
+        table.add_row(setting.path, Text(str(setting.value)), effect, Text(setting.doc))
     console = Console(highlight=False)
     console.print(table)
     if config is not None:

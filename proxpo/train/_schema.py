@@ -462,6 +462,8 @@ def _checked(value: Any, kind: Any, info: Mapping[str, Any], path: str) -> Any:
     if list in allowed and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     for container in (dict, list):
+        if container in allowed and value is None and type(None) not in allowed:
+            value = container()  # an empty block of a file
         if container in allowed and not (isinstance(value, container) or value is None):
             raise ProxpoError(f"{path} takes a {container.__name__}, got {brief(value)}")
     value = coerce(value, kind, option=path)

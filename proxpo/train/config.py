@@ -112,12 +112,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
-        raise ProxpoError(f"{path}{where}: {getattr(error, 'problem', 'not valid YAML')}") from None
+        raise ProxpoError(f"{path}{where}: {_problem(error)}") from None
+    except RecursionError:
+        raise ProxpoError(f"{path}: blocks are nested too deep") from None
+    except (ValueError, TypeError, OverflowError) as error:  # a date or number that cannot be
+        raise ProxpoError(
+            f"{path}: a value cannot be read: {' '.join(str(error).split())}"
+        ) from None
     if found is None:
         return {}
     if not isinstance(found, dict) or any(not isinstance(key, str) for key in found):
         raise ProxpoError(f"{path}: expected settings as 'name: value' lines")
     return found
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return " ".join((getattr(error, "problem", None) or "not valid YAML").split())
 
 
 def to_yaml(config: Config, remarks: Iterable[str] = ()) -> str:
@@ -137,6 +147,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "expected a name before the colon"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if key.value in seen:
                 problem = f"'{key.value}' is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)

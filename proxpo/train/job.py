@@ -266,6 +266,10 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         if critic is None
         else nn.ModuleDict({"policy": policy.model, "critic": critic})
     )
+    for name in ("name", "model", "lr", "weight_decay"):
+        if name in config.train.optimizer_options:
+            own = {"lr": ": it is train.lr", "weight_decay": ": it is train.weight_decay"}
+            raise ProxpoError(f"train.optimizer_options has no '{name}'{own.get(name, '')}")
     transform = recipe.gradient.apply() if recipe.gradient is not None else None
     if transform is not None:
         transform.seed = derive(config.seed, "overlap") % 2**31

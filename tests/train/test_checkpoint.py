@@ -256,6 +256,58 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_used(tmp_path, file
         load_latest(tmp_path)
 
 
+MANIFESTS = {
+    "list": lambda m: [],
+    "null": lambda m: None,
+    "number": lambda m: 3,
+    "list of files": lambda m: list(m["files"]),
+    "no format": lambda m: {k: v for k, v in m.items() if k != "format"},
+    "another format": lambda m: m | {"format": 99},
+    "files as a list": lambda m: m | {"files": list(m["files"].items())},
+    "a file without its hash": lambda m: m | {"files": m["files"] | {"info.json": 3}},
+    "no files": lambda m: m | {"files": {}},
+    "a file left out": lambda m: m | {"files": dict(list(m["files"].items())[1:])},
+    "a part left out": lambda m: m | {"parts": m["parts"][1:]},
+    "parts as text": lambda m: m | {"parts": "weights"},
+    "a file elsewhere": lambda m: m | {"files": m["files"] | {"../step-1/info.json": [1, ""]}},
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_of_another_form_is_damage(tmp_path, case):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2) / "manifest.json"
+    path.write_text(json.dumps(MANIFESTS[case](json.loads(path.read_text()))))
+    checkpoint = load_latest(tmp_path)
+    assert (checkpoint.step, len(checkpoint.skipped)) == (1, 1)
+    assert equal(checkpoint.parts, small(1))
+    assert "\n" not in checkpoint.skipped[0]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "info.json", "state.json"])
+def test_json_nested_too_deep_is_damage(tmp_path, file):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    (path / file).write_text("[" * 100_000)
+    if file != "manifest.json":  # as if it had been written so
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"][file] = [100_000, checkpoint._hash(path / file)]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    found = load_latest(tmp_path)
+    assert (found.step, found.skipped) == (1, (f"step-2: {file} is damaged: nested too deep",))
+
+
+def test_a_damaged_later_step_never_displaces_a_good_one(tmp_path):
+    """It would be the newest in number, and pruning keeps the newest."""
+    save(tmp_path, 4)
+    save(tmp_path, 9)
+    (tmp_path / "step-9" / "info.json").write_bytes(b"")
+    assert load_latest(tmp_path).step == 4
+    save(tmp_path, 5, keep_last=1)
+    assert os.listdir(tmp_path) == ["step-5"]
+    assert load_latest(tmp_path).step == 5
+
+
 def test_half_written_directories_are_not_checkpoints(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step-1", tmp_path / ".unfinished-9")
@@ -397,6 +449,20 @@ def test_sigterm_sets_a_flag_and_a_second_one_ends():
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, timeout=60
     )
     assert (done.stdout, done.returncode) == ("still here\n", -signal.SIGTERM)
+
+
+def test_a_block_that_does_not_end_is_ended_after_the_grace():
+    asked = []
+
+    def hang() -> None:
+        with stop_on_signal(grace=0.05, may_end=lambda: asked.append(0) or len(asked) > 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    with pytest.raises(checkpoint.Overdue):
+        hang()
+    assert len(asked) == 2, "asked again a second later"
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
 def test_handlers_are_put_back():

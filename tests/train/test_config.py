@@ -1,6 +1,7 @@
 """Configs: every way to name a setting, every mistake in one line, YAML there and back."""
 
 import re
+import typing
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxpo.errors import ProxpoError
-from proxpo.train._schema import build
+from proxpo.train._schema import _leaves, build
 from proxpo.train.config import (
     Config,
     as_dict,
@@ -126,6 +127,38 @@ def test_mistakes_get_one_clear_line(setting):
         load_config(sets=[setting])
     assert str(caught.value).startswith(MISTAKES[setting])
     assert "\n" not in str(caught.value)
+
+
+SIZES = {
+    "samples_per_prompt=9223372036854775808": "rollout.samples_per_prompt is at most 1,048,576",
+    "micro_batch=9223372036854775808": "train.micro_batch is at most 1,048,576, got 9223372036854",
+    "evaluate.k=1e30": "evaluate.k is at most 1,048,576, got 1000000000000000019884624838656",
+    "samples_per_prompt=1000000": "rollout.prompts_per_step x rollout.samples_per_prompt is",
+    "evaluate.k=100000": "evaluate.size x evaluate.k is at most 1,048,576 responses, got 25,",
+    "lr=inf": "train.lr is at most 1e+30, got inf",
+    "reward_timeout=inf": "task.reward_timeout is at most 86,400, got inf",
+    f"seed={'9' * 400}": "seed is at most 9,223,372,036,854,775,807, got 9999",
+    f"lr={'9' * 400}": "train.lr takes float, got 999999",
+    "model.lora.r=9223372036854775808": "model.lora.r is an integer beyond 64 bits, got 922337203",
+    "reward_memory=0": "task.reward_memory is above 0, got 0.0",
+}
+
+
+@pytest.mark.parametrize("setting", SIZES, ids=lambda setting: setting[:40])
+def test_absurd_sizes_are_refused_in_one_line(setting):
+    with pytest.raises(ProxpoError) as caught:
+        load_config(sets=[setting])
+    assert str(caught.value).startswith(SIZES[setting])
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_every_number_has_bounds():
+    for path, kind, leaf in _leaves(Config):
+        if {int, float} & {kind, *typing.get_args(kind)}:
+            info = leaf.metadata
+            assert info["high"] is not None, path
+            assert (info["low"] is None) != (info["above"] is None), path
 
 
 def test_updates_must_use_every_part():

@@ -226,6 +226,105 @@ def test_a_timed_out_function_takes_its_children_along(tmp_path):
         assert gone(int(child.read_text()))
 
 
+# A process in a session of its own, without a parent: `sleep` started by a child that ends at once.
+AWAY = """
+    import os, subprocess, sys, time
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        if os.fork() == 0:
+            os.setsid()
+            with open(ground_truth, "w") as file:
+                child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+                file.write(str(child.pid))
+            os._exit(0)
+        os.wait()
+        exec(solution_str)
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("ending", ["pass", "time.sleep(60)", "os._exit(3)", "os.killpg(0, 9)"])
+def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path, ending):
+    """Closed pool, timeout, and a worker that ends by itself and leaves its children to init."""
+    where, child = write(tmp_path, AWAY), tmp_path / "child"
+    sample = RewardItem(prompt="", completion=ending, answer=str(child))
+    with RewardPool(RewardSpec(where=where), workers=1, timeout=3.0, max_failed=1.0) as pool:
+        [outcome] = pool.score([sample])
+        assert (outcome.status == "ok") == (ending == "pass")
+        pid = int(child.read_text())
+        assert gone(pid, within=0.1) == (ending != "pass")
+    assert gone(pid)
+
+
+def test_a_child_in_a_session_of_its_own_ends_with_a_killed_trainer(tmp_path):
+    where, child = write(tmp_path, AWAY), tmp_path / "child"
+    code = f"""
+        from proxpo.train.rewards import RewardItem, RewardPool
+        from proxpo.train.tasks import RewardSpec
+        pool = RewardPool(RewardSpec(where={where!r}), workers=1)
+        pool.score([RewardItem(prompt="", completion="pass", answer={str(child)!r})])
+        print("scored", flush=True)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout.readline() == "scored\n"
+        assert not gone(int(child.read_text()), within=0.1)
+        trainer.kill()
+    assert gone(int(child.read_text()))
+
+
+GREEDY = """
+    import os, time
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        if solution_str == "below":
+            return 1.0
+        if solution_str == "child" and os.fork():
+            os.wait()
+        held = b"x" * (400 << 20)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("text", ["worker", "child"])
+def test_a_worker_over_its_memory_limit_costs_its_sample_alone(tmp_path, text):
+    spec = RewardSpec(where=write(tmp_path, GREEDY))
+    with RewardPool(spec, workers=1, timeout=50.0, max_failed=0.9, memory=0.25) as pool:
+        over, below = pool.score(items(text, "below"))
+    assert (over.status, over.detail) == (
+        "error", "used over 0.25 GiB of memory (task.reward_memory)"
+    )  # fmt: skip
+    assert below == Outcome(1.0)
+
+
+def test_pages_that_forks_share_count_once(tmp_path):
+    source = """
+        import os, time
+        held = b"x" * (150 << 20)
+
+        def score(data_source, solution_str, ground_truth, extra_info):
+            for _ in range(4):
+                if os.fork() == 0:
+                    time.sleep(60)
+            time.sleep(1.0)
+            return 1.0
+    """
+    spec = RewardSpec(where=write(tmp_path, source))
+    with RewardPool(spec, workers=1, memory=0.25) as pool:
+        assert pool.score(items("")) == [Outcome(1.0)]
+
+
+def test_a_function_over_its_memory_limit_is_refused_while_loading(tmp_path):
+    source = f"import time\nheld = b'x' * (400 << 20)\ntime.sleep(30)\n{textwrap.dedent(AWAY)}"
+    with pytest.raises(ProxpoError, match=r"used over 0.25 GiB of memory .* while loading it"):
+        RewardPool(RewardSpec(where=write(tmp_path, source)), workers=1, memory=0.25)
+
+
 def test_killing_the_trainer_leaves_no_process(tmp_path):
     """kill -9 while one worker hangs with a child and the other is idle."""
     where = write(tmp_path, FAULTS)
@@ -422,6 +521,11 @@ def test_trusted_functions_run_in_this_process():
         assert pool._workers == []
         right, wrong = pool.score(items("4", "5"))
         assert (right, wrong) == (Outcome(1.0, True), Outcome(0.0, False))
+
+
+def test_the_pool_checks_its_memory_limit():
+    with pytest.raises(ProxpoError, match=r"a memory limit above 0 GiB or none, got 0\.0"):
+        RewardPool(RewardSpec(where="a.py:b"), memory=0.0)
 
 
 def test_the_pool_checks_its_options():

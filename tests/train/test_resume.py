@@ -1,0 +1,394 @@
+"""Resuming: a run keeps what it is; every other setting takes effect or is refused."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_runs import config_of, job_of, rows_of
+
+from proxpo.cli import main
+from proxpo.errors import ProxpoError
+from proxpo.optimizers import NAMES
+from proxpo.train.checkpoint import Checkpoint, load_latest
+from proxpo.train.config import as_dict, build, check_resume, differences, explain
+from proxpo.train.job import Job, restore, save
+from proxpo.train.loop import train
+
+pytestmark = pytest.mark.long
+GRPO = {"method": "grpo"}
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(request, monkeypatch):
+    if "report" not in request.node.name:
+        monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of two steps that has reached its end."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
+        train(config_of(out, "steps=2", "checkpoint.every=1", **GRPO))
+    return out
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    return out
+
+
+# Another value for every setting -------------------------------------------------------------
+
+OTHER = {
+    "seed": 1,
+    "out": "elsewhere",
+    "method": "isopo",
+    "recipe": {"clip_high": 0.3},
+    "model.name": "smollm2",
+    "model.device": "cpu",
+    "model.dtype": "float64",
+    "model.gradient_checkpointing": True,
+    "model.lora": {"r": 2},
+    "task.name": "arithmetic:hard",
+    "task.options": {"held_out": 64},
+    "task.reward": "reward.py:score",
+    "task.reward_workers": 3,
+    "task.reward_timeout": 3.0,
+    "task.reward_memory": 1.5,
+    "task.reward_max_failed": 0.25,
+    "task.drop_long": True,
+    "rollout.backend": "vllm",
+    "rollout.options": {"max_rows": 3},
+    "rollout.prompts_per_step": 6,
+    "rollout.samples_per_prompt": 2,
+    "rollout.max_prompt": 64,
+    "rollout.max_tokens": 6,
+    "rollout.temperature": 1.5,
+    "rollout.top_p": 0.9,
+    "train.steps": 7,
+    "train.updates_per_rollout": 2,
+    "train.mini_batches": 2,
+    "train.micro_batch": 3,
+    "train.optimizer": "muon",
+    "train.optimizer_options": {"betas": [0.8, 0.9]},
+    "train.lr": 1e-3,
+    "train.weight_decay": 0.5,
+    "train.grad_clip": 0.1,
+    "train.lr_schedule": "cosine",
+    "train.warmup_steps": 9,
+    "train.train_temperature": 2.0,
+    "train.off_policy_lag": 1,
+    "train.replay_share": 0.5,
+    "evaluate.every": 3,
+    "evaluate.size": 3,
+    "evaluate.k": 2,
+    "checkpoint.every": 3,
+    "checkpoint.keep": 5,
+    "checkpoint.grace": 1.0,
+    "log.sinks": ["tensorboard"],
+    "log.project": "other",
+    "log.samples": 1,
+}
+KINDS = {one.path: one.resume for one in explain()}
+
+
+def changed(config, path: str):
+    """The config with another value for one setting."""
+    tree = as_dict(config)
+    section, _, name = path.rpartition(".")
+    (tree[section] if section else tree)[name] = OTHER[path]
+    if path == "method":
+        tree["recipe"] = {}
+    return build(tree)
+
+
+def test_every_setting_says_what_a_change_does_on_resuming():
+    assert set(OTHER) == set(KINDS)
+    assert set(KINDS.values()) == {"fixed", "next", "now"}
+    fixed = {path for path, kind in KINDS.items() if kind == "fixed"}
+    assert {"method", "recipe", "seed", "model.name", "task.name", "task.options"} <= fixed
+
+
+@pytest.mark.parametrize("path", OTHER)
+def test_a_change_is_refused_or_applied_and_recorded(path, finished, tmp_path):
+    before = config_of(finished, "steps=2", "checkpoint.every=1", **GRPO)
+    after, where = changed(before, path), finished / "checkpoints/step-2"
+    [change] = differences(before, after)
+    assert (change.path, change.resume) == (path, KINDS[path])
+    if KINDS[path] == "fixed":
+        with pytest.raises(ProxpoError) as caught:
+            check_resume(before, after, step=1, where=where)
+        told = str(caught.value)
+        assert "\n" not in told
+        assert told.startswith(f"{where} does not fit these settings ({change})")
+        assert "--out DIR begins a new one" in told
+        return
+    assert check_resume(before, after, step=1, where=where) == [change]
+    if KINDS[path] == "next" and path != "train.steps":
+        with pytest.raises(ProxpoError, match=r"end of a finished run, so a change has no effect"):
+            check_resume(before, after, step=2, where=where)
+    else:
+        assert check_resume(before, after, step=2, where=where) == [change]
+    if path in ("rollout.backend", "out"):  # vLLM is not in this environment
+        return
+    restored = resumed_job(finished, after)
+    fresh = job_with(after)
+    try:
+        assert facts(restored) == facts(fresh), "the checkpoint's value has won"
+        assert [one["setting"] for one in restored.changes] == [path]
+    finally:
+        restored.close()
+        fresh.close()
+
+
+def job_with(config) -> Job:
+    from proxpo.train.job import build as build_job
+
+    return build_job(config)
+
+
+def resumed_job(out: Path, config) -> Job:
+    checkpoint = load_latest(out / "checkpoints")
+    job = job_with(config)
+    restore(job, checkpoint, differences(build(checkpoint.info["config"]), config))
+    return job
+
+
+def facts(job: Job) -> list:
+    """Everything a job was built with that a checkpoint could have overwritten."""
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "lr", "base_lr")}
+        | {"lr": group.get("base_lr", group["lr"])}
+        for group in job.learner.optimizer.param_groups
+    ]
+    pool = (job.pool.timeout, job.pool.memory, job.pool.max_failed, job.pool._size)
+    recipe = [(kind, stage.name, stage.options) for kind, stage in job.learner.recipe.stages()]
+    exam = replace(job.exam, problems=[])
+    rows = job.rollout._max_rows
+    return [job.config, groups, pool, recipe, exam, rows, job.policy.dtype, job.clock.steps]
+
+
+# Identity ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--method isopo", "--set seed=3", "--task calculator", "--set clip_high=0.3", "--set lr=1e-4"],
+)
+def test_a_finished_run_is_not_relabelled(words, run, capsys):
+    kept = {f: f.read_bytes() for f in run.rglob("*") if f.is_file() and f.name != ".lock"}
+    assert main(["train", "--out", str(run), "--resume", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "--out DIR begins a new one" in told
+    assert {f: f.read_bytes() for f in kept} == kept
+
+
+def test_explain_says_what_a_change_does_on_resuming(capsys):
+    assert main(["train", "--explain"]) == 0
+    told = capsys.readouterr().out
+    assert "on resume" in told
+    line = next(line for line in told.splitlines() if line.startswith("train.lr "))
+    assert "next step" in line
+    line = next(line for line in told.splitlines() if line.startswith("seed "))
+    assert "refused" in line
+
+
+# Rate and decay ------------------------------------------------------------------------------
+
+
+def test_a_new_rate_and_decay_take_effect_and_are_recorded(run):
+    sets = ("steps=4", "checkpoint.every=1", "lr=1e-3", "weight_decay=0.3")
+    notes: list[str] = []
+    summary = train(config_of(run, *sets, **GRPO), resume=True, noted=notes.append)
+    assert [row["learning_rate"] for row in rows_of(run)[1:]] == [3e-5, 3e-5, 1e-3, 1e-3]
+    [group] = load_latest(run / "checkpoints").parts["optimizer"]["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (1e-3, 0.3)
+    recorded = [(one["step"], one["setting"], one["after"]) for one in summary["changes"]]
+    assert recorded == [
+        (2, "train.steps", 4),
+        (2, "train.lr", 1e-3),
+        (2, "train.weight_decay", 0.3),
+    ]
+    assert any("train.lr: 3e-05 -> 0.001" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_rate_reaches_every_group_of_every_optimizer(name, tmp_path):
+    sets = [f"optimizer={name}", "lr_schedule=cosine", "steps=4"]
+    if name == "muon":
+        sets.append("train.optimizer_options.rest.lr=1e-6")
+    job = job_of(tmp_path, *sets, **GRPO)
+    for group in job.learner.optimizer.param_groups:  # as a step at half the rate leaves them
+        group["base_lr"], group["lr"] = group["lr"], group["lr"] / 2
+    checkpoint = saved(job, tmp_path)
+    again = job_of(tmp_path, *sets, "lr=8e-4", "weight_decay=0.25", **GRPO)
+    restore(again, checkpoint)
+    rates = [group["lr"] for group in again.learner.optimizer.param_groups]
+    decays = {group["weight_decay"] for group in again.learner.optimizer.param_groups}
+    expected = [4e-4, 5e-7] if name == "muon" else [4e-4] * len(rates)
+    assert rates == pytest.approx(expected)
+    assert decays == {0.25}
+    job.close()
+    again.close()
+
+
+def saved(job: Job, out: Path) -> Checkpoint:
+    job.before = {"metrics": {}, "answers": []}
+    save(job, out / "checkpoints")
+    return load_latest(out / "checkpoints")
+
+
+# Lag -----------------------------------------------------------------------------------------
+
+
+def test_a_smaller_lag_works_off_what_waits(tmp_path):
+    sets = ("steps=5", "checkpoint.every=1", "off_policy_lag=2")
+    stop = {"every_step": lambda step, _: step == 2 and os.kill(os.getpid(), signal.SIGTERM)}
+    assert train(config_of(tmp_path, *sets, **GRPO), **stop)["steps"] == 2
+    config = config_of(tmp_path, *sets[:2], "off_policy_lag=0", **GRPO)
+    train(config, resume=True)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert ["reward" in row for row in rows[1:]] == [True, True, False, False, True]
+    assert [row["num_tokens"] for row in rows[2:5]] == [rows[2]["num_tokens"]] * 3
+    steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").open()]
+    assert sorted(set(steps)) == [0, 1, 2, 3, 4]
+    job = resumed_job(tmp_path, config)
+    assert job.waiting == []
+    job.close()
+
+
+def test_num_tokens_counts_every_lagged_rollout(tmp_path):
+    """Without learning, rollouts of a lag are those of the steps they belong to."""
+    train(config_of(tmp_path / "lag", "off_policy_lag=2", "steps=1", "lr=0", **GRPO))
+    train(config_of(tmp_path / "none", "steps=3", "lr=0", **GRPO))
+    assert rows_of(tmp_path / "lag")[1]["num_tokens"] == rows_of(tmp_path / "none")[3]["num_tokens"]
+
+
+# History -------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_run_with_lost_rows_says_so(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0] + lines[2])
+    notes: list[str] = []
+    sets = ("steps=3", "checkpoint.every=1", "lr=1e-4")
+    summary = train(config_of(run, *sets, **GRPO), resume=True, noted=notes.append)
+    assert summary["missing_steps"] == "1"
+    assert sum("has no row of step 1:" in note for note in notes) == 2
+    page = (run / "report.html").read_text()
+    assert "(no rows of step 1)" in page
+    assert "train.lr changed after step 2: 3e-05 -&gt; 0.0001" in page
+    from proxpo.report.runs import read_run
+
+    assert [note.split(": ", 1)[-1] for note in read_run(run).notes] == [
+        f"{run}/metrics.jsonl has no row of step 1",
+        "train.steps changed after step 2: 2 -> 3",
+        "train.lr changed after step 2: 3e-05 -> 0.0001",
+    ]
+
+
+def test_a_damaged_manifest_costs_the_checkpoint_not_the_run(run, capsys):
+    (run / "checkpoints/step-2/manifest.json").write_text("[]")
+    assert main(["train", "--out", str(run), "--resume", "--set", "checkpoint.keep=1"]) == 0
+    told = capsys.readouterr()
+    assert "damaged checkpoint passed over: step-2: manifest.json is damaged: expected" in told.out
+    assert os.listdir(run / "checkpoints") == ["step-2"]
+    assert load_latest(run / "checkpoints").step == 2
+
+
+# Stop signals --------------------------------------------------------------------------------
+
+
+def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
+
+
+def curve(out: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(out)]
+
+
+def in_evaluation(number: int) -> dict:
+    """Callbacks for `train` that send SIGTERM in the middle of the evaluation after a step."""
+    begun, sent = [0], []
+
+    def told(phase: str, done: int, total: int) -> None:
+        if phase != "evaluating" or sent:
+            return
+        if (done, total) == (0, 1):
+            begun[0] += 1
+        elif begun[0] == number:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return {"told": told}
+
+
+EXAMINED = ("steps=2", "evaluate.every=1", "evaluate.k=2", "evaluate.size=6")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("straight") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
+        train(config_of(out, *EXAMINED, **GRPO))
+    return out
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_signal_inside_an_evaluation_loses_nothing(step, straight, tmp_path):
+    """The evaluation is given up at once and made after resuming, the last one too."""
+    config = config_of(tmp_path, *EXAMINED, **GRPO)
+    ended = train(config, **in_evaluation(step))
+    assert ended == {"stopped": "SIGTERM", "steps": step, "out": str(tmp_path)}
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(step)), "its row is not written"
+    assert train(config, resume=True, **in_evaluation(1)) == ended, "stopped there once more"
+    assert "stopped" not in train(config, resume=True)
+    assert curve(tmp_path) == curve(straight)
+    expected, weights = weights_of(straight, 2), weights_of(tmp_path, 2)
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_a_signal_inside_the_first_evaluation_leaves_nothing(tmp_path):
+    notes: list[str] = []
+    out = tmp_path / "run"
+    ended = train(config_of(out, *EXAMINED, **GRPO), noted=notes.append, **in_evaluation(0))
+    assert ended == {"stopped": "SIGTERM", "steps": 0, "out": str(out)}
+    assert "stopped by SIGTERM before the first step; nothing was saved" in notes
+    assert not out.exists()
+
+
+def test_an_update_that_does_not_end_is_given_up_after_the_grace(tmp_path):
+    """The last checkpoint counts, and the steps since come again."""
+
+    def told(phase: str, *_: int) -> None:
+        if phase == "updating" and (tmp_path / "checkpoints/step-1").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    sets = ("steps=3", "checkpoint.every=1", "checkpoint.grace=0.2")
+    notes: list[str] = []
+    started = time.monotonic()
+    ended = train(config_of(tmp_path, *sets, **GRPO), told=told, noted=notes.append)
+    assert time.monotonic() - started < 40
+    assert ended == {"stopped": "SIGTERM", "steps": 1, "out": str(tmp_path)}
+    assert notes[-1] == (
+        "stopped by SIGTERM after step 1, in the update of step 2; --resume continues from there"
+    )
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    train(config_of(tmp_path, *sets, **GRPO), resume=True)
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3]

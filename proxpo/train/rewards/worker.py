@@ -22,6 +22,7 @@ from typing import Any
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 DETAIL = 300
+LARGEST = 1e15  # reward; the squares of a batch must fit float32
 
 
 class Unusable(Exception):
@@ -164,8 +165,10 @@ def _judged(value: Any, correct: bool | None) -> dict[str, Any]:
         return _failed("nan", "returned None")
     if not isinstance(value, (int, float)):
         return _failed("error", f"returned {_shown(value)}, expected a number")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return _failed("nan", f"returned {value}")
+    if abs(value) > LARGEST:
+        return _failed("nan", f"returned {repr(value)[:60]}, beyond ±{LARGEST:g}")
     return {"reward": float(value), "correct": correct, "status": "ok", "detail": ""}
 
 

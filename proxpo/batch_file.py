@@ -17,35 +17,14 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError, nearest
+from proxpo.fields import as_tensor, check_finite
 from proxpo.files import write_whole
 from proxpo.shapes import Tensor
-from proxpo.types import ROWS, Batch
+from proxpo.types import Batch
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE = Path(__file__).parent / "data" / "sample_batch.json"
-
-BOOLS = ("mask", "step_end", "correct", "truncated", "void", "refresh", "gate")
-INTEGERS = ("tokens", "turn", "group", "prompt_id", "pair")
-PER_RESPONSE = (
-    "rewards",
-    "group",
-    "prompt_id",
-    "greedy_rewards",
-    "correct",
-    "truncated",
-    "void",
-    "duration",
-    "group_tokens",
-    "refresh",
-    "pair",
-)
-PER_VOCABULARY = ("vocab_logp", "old_vocab_logp")
-THREE_AXES = {
-    **dict.fromkeys(PER_VOCABULARY, "vocabulary"),
-    **dict.fromkeys(("hidden", "mean", "old_mean", "ref_mean"), "units"),
-}
-MAY_BE_TEXT = ("group", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,154 +137,21 @@ def _checked(found: dict[str, Any], text: dict[str, list[str]]) -> Batch:
     for name in found:
         if name not in known:
             raise ProxpoError(f"unknown field '{name}'{nearest(name, known)}")
-    present = {name: value for name, value in found.items() if value is not None}
-    for name in ("logp", "mask"):
-        if name not in present:
-            raise ProxpoError(f"the field '{name}' is missing; every batch needs logp and mask")
-    tensors = {name: _tensor(name, value, text) for name, value in present.items()}
-    shape = tuple(tensors["logp"].shape)
-    if 0 in shape:
+    tensors = {
+        name: as_tensor(name, value, text) for name, value in found.items() if value is not None
+    }
+    if 0 in tensors.get("logp", torch.ones(1)).shape:
         raise ProxpoError("the batch is empty: logp holds no tokens")
-    if len(shape) != 2:
-        raise ProxpoError(f"logp is {_shape(shape)}, expected responses x tokens")
-    for name, value in tensors.items():
-        _check_shape(name, value, shape)
-    mask = _boolean("mask", tensors["mask"], torch.ones_like(tensors["mask"], dtype=torch.bool))
-    return Batch(**{name: _typed(name, value, mask) for name, value in tensors.items()})
+    wide: dict[str, Any] = {"logp": None, "mask": None}  # the batch says what is missing
+    wide |= {name: _wide(value) for name, value in tensors.items()}
+    batch = Batch(**wide)
+    for name, value in batch.items():
+        check_finite(name, value, batch.mask)
+    return batch
 
 
-def _tensor(name: str, value: Any, text: dict[str, list[str]]) -> Tensor:
-    """The field as float64 (words and integers of INTEGERS as int64), NaN for null."""
-    if isinstance(value, Tensor):
-        if value.is_complex():
-            raise ProxpoError(f"{name} holds complex numbers, expected real ones")
-        return value.to(torch.float64)
-    if not isinstance(value, list):
-        raise ProxpoError(f"{name} is {_kind(value)}, expected a list")
-    if name in MAY_BE_TEXT and _any_text(value):
-        value = _numbered(value, text.setdefault(name, []), {})
-    numbers, shape = _flatten(value, name)
-    try:
-        return torch.tensor(numbers, dtype=torch.float64).reshape(shape)
-    except OverflowError:
-        raise ProxpoError(f"{name} holds an integer too large for float64") from None
-
-
-def _flatten(value: list[Any], place: str) -> tuple[list[int | float], tuple[int, ...]]:
-    """Numbers in order and the shape; ragged or foreign content is named by its place."""
-    if not any(isinstance(one, list) for one in value):
-        if not set(map(type, value)) <= {int, float, bool, type(None)}:
-            at, odd = next((i, v) for i, v in enumerate(value) if isinstance(v, (str, dict)))
-            raise ProxpoError(f"{place}[{at}] is {_kind(odd)}, expected a number")
-        return [math.nan if one is None else one for one in value], (len(value),)
-    numbers: list[int | float] = []
-    first: tuple[int, ...] | None = None
-    for i, row in enumerate(value):
-        if not isinstance(row, list):
-            raise ProxpoError(f"{place}[{i}] is {_kind(row)}, expected a list like its neighbours")
-        part, shape = _flatten(row, f"{place}[{i}]")
-        first = shape if first is None else first
-        if shape != first:
-            raise ProxpoError(
-                f"{place} is ragged: row {i} has {_count(shape)}, row 0 has {_count(first)}; "
-                "pad the rows and set mask to 0 there"
-            )
-        numbers += part
-    return numbers, (len(value), *(first or ()))
-
-
-def _any_text(value: list[Any]) -> bool:
-    return any(isinstance(v, str) or (isinstance(v, list) and _any_text(v)) for v in value)
-
-
-def _numbered(value: list[Any], words: list[str], seen: dict[str, int]) -> list[Any]:
-    """Each distinct entry's number, by first appearance, collected in `words`; null stays."""
-    out: list[Any] = []
-    for one in value:
-        if isinstance(one, list):
-            out.append(_numbered(one, words, seen))
-        elif one is None or isinstance(one, dict):
-            out.append(one)
-        else:
-            if str(one) not in seen:
-                seen[str(one)] = len(words)
-                words.append(str(one))
-            out.append(seen[str(one)])
-    return out
-
-
-def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    given = tuple(value.shape)
-    if name in PER_RESPONSE:
-        allowed: tuple[tuple[int, ...], ...] = (shape[:1],)
-    elif name in THREE_AXES:
-        allowed = ((*shape, *given[2:3]),) if len(given) == 3 else ()
-    elif name in ROWS:
-        allowed = ((*shape[:1], *given[1:2]),) if len(given) == 2 else ()
-    else:
-        allowed = (shape, shape[:1]) if name == "advantages" else (shape,)
-    if given not in allowed:
-        expected = " or ".join(map(_shape, allowed))
-        if name in THREE_AXES:
-            expected = f"{_shape(shape)} x {THREE_AXES[name]}"
-        elif name in ROWS:
-            expected = f"{_shape(shape[:1])} x units"
-        raise ProxpoError(f"{name} is {_shape(given)}, expected {expected} to go with logp")
-
-
-def _typed(name: str, value: Tensor, mask: Tensor) -> Tensor:
-    valid = _valid(value, mask, name)
-    if name in BOOLS:
-        return _boolean(name, value, valid)
-    if name in INTEGERS:
-        return _integer(name, value, valid)
-    refused = value.isinf() if name == "rewards" else ~value.isfinite() & valid
-    _refuse(name, value, refused, "a finite number")
-    return value
-
-
-def _valid(value: Tensor, mask: Tensor, name: str) -> Tensor:
-    """Where the field counts: at valid tokens, in responses that have one."""
-    if name in PER_RESPONSE or name in ROWS:
-        return torch.ones_like(value, dtype=torch.bool)
-    if value.dim() == 1:
-        return mask.any(dim=1)
-    return mask.reshape(mask.shape + (1,) * (value.dim() - 2)).expand_as(value)
-
-
-def _boolean(name: str, value: Tensor, valid: Tensor) -> Tensor:
-    _refuse(name, value, valid & (value != 0) & (value != 1), "0 or 1")
-    return (value == 1) & valid
-
-
-def _integer(name: str, value: Tensor, valid: Tensor) -> Tensor:
-    whole = value.isfinite() & (value == value.round()) & (value.abs() < 2**53)
-    _refuse(name, value, valid & ~whole, "an integer")
-    return torch.where(whole, value, 0.0).long()
-
-
-def _refuse(name: str, value: Tensor, refused: Tensor, expected: str) -> None:
-    if refused.any():
-        place = refused.nonzero()[0].tolist()
-        where = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "column", "entry"), place))
-        found = float(value[tuple(place)])
-        shown = "null or NaN" if math.isnan(found) else f"{found:g}"
-        raise ProxpoError(f"{name} at {where} (counted from 0) is {shown}, expected {expected}")
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    if len(shape) < 2:
-        return f"a list of {shape[0]}" if shape else "a single number"
-    return " x ".join(map(str, shape))
-
-
-def _count(shape: tuple[int, ...]) -> str:
-    return f"{shape[0]} value{'' if shape[0] == 1 else 's'}" if len(shape) == 1 else _shape(shape)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", type(None): "null"}
-    return names.get(type(value), f"the number {value}")
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.float64) if value.is_floating_point() else value
 
 
 __all__ = ["SAMPLE", "BatchFile", "load_batch", "read_batch", "save_batch"]

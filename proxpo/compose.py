@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.fields import check_rollout
 from proxpo.masked import spread
 from proxpo.pairs import best_and_worst
 from proxpo.shapes import Float, Tensor
@@ -52,12 +53,13 @@ class Prepared(NamedTuple):
     metrics: Metrics
 
 
-def loss_fn(recipe: Recipe) -> Callable[..., Loss]:
-    """The recipe as one function of a whole batch: `loss_fn(recipe)(batch).value.backward()`.
+def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
+    """The recipe as one function of a whole batch: `loss_fn("grpo")(batch).value.backward()`.
 
-    What a recipe does around its loss is not in it; one warning says what that is (`left_out`).
+    A name stands for the method with its defaults. What a recipe does around its loss is not in
+    it; one warning says what that is (`left_out`).
     """
-    check(recipe)
+    recipe = check(_made(recipe))
     _tell(recipe)
 
     def loss(
@@ -108,7 +110,7 @@ def _tell(recipe: Recipe) -> None:
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: Recipe | str,
     batch: Batch,
     *,
     state: States | None = None,
@@ -119,11 +121,13 @@ def prepare(
     """What is fixed for all updates on a rollout: mask, advantages, denominators.
 
     Groups must be whole in `batch`; ranks may hold different groups (`all_sum` adds over them).
-    Advantages given with the batch are used as they are.
+    Advantages given with the batch are used as they are. Numbers at valid tokens must be finite.
     """
+    recipe, batch = _made(recipe), _given(batch)
     ctx = Context(all_sum=all_sum, generator=generator, clock=clock or Clock())
     run = _Run(recipe, ctx, recipe.init_state() if state is None else state)
     batch = batch.clean()
+    check_rollout(batch.items(), batch.mask)
     earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
     with torch.no_grad():
         if batch.advantages is None:
@@ -150,7 +154,7 @@ def prepare(
 
 
 def policy_loss(
-    recipe: Recipe,
+    recipe: Recipe | str,
     batch: Batch,
     *,
     denominators: Denominators,
@@ -165,6 +169,7 @@ def policy_loss(
     `all_sum`, a recipe that compares responses or takes statistics of the batch is refused on a cut
     that cannot answer: `proxpo.over_microbatches` makes the sums of all cuts.
     """
+    recipe, batch = _made(recipe), _given(batch)
     ctx = Context(
         all_sum=_uncut(recipe, batch, denominators) if all_sum is None else all_sum,
         denominators=denominators,
@@ -174,6 +179,8 @@ def policy_loss(
     run = _Run(recipe, ctx, recipe.init_state() if state is None else state)
     read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))
     batch = batch.clean(*(read & CURRENT))
+    # Bounds on a ratio would hide an infinite log-probability; NaN comes through to the loss.
+    batch = batch.replace(logp=batch.logp.masked_fill(batch.logp.isinf(), torch.nan))
     if recipe.advantage is not None and recipe.advantage.live and batch.refresh is not None:
         with torch.no_grad():
             found = as_tokens(run("advantage", recipe.advantage, batch), batch)
@@ -221,6 +228,23 @@ def _holds_groups(batch: Batch, counts: Denominators) -> bool:
         return rows == int(counts.rows)
     complete = bool((tokens_of_group(batch) == batch.group_tokens).all())
     return complete and rows - filled == int(counts.rows - counts.sequences)
+
+
+def _made(recipe: Recipe | str) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        from proxpo.settings import make_recipe  # which needs this module
+
+        return make_recipe(recipe)
+    hint = ": call it first" if callable(recipe) else ""
+    raise ProxpoError(f"expected a recipe or the name of a method, got {recipe!r}{hint}")
+
+
+def _given(batch: Batch) -> Batch:
+    if not isinstance(batch, Batch):
+        raise ProxpoError(f"expected a proxpo.Batch, got {type(batch).__name__}: Batch(logp=...)")
+    return batch
 
 
 @dataclass(frozen=True)
@@ -278,6 +302,8 @@ def as_tokens(advantages: Tensor, batch: Batch) -> Float[Tensor, "seq tok"]:
 
 def require(recipe: Recipe, stage: Stage, batch: Batch) -> None:
     for name in stage.needs:
+        if name in stage.instead and getattr(batch, stage.instead[name]) is not None:
+            continue
         batch.require(name, by=f"{recipe.name or 'recipe'}: {stage.kind}={stage.name}")
 
 

@@ -17,6 +17,7 @@ from proxpo.types import KINDS, MANY, Batch, Context, Metrics, Recipe, Stage, St
 
 Factory = Callable[..., Stage]
 Needs = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+Instead = Mapping[str, str] | Callable[[Mapping[str, Any]], Mapping[str, str]] | None
 STAGES: dict[str, dict[str, Factory]] = {kind: {} for kind in KINDS}
 
 
@@ -25,6 +26,7 @@ def stage(
     *,
     name: str = "",
     needs: Needs = (),
+    instead: Instead = None,
     takes: Needs = (),
     gives: str = "",
     whole_batch: bool | Callable[[Mapping[str, Any]], bool] = True,
@@ -37,8 +39,9 @@ def stage(
     update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
     step: Callable[[Mapping[str, Any], Batch, Metrics, Context], State] | None = None,
 ) -> Callable[[Callable[..., Any]], Factory]:
-    """Register a factory. `needs`, `takes` and `whole_batch` may depend on the options.
+    """Register a factory. `needs`, `instead`, `takes`, `whole_batch` may depend on the options.
 
+    instead names a field that does in place of one in `needs`: {"rewards": "token_rewards"}.
     whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
     so that cutting the batch differently changes its result. live=True marks an advantage that
     every update computes anew, unless the batch came with advantages. length: the longest response
@@ -60,6 +63,7 @@ def stage(
                 apply=factory(**options),
                 options=options,
                 needs=needs(options) if callable(needs) else needs,
+                instead=(instead(options) if callable(instead) else instead) or {},
                 takes=takes(options) if callable(takes) else takes,
                 gives=gives,
                 whole_batch=whole_batch(options) if callable(whole_batch) else whole_batch,

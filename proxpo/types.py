@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.fields import ROWS, fit, fitted
 from proxpo.shapes import Bool, Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
@@ -94,13 +95,15 @@ FIELDS: dict[str, str] = {
 }
 
 
-# Fields of two axes whose second one is not the tokens.
-ROWS = frozenset({"features"})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """B responses of up to T tokens. Values at masked positions are arbitrary, NaN included."""
+    """B responses of up to T tokens. Values at masked positions are arbitrary, NaN included.
+
+    Lists, numpy arrays and numbers of another dtype are converted where they have one meaning;
+    wrong shapes are refused as in a batch file. See proxpo/fields.py.
+    """
+
+    __no_type_check__ = True  # by tests: what is given here need not be a tensor yet
 
     logp: Float[Tensor, "seq tok"]
     mask: Bool[Tensor, "seq tok"]
@@ -145,8 +148,13 @@ class Batch:
     conflict: Float[Tensor, "seq tok"] | None = None
     advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"] | None = None
 
+    def __post_init__(self) -> None:
+        if not fit(vars(self)):
+            for name, value in fitted(vars(self)).items():
+                object.__setattr__(self, name, value)
+
     def replace(self, **changes: Any) -> "Batch":
-        return replace(self, **changes)
+        return Batch(**{**vars(self), **changes})
 
     def rows(self, index: slice | Int[Tensor, " row"]) -> "Batch":
         """The responses `index` alone: a micro-batch of a prepared batch."""
@@ -172,7 +180,7 @@ class Batch:
         """
         chosen = [(name, value) for name, value in self.items() if not names or name in names]
         wide = [(name, value) for name, value in chosen if name not in ROWS]
-        return replace(self, **{name: _cleaned(value, self.mask) for name, value in wide})
+        return self.replace(**{name: _cleaned(value, self.mask) for name, value in wide})
 
 
 def _cleaned(x: Tensor, mask: Tensor) -> Tensor:
@@ -244,14 +252,15 @@ class Stage:
     """One step of a recipe: a pure function, its name and the options it was built with.
 
     `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
-    the batch fields it reads. `prepare` returns fields to add to the batch, once per rollout.
-    `live` marks an advantage that follows the current policy: each update computes it anew.
-    `length` is the longest response assumed while the option max_tokens is none; a host replaces it
-    by its own limit. `decides` names what a schedule settles whatever the host's settings. `adds`
-    names metrics that micro-batches add up, because a count of the step divides them. A stage
-    with memory has `init`, which makes its state, and one of two that make the next: `update`, once
-    per rollout, from the state, the batch and its metrics; or `step`, after every optimizer step,
-    from the mini-batch with the numbers that the step was made from, its metrics and a context.
+    the batch fields it reads, `instead` those that do in their place. `prepare` returns fields to
+    add to the batch, once per rollout. `live` marks an advantage that follows the current policy:
+    each update computes it anew. `length` is the longest response assumed while the option
+    max_tokens is none; a host replaces it by its own limit. `decides` names what a schedule settles
+    whatever the host's settings. `adds` names metrics that micro-batches add up, because a count of
+    the step divides them. A stage with memory has `init`, which makes its state, and one of two
+    that make the next: `update`, once per rollout, from the state, the batch and its metrics; or
+    `step`, after every optimizer step, from the mini-batch with the numbers that the step was made
+    from, its metrics and a context.
     """
 
     kind: str
@@ -259,6 +268,7 @@ class Stage:
     apply: Callable[..., Any] = field(compare=False, repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    instead: Mapping[str, str] = field(default_factory=dict)
     takes: tuple[str, ...] = ()
     gives: str = ""
     whole_batch: bool = True

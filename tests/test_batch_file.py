@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from proxpo import batch_file
+from proxpo import fields as batch_fields
 from proxpo.batch_file import SAMPLE, load_batch, read_batch, save_batch
 from proxpo.errors import ProxpoError
 from proxpo.types import FIELDS, Batch
@@ -91,11 +91,11 @@ def test_every_batch_field_can_be_read(write):
     rows, tokens = 2, 3
     data = {}
     for name in FIELDS:
-        if name in batch_file.PER_RESPONSE:
+        if name in batch_fields.PER_RESPONSE:
             data[name] = [1] * rows
-        elif name in batch_file.THREE_AXES:
+        elif name in batch_fields.THREE_AXES:
             data[name] = [[[-1.0, -1.0]] * tokens] * rows
-        elif name in batch_file.ROWS:
+        elif name in batch_fields.ROWS:
             data[name] = [[1.0, 1.0]] * rows
         else:
             data[name] = [[1] * tokens] * rows

@@ -52,7 +52,11 @@ def _return_needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     return ("rewards", "group") if grouped else ("rewards",)
 
 
-@stage("advantage", needs=_return_needs)
+def _return_instead(options: Mapping[str, Any]) -> dict[str, str]:
+    return {"rewards": "token_rewards"} if options["baseline"] == "none" else {}
+
+
+@stage("advantage", needs=_return_needs, instead=_return_instead)
 def discounted_return(
     *,
     gamma: float = 1.0,
@@ -80,6 +84,8 @@ def discounted_return(
 
 def _baseline(batch: Batch, ctx: Context, baseline: str, singleton: str) -> Float[Tensor, " seq"]:
     """b for each response; NaN for one that gets no advantage: unscored, or alone with "zero"."""
+    if batch.rewards is None:  # token rewards alone, which want no baseline
+        return batch.logp.new_zeros(len(batch.logp))
     rewards, scored = batch.rewards, ~batch.rewards.isnan()
     if baseline == "none":
         return torch.where(scored, 0.0, rewards)
@@ -138,7 +144,7 @@ def greedy_baseline(
     return framework if form == "framework" else official
 
 
-@stage("advantage")
+@stage("advantage", needs=("rewards",), instead={"rewards": "token_rewards"})
 def gae(
     *,
     gamma: float = 1.0,

@@ -12,6 +12,7 @@ def cppo(
     rate: float = 0.5,
     pool: Literal["question", "batch"] = "question",
     metric: Literal["smallest", "largest", "random"] = "smallest",
+    floor: Literal["kept", "removed"] = "kept",
     prompt_factor: float | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -28,12 +29,15 @@ def cppo(
     released versions do: a prompt of equal rewards is dropped first. prompt_factor: how many times
     the prompts are drawn, to fill the room; by default 1/(1 - P), the paper's allocation.
 
-    Departures: ties go to the earlier response. One released version averages over tokens
-    (`--set aggregate=token_mean`). k = 0 leaves nothing to train on.
+    Departures: ties go to the earlier response. k = 0 leaves nothing to train on. The released
+    open-r1 version removes ⌊G P⌋ responses where the paper and the verl version keep ⌊G (1 - P)⌋
+    (floor="removed"), and averages over tokens (`--set aggregate=token_mean`).
 
     Reference: arXiv:2503.22342; lzhxmu/CPPO.
     """
     base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, eps=eps)
     factor = 1 / max(1 - rate, 1e-9) if prompt_factor is None else prompt_factor
-    pruned = largest_advantages(rate=rate, pool=pool, prune=metric, prompt_factor=factor)
+    pruned = largest_advantages(
+        rate=rate, pool=pool, prune=metric, floor=floor, prompt_factor=factor
+    )
     return base.replace(prune=(pruned,))

@@ -87,7 +87,11 @@ def _needs_kl(options: Mapping[str, Any]) -> tuple[str, ...]:
     return ("rewards", *read)
 
 
-@stage("reward", needs=_needs_kl, init=_start, update=_adapt)
+def _instead(options: Mapping[str, Any]) -> dict[str, str]:
+    return {} if options["per"] == "sequence" else {"rewards": "token_rewards"}
+
+
+@stage("reward", needs=_needs_kl, instead=_instead, init=_start, update=_adapt)
 def kl_in_reward(
     *,
     coef: float = 0.001,

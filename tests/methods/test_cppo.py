@@ -98,6 +98,15 @@ def test_counts_survive_rounding(size: int, rate: float, most: int) -> None:
     assert keep_best(torch.rand(size), present, group, rate=rate).sum() == most
 
 
+def test_one_released_version_rounds_what_it_removes() -> None:
+    """Of 3 at P = 0.5, ⌊1.5⌋ = 1 is kept, or 1 is removed; whole numbers leave no choice."""
+    batch = make_batch(1)  # three groups of three
+    for rate, kept in ((0.5, 6), (1 / 3, 6), (2 / 3, 3)):
+        made = method("cppo", rate=rate, floor="removed")
+        assert proxpo.prepare(made, batch).denominators.sequences == kept
+    assert proxpo.prepare(method("cppo", rate=0.5), batch).denominators.sequences == 3
+
+
 def test_ties_go_to_the_earlier_row_and_empty_rows_do_not_count() -> None:
     group = torch.tensor([5, 2, 5, 2, 5, 2])
     present = torch.tensor([True, True, True, True, False, True])

@@ -17,6 +17,7 @@ from helpers import (
 
 import proxpo
 from proxpo.advantages import raw_gae, token_rewards
+from proxpo.errors import ProxpoError
 
 RATIOS = f64([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 2.9, 3.1])
 
@@ -82,6 +83,18 @@ def test_returns() -> None:
     _, grads = loss_and_gradients(made, batch)
     expected = torch.where(batch.mask, batch.values - target, 0.0) / batch.mask.sum()
     close(grads["values"], expected)
+
+
+@pytest.mark.parametrize("slug", ["ppo", "reinforce-pp"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_token_rewards_do_without_a_reward_per_response(slug: str, kl_coef: float) -> None:
+    batch, made = make_batch(1), method(slug, kl_coef=kl_coef)
+    alone = loss_and_gradients(made, batch.replace(rewards=None))
+    zero = loss_and_gradients(made, batch.replace(rewards=torch.zeros_like(batch.rewards)))
+    close(alone[0], zero[0])
+    close(alone[1], zero[1])
+    with pytest.raises(ProxpoError, match=rf"^{slug}: .* needs the batch field 'rewards'"):
+        proxpo.loss_fn(made)(batch.replace(rewards=None, token_rewards=None))
 
 
 def test_value_clip_takes_the_larger_error() -> None:

@@ -76,6 +76,8 @@ FAULT_CASES = {
     "endless recursion": ("f = lambda: f(); globals()['f'] = f; f()", "error", "RecursionError"),
     "NaN": ("return float('nan')", "nan", "returned nan"),
     "infinity": ("return float('inf')", "nan", "returned inf"),
+    "more than float32 can square": ("return -1e39", "nan", "returned -1e+39, beyond ±1e+15"),
+    "a very long integer": ("return 10**400", "nan", "returned 1000000000"),
     "None": ("return None", "nan", "returned None"),
     "text": ("return 'good'", "error", "returned 'good' (str), expected a number"),
     "list": ("return [1.0]", "error", "returned [1.0] (list), expected a number"),

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 DETAIL = 300
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+LARGEST = 1e15  # reward; the squares of a batch must fit float32
 
 
 class Unusable(Exception):
@@ -278,8 +279,10 @@ def _judged(value: Any, correct: bool | None) -> dict[str, Any]:
         return _failed("nan", "returned None")
     if not isinstance(value, (int, float)):
         return _failed("error", f"returned {_shown(value)}, expected a number")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return _failed("nan", f"returned {value}")
+    if abs(value) > LARGEST:
+        return _failed("nan", f"returned {repr(value)[:60]}, beyond ±{LARGEST:g}")
     return {"reward": float(value), "correct": correct, "status": "ok", "detail": ""}
 
 

@@ -50,7 +50,9 @@ class ProxpoTrainer(GRPOTrainer):
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
     if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Options
-    of GRPOConfig that a recipe decides are refused.
+    of GRPOConfig that a recipe decides are refused; one line at the start names their defaults that
+    mean something else than the recipe. `kl`, `entropy` and `clip_ratio/*` are logged as by TRL,
+    the recipe's metrics as `proxpo/...`.
     """
 
     args: GRPOConfig

@@ -152,13 +152,16 @@ def test_verl_s_own_clip(mode, weighted):
         get=lambda key, default=None: {"clip_ratio_c": 3.0}.get(key, default),
         strategy="fsdp2",
     )
-    leaves, values = [], []
+    leaves, values, shares = [], [], []
     for name in ("vanilla", "proxpo_grpo"):
         leaves.append(batch.logp.clone().requires_grad_())
         given = (batch.old_logp, leaves[-1], batch.advantages, batch.mask.double())
-        value, _ = get_policy_loss_fn(name)(*given, mode, config, weights)
+        value, metrics = get_policy_loss_fn(name)(*given, mode, config, weights)
         value.backward()
         values.append(value.detach())
+        shares.append(metrics["actor/pg_clipfrac"])
+    assert shares[1] == pytest.approx(shares[0], rel=1e-6)
+    assert shares[0] > 0
     close(values[1], values[0], rtol=1e-7)
     close(leaves[1].grad, leaves[0].grad, rtol=1e-7)
 

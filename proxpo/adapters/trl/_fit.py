@@ -205,6 +205,17 @@ def in_place(recipe: Recipe, args: Any) -> str:
     return f"GRPOConfig's {values}: in their place recipe {recipe.name} has {used}"
 
 
+def cut(recipe: Recipe, parts: int) -> str:
+    """One line for a loss that depends on how an optimizer step is cut into micro-batches."""
+    alone = [f"{one.kind}={one.name}" for _, one in recipe.stages() if not one.whole_batch]
+    if parts == 1 or not alone:
+        return ""
+    return (
+        f"recipe {recipe.name} looks at each of the {parts} micro-batches of an optimizer step by "
+        f"itself ({', '.join(alone)}), so its loss depends on per_device_train_batch_size"
+    )
+
+
 def _loss_types(recipe: Recipe) -> tuple[str, ...]:
     """TRL's names for the loss of this recipe."""
     by_average = {
@@ -301,6 +312,7 @@ __all__ = [
     "WHY",
     "check_engine",
     "check_fit",
+    "cut",
     "in_place",
     "instead",
     "keeps_groups",

@@ -18,7 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from proxpo.adapters.trl._fit import check_engine, check_fit, in_place, keeps_groups, made
+from proxpo.adapters.trl._fit import (
+    check_engine,
+    check_fit,
+    cut,
+    in_place,
+    keeps_groups,
+    made,
+)
 from proxpo.adapters.trl._memory import (
     read_memory,
     read_reference,
@@ -92,8 +99,10 @@ class ProxpoTrainer(GRPOTrainer):
         if "ref_logp" in self._needs:
             args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
         super().__init__(model, reward_funcs, args, train_dataset, **trl)
-        if line and self.accelerator.is_main_process:
-            print(f"proxpo: {line}", file=sys.stderr, flush=True)
+        parts = args.gradient_accumulation_steps * self.accelerator.num_processes
+        for told in filter(None, (line, cut(self.recipe, parts))):
+            if self.accelerator.is_main_process:
+                print(f"proxpo: {told}", file=sys.stderr, flush=True)
         if self._transform is not None:
             check_engine(self.recipe, self)
         if args.use_vllm:
@@ -299,8 +308,8 @@ class ProxpoTrainer(GRPOTrainer):
         turn, place = divmod(self._step % self._per_rollout, self._held)
         if self._current is None or place % parts == 0:
             variant = turn * len(self._variants) // self.num_iterations
-            cut = self._buffered_inputs[place - place % parts :][:parts]
-            self._current = self._open(self.model_wrapped, variant, mode, cut)
+            held = self._buffered_inputs[place - place % parts :][:parts]
+            self._current = self._open(self.model_wrapped, variant, mode, held)
         return self._current
 
     def _open(

@@ -203,6 +203,16 @@ def test_values_of_trl_that_a_recipe_replaces_are_named(
     assert line in "".join(said)
 
 
+@pytest.mark.parametrize(("slug", "parts"), [("kl-cov", 2), ("kl-cov", 1), ("p3o", 2)])
+def test_a_loss_that_depends_on_the_micro_batch_says_so(slug, parts, tmp_path, capfd):
+    given = {"gradient_accumulation_steps": parts, "options": {"prompts": None}}
+    trainer(tmp_path, slug, **given)
+    line = (
+        "kl-cov looks at each of the 2 micro-batches of an optimizer step by itself (regularisers="
+    )
+    assert (line in capfd.readouterr().err) == (slug == "kl-cov" and parts == 2)
+
+
 def test_every_option_that_trl_s_loss_reads_is_decided_or_honoured():
     """By the source of the method that the recipe's loss replaces: a new option shows up here."""
     source = inspect.getsource(GRPOTrainer._compute_loss)

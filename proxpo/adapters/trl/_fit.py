@@ -8,11 +8,16 @@ from proxpo.errors import ProxpoError
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
 from proxpo.train.learner import needs
-from proxpo.types import Recipe
+from proxpo.types import MANY, Recipe
 
 GIVEN = {
     *("logp", "mask", "old_logp", "ref_logp", "prox_logp", "entropy", "lag", "tokens"),
     *("rewards", "group", "truncated", "group_tokens", "advantages"),
+}
+# Stages that change what TRL does by itself.
+HOST_KINDS = {
+    "budget": "it draws num_generations completions of every prompt",
+    "rescale": "it clips and uses the gradient of a single backward pass",
 }
 _NO_CRITIC = "GRPOTrainer trains no critic"
 _NO_LOGITS = "TRL's fused head keeps no logits"
@@ -44,27 +49,52 @@ WHY = {
     ),
 }
 
+_TIS = "use {'weights+': 'tis'} in recipe_options"
+_SAPO = "they are options of recipe='sapo'"
+_VESPO = "proxpo has no recipe for VESPO"
+_FIXED = "proxpo has no adaptive entropy bonus; {'regularisers+': 'entropy_bonus'} has a fixed one"
 # Options of GRPOConfig that the recipe decides instead, and where a recipe has them.
 DECIDED = {
-    "beta": "a KL term of the recipe, e.g. {'regularisers+': 'kl_to_ref'}",
-    "delta": "{'trust.cap': ...}",
-    "entropy_coef": "{'regularisers+': 'entropy_bonus'}",
-    "epsilon": "the recipe's clip options",
-    "epsilon_high": "the recipe's clip options",
-    "importance_sampling_level": "{'ratio': 'token' or 'sequence'}",
-    "loss_type": "the recipe itself",
-    "multi_objective_aggregation": "reward_weights, which are summed before the recipe sees them",
-    "off_policy_mask_threshold": "{'weights+': 'off_policy_mask'}",
-    "sapo_temperature_neg": "the options of recipe sapo",
-    "sapo_temperature_pos": "the options of recipe sapo",
-    "scale_rewards": "{'advantage.scale': ...}",
-    "top_entropy_quantile": "{'weights+': 'top_entropy'}",
-    "use_adaptive_entropy": "{'regularisers+': 'entropy_bonus'}",
-    "use_bias_correction_kl": "the recipe's kl_ratio_corrected",
-    "vllm_importance_sampling_clip_max": "{'weights+': 'tis'}",
-    "vllm_importance_sampling_clip_min": "{'weights+': 'tis'}",
-    "vllm_importance_sampling_mode": "{'weights+': 'tis'}",
+    "beta": "use {'regularisers+': 'kl_to_ref'} in recipe_options",
+    "delta": "trust=ppo_clip has it as {'trust.cap': ...}",
+    "entropy_coef": "use {'regularisers+': 'entropy_bonus'} in recipe_options",
+    "entropy_coef_delta": _FIXED,
+    "entropy_coef_max": _FIXED,
+    "entropy_coef_min": _FIXED,
+    "entropy_target": _FIXED,
+    "epsilon": "it has no clip range",
+    "epsilon_high": "it has no clip range",
+    "importance_sampling_level": "use {'ratio': 'token' or 'sequence'} in recipe_options",
+    "loss_type": "use another recipe, e.g. recipe='dapo', 'dr-grpo', 'cispo', 'sapo'",
+    "multi_objective_aggregation": "use reward_weights, summed before the recipe sees them",
+    "off_policy_mask_threshold": "use {'weights+': 'off_policy_mask'} in recipe_options",
+    "sapo_temperature_neg": _SAPO,
+    "sapo_temperature_pos": _SAPO,
+    "scale_rewards": "use {'advantage.scale': ...} in recipe_options",
+    "top_entropy_quantile": "use {'weights+': 'top_entropy'} in recipe_options",
+    "use_adaptive_entropy": _FIXED,
+    "use_bias_correction_kl": "recipe='grpo' has it as kl_ratio_corrected",
+    "vespo_k_neg": _VESPO,
+    "vespo_k_pos": _VESPO,
+    "vespo_lambda_neg": _VESPO,
+    "vespo_lambda_pos": _VESPO,
+    "vllm_importance_sampling_clip_max": _TIS,
+    "vllm_importance_sampling_clip_min": _TIS,
+    "vllm_importance_sampling_mode": _TIS,
 }
+# The same number under the name of a method's option, or of a stage's.
+SAME = {
+    "beta": ("kl_coef", "regularisers.kl_to_ref.coef"),
+    "delta": ("ratio_cap", "trust.cap"),
+    "epsilon": ("clip_low", "clip", "trust.low"),
+    "epsilon_high": ("clip_high", "trust.high"),
+    "entropy_coef": ("entropy_coef", "regularisers.entropy_bonus.coef"),
+    "sapo_temperature_neg": ("tau_neg",),
+    "sapo_temperature_pos": ("tau_pos",),
+    "off_policy_mask_threshold": ("off_policy_threshold",),
+    "use_bias_correction_kl": ("kl_ratio_corrected",),
+}
+ADDED = {"beta": "kl_to_ref", "entropy_coef": "entropy_bonus"}  # terms that any recipe can have
 
 
 def made(recipe: str | Recipe, options: Settings | None) -> Recipe:
@@ -82,6 +112,11 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
     for name in sorted(missing):
         raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
     for _, stage in recipe.stages():
+        if stage.kind in HOST_KINDS:
+            raise ProxpoError(
+                f"recipe {recipe.name} has {stage.kind}={stage.name}, for which TRL has no place: "
+                f"{HOST_KINDS[stage.kind]}; recipe_options={{'{stage.kind}': None}} leaves it out"
+            )
         if stage.step is not None:
             raise ProxpoError(
                 f"recipe {recipe.name}: {stage.kind}={stage.name} follows every optimizer step by "
@@ -113,12 +148,105 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
 def _check_options(recipe: Recipe, args: Any) -> None:
     """Options that would be silently without effect are refused instead."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name, instead in DECIDED.items():
-        if getattr(args, name) != defaults[name]:
+    for name in DECIDED:
+        value = getattr(args, name)
+        if value != defaults[name]:
             raise ProxpoError(
-                f"GRPOConfig.{name}={getattr(args, name)} has no effect on recipe {recipe.name}: "
-                f"use {instead} in recipe_options"
+                f"GRPOConfig.{name}={value} has no effect on recipe {recipe.name}: "
+                f"{instead(recipe, name, value)}"
             )
+    if args.sync_ref_model and "ref_logp" not in needs(recipe):
+        raise ProxpoError(
+            f"GRPOConfig.sync_ref_model=True has no effect on recipe {recipe.name}, which reads no "
+            f"reference model: for a KL term to one {instead(recipe, 'beta', 0.04)}"
+        )
+
+
+def instead(recipe: Recipe, name: str, value: Any) -> str:
+    """Advice: the recipe_options that do what an option of GRPOConfig would do in TRL."""
+    chosen = {place: value for place in (_same(recipe, name),) if place is not None}
+    if name == "epsilon" and "clip" not in chosen:  # in TRL one number for both sides
+        chosen |= {place: value for place in (_same(recipe, "epsilon_high"),) if place is not None}
+    if name in ADDED and not chosen:
+        term = f"regularisers.{ADDED[name]}.coef"
+        chosen = {"regularisers+": ADDED[name], term: value}
+    return f"use {chosen} in recipe_options" if chosen else DECIDED[name]
+
+
+def _same(recipe: Recipe, name: str) -> str | None:
+    """The option of the method, or of one of its stages, that is the same number."""
+    for place in SAME.get(name, ()):
+        kind, *path = place.split(".")
+        if not path and place in recipe.options:
+            return place
+        stages = getattr(recipe, kind) if kind in MANY else [getattr(recipe, kind, None)]
+        named = [stage for stage in stages if stage and path[:-1] in ([], [stage.name])]
+        if path and any(path[-1] in stage.options for stage in named):
+            return place
+    return None
+
+
+def in_place(recipe: Recipe, args: Any) -> str:
+    """One line: the defaults of GRPOConfig that the recipe replaces by something else.
+
+    A GRPOConfig does not know which of its values were written and which are defaults, so
+    `loss_type="dapo"` under recipe grpo cannot be refused, but it is named here.
+    """
+    trust, average = f"trust={recipe.trust}", f"aggregate={recipe.aggregate}"
+    parts: dict[str, tuple[tuple[Any, ...], list[str]]] = {
+        "loss_type": (_loss_types(recipe), [trust, average]),
+        "epsilon": ((recipe.trust.options.get("low"),), [trust]),
+        "epsilon_high": (_highs(recipe, args), [trust]),
+        "scale_rewards": (_scales(recipe), [f"advantage={recipe.advantage}"]),
+        "importance_sampling_level": ((recipe.ratio.name,), [f"ratio={recipe.ratio}"]),
+    }
+    read = [f"{stage.kind}={stage}" for _, stage in recipe.stages() if "ref_logp" in stage.needs]
+    if read:
+        parts["beta"] = ((), read)
+    idle = [name for name, (meant, _) in parts.items() if getattr(args, name) not in meant]
+    if not idle:
+        return ""
+    values = ", ".join(f"{name}={getattr(args, name)!r}" for name in idle)
+    used = ", ".join(dict.fromkeys(stage for name in idle for stage in parts[name][1]))
+    return f"GRPOConfig's {values}: in their place recipe {recipe.name} has {used}"
+
+
+def cut(recipe: Recipe, parts: int) -> str:
+    """One line for a loss that depends on how an optimizer step is cut into micro-batches."""
+    alone = [f"{one.kind}={one.name}" for _, one in recipe.stages() if not one.whole_batch]
+    if parts == 1 or not alone:
+        return ""
+    return (
+        f"recipe {recipe.name} looks at each of the {parts} micro-batches of an optimizer step by "
+        f"itself ({', '.join(alone)}), so its loss depends on per_device_train_batch_size"
+    )
+
+
+def _loss_types(recipe: Recipe) -> tuple[str, ...]:
+    """TRL's names for the loss of this recipe."""
+    by_average = {
+        "token_mean": ("dapo", "bnpo"),
+        "seq_mean_token_mean": ("grpo",),
+        "constant_length": ("dr_grpo",),
+    }
+    named = {"clipped_weight": ("cispo",), "soft_gate": ("sapo",)}
+    if recipe.trust.name == "ppo_clip":
+        return by_average.get(recipe.aggregate.name, ())
+    return named.get(recipe.trust.name, ())
+
+
+def _highs(recipe: Recipe, args: Any) -> tuple[float | None, ...]:
+    """TRL's epsilon_high for this recipe's upper bound; None stands for epsilon."""
+    high = recipe.trust.options.get("high")
+    return (high, None) if high in (None, args.epsilon) else (high,)
+
+
+def _scales(recipe: Recipe) -> tuple[str, ...]:
+    """TRL's names for the scale of this recipe's advantages."""
+    advantage = recipe.advantage
+    if advantage is None or advantage.name != "group_relative":
+        return ()
+    return (str(advantage.options["scale"]),)
 
 
 def _check_updates(recipe: Recipe, args: Any) -> None:
@@ -185,4 +313,15 @@ def keeps_groups(recipe: Recipe) -> bool:
     return "log_ratio" in recipe.aggregate.takes or gradient.get("group_by") == "prompt"
 
 
-__all__ = ["DECIDED", "GIVEN", "WHY", "check_engine", "check_fit", "keeps_groups", "made"]
+__all__ = [
+    "DECIDED",
+    "GIVEN",
+    "WHY",
+    "check_engine",
+    "check_fit",
+    "cut",
+    "in_place",
+    "instead",
+    "keeps_groups",
+    "made",
+]

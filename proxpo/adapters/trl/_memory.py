@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save
+from safetensors.torch import load, load_model, save, save_model
+from torch import nn
 
 from proxpo.compose import States
 from proxpo.errors import ProxpoError
@@ -14,6 +15,7 @@ from proxpo.train.trees import flatten, unflatten
 from proxpo.types import Recipe
 
 NAME = "proxpo_recipe"
+REFERENCE = "proxpo_reference.safetensors"
 
 
 def write_memory(folder: Path, recipe: Recipe, state: States, transform: Transform | None) -> None:
@@ -49,4 +51,19 @@ def read_memory(folder: Path, recipe: Recipe, transform: Transform | None) -> St
     return memory["state"]
 
 
-__all__ = ["NAME", "read_memory", "write_memory"]
+def write_reference(folder: Path, model: nn.Module) -> None:
+    """The reference model that `sync_ref_model` has moved; TRL saves none."""
+    save_model(model, str(folder / REFERENCE))
+
+
+def read_reference(folder: Path, model: nn.Module) -> None:
+    """Gives the reference model its weights back."""
+    if not (folder / REFERENCE).exists():
+        raise ProxpoError(
+            f"{folder} cannot be resumed from with sync_ref_model=True: the reference model is "
+            f"missing ({REFERENCE}); ProxpoTrainer saves it where it is not sharded"
+        )
+    load_model(model, str(folder / REFERENCE))
+
+
+__all__ = ["NAME", "read_memory", "read_reference", "write_memory", "write_reference"]

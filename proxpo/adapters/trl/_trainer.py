@@ -6,8 +6,10 @@ and backward, and the recipe's memory in the checkpoint.
 """
 
 import copy
+import sys
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from proxpo.adapters.trl._fit import check_engine, check_fit, keeps_groups, made
-from proxpo.adapters.trl._memory import read_memory, write_memory
+from proxpo.adapters.trl._fit import (
+    check_engine,
+    check_fit,
+    cut,
+    in_place,
+    keeps_groups,
+    made,
+)
+from proxpo.adapters.trl._memory import (
+    read_memory,
+    read_reference,
+    write_memory,
+    write_reference,
+)
+from proxpo.adapters.trl._metrics import Lengths, Watch, trl_metrics
 from proxpo.adapters.trl._order import EpochOrder
 from proxpo.adapters.trl._rollout import Rollout, early, prepared, window
 from proxpo.adapters.trl._step import ROW, Step, asks_for_sums, in_all_groups, in_order, now, scored
@@ -28,7 +43,6 @@ from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
 from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.compose import States, policy_loss
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.masked import masked_mean
 from proxpo.metering import combined, joined
 from proxpo.settings import Settings, at_length
 from proxpo.sums import over_microbatches, over_ranks
@@ -59,7 +73,9 @@ class ProxpoTrainer(GRPOTrainer):
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
     if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Options
-    of GRPOConfig that a recipe decides are refused.
+    of GRPOConfig that a recipe decides are refused; one line at the start names their defaults that
+    mean something else than the recipe. `kl`, `entropy` and `clip_ratio/*` are logged as by TRL,
+    the recipe's metrics as `proxpo/...`.
     """
 
     args: GRPOConfig
@@ -85,18 +101,26 @@ class ProxpoTrainer(GRPOTrainer):
         speaks = args.use_vllm or trl.get("rollout_func") is not None
         check_fit(self.recipe, args, reports_logp=speaks)
         self._needs = needs(self.recipe)
-        self._variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
+        variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
+        self._watches = [Watch.of(recipe) for recipe in variants]
+        self._variants = tuple(watch.recipe for watch in self._watches)
+        self._lengths = Lengths()
         self._early = {name for one in self._variants for name in early(one)}
-        if "ref_logp" in self._needs:
-            args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
         gradient = self.recipe.gradient
         self._transform = None if gradient is None else gradient.apply()
         self._state = self.recipe.init_state()
         self._rollouts: dict[str, list[Rollout]] = {}
         self._current: Step | None = None
         self._block = ExitStack()
+        line = in_place(self.recipe, args)
+        if "ref_logp" in self._needs:
+            args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
         super().__init__(model, reward_funcs, args, train_dataset, **trl)
         self._skipped = 0
+        parts = args.gradient_accumulation_steps * self.accelerator.num_processes
+        for told in filter(None, (line, cut(self.recipe, parts))):
+            if self.accelerator.is_main_process:
+                print(f"proxpo: {told}", file=sys.stderr, flush=True)
         if self._transform is not None:
             check_engine(self.recipe, self)
             self.add_callback(_BeforeStep(self))
@@ -204,6 +228,10 @@ class ProxpoTrainer(GRPOTrainer):
                 stacklevel=2,
             )
         self._metrics["train"]["proxpo/skipped"].append(float(self._skipped))
+        lengths = self._lengths.take()
+        for name, value in lengths.items() if made else ():
+            mean = self.accelerator.reduce(value, reduction="mean")
+            self._metrics["train"][f"proxpo/{name}"].append(mean.item())
         self._transform.step(skipped=not made)
         if self._skipped >= MOST_SKIPPED:
             raise ProxpoError(
@@ -218,30 +246,32 @@ class ProxpoTrainer(GRPOTrainer):
         lag = self.state.global_step - step.window.rollout.version
         batch = batch.replace(lag=torch.full_like(batch.mask, lag, dtype=torch.long))
         if self._transform is None or not torch.is_grad_enabled():
-            found = self._forward(model, inputs, aux=self.aux_loss_enabled)
+            found = self._forward(model, inputs, aux=self.aux_loss_enabled, entropy=True)
             aux = found.pop("aux_loss", None)
-            value, metrics = self._loss(step, step.recipe, now(batch, found))
-            if "entropy" in found:
-                metrics["entropy"] = masked_mean(found["entropy"].detach(), batch.mask)
+            batch = now(batch, found)
+            value, metrics = self._loss(step, step.recipe, batch)
             value = value * self.accelerator.num_processes  # engines average over processes
             if aux is not None:
                 parts = self.current_gradient_accumulation_steps if mode == "train" else 1
                 value = value + self.router_aux_loss_coef * aux / parts
+                mean = self.accelerator.gather_for_metrics(aux.detach()).mean()
+                self._metrics[mode]["aux_loss"].append(mean.item())
         else:
-            value, metrics = self._transformed(model, inputs, step, batch)
+            value, metrics, batch = self._transformed(model, inputs, step, batch)
         self._note(mode, step, metrics, batch)
         return value
 
     def _transformed(
         self, model: nn.Module, inputs: dict[str, Any], step: Step, batch: Batch
-    ) -> Loss:
+    ) -> tuple[torch.Tensor, Metrics, Batch]:
         """The loss's value, with the objective of the gradient transform behind it."""
         recipe, processes = step.recipe, self.accelerator.num_processes
         bare = recipe.replace(regularisers=(), value=None)
-        extra = torch.zeros((), device=batch.mask.device)
+        extra, metrics = torch.zeros((), device=batch.mask.device), {}
         if recipe.regularisers:  # terms without an advantage: a backward of their own
             fresh = now(batch, self._forward(model, inputs))
-            extra = self._loss(step, recipe, fresh).value - self._loss(step, bare, fresh).value
+            whole = self._loss(step, recipe, fresh)
+            extra, metrics = whole.value - self._loss(step, bare, fresh).value, whole.metrics
             self._backward(processes * extra)
         given = self._given(step, bare)
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
@@ -252,13 +282,14 @@ class ProxpoTrainer(GRPOTrainer):
                 sequences=torch.where(attended, number, -1),
                 advantages=processes * per_response(recipe, batch),  # engines average
                 groups=batch.group,
+                observe=self._lengths,
             )
         )
-        found = self._forward(model, inputs)
-        split = objective(recipe, now(batch, found), **given)
-        descended = -(split.weights * found["logp"]).sum()
+        batch = now(batch, self._forward(model, inputs, entropy=True))
+        split = objective(recipe, batch, **given)
+        descended = -(split.weights * batch.logp).sum()
         value = processes * (split.loss.value + extra).detach()
-        return Loss(value + descended - descended.detach(), split.loss.metrics)
+        return value + descended - descended.detach(), metrics | split.loss.metrics, batch
 
     def _backward(self, value: torch.Tensor) -> None:
         """Gradients that TRL's backward, which follows, will be added to."""
@@ -323,8 +354,8 @@ class ProxpoTrainer(GRPOTrainer):
         turn, place = divmod(self._step % self._per_rollout, self._held)
         if self._current is None or place % parts == 0:
             variant = turn * len(self._variants) // self.num_iterations
-            cut = self._buffered_inputs[place - place % parts :][:parts]
-            self._current = self._open(self.model_wrapped, variant, mode, cut)
+            held = self._buffered_inputs[place - place % parts :][:parts]
+            self._current = self._open(self.model_wrapped, variant, mode, held)
         return self._current
 
     def _open(
@@ -362,22 +393,23 @@ class ProxpoTrainer(GRPOTrainer):
         inputs: dict[str, Any],
         *,
         aux: bool = False,
+        entropy: bool = False,
         rows: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """What the current weights say of a micro-batch, by Batch name."""
+        """Numbers of the current weights for a micro-batch, by Batch name."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        logp, entropy, aux_loss = self._get_per_token_logps_and_entropies(
+        logp, entropies, aux_loss = self._get_per_token_logps_and_entropies(
             model,
             ids,
             attended,
             inputs["completion_ids"].shape[1],
             batch_size=rows,
-            compute_entropy=self._transform is None or "entropy" in self._needs,
+            compute_entropy=entropy or self._transform is None or "entropy" in self._needs,
             compute_aux_loss=aux,
             **{name: inputs[name] for name in IMAGES if name in inputs},
         )
-        found = {"logp": logp, "entropy": entropy, "aux_loss": aux_loss}
+        found = {"logp": logp, "entropy": entropies, "aux_loss": aux_loss}
         return {name: value for name, value in found.items() if value is not None}
 
     def _get_per_token_logps_and_entropies(
@@ -416,7 +448,12 @@ class ProxpoTrainer(GRPOTrainer):
     # --- metrics and memory
 
     def _note(self, mode: str, step: Step, metrics: Metrics, batch: Batch) -> None:
-        """Metrics of the optimizer step, logged when it is complete."""
+        """TRL's metrics of the micro-batch; ours of the optimizer step, when it is complete."""
+        watch = next(one for one in self._watches if one.recipe is step.recipe)
+        total = partial(self.accelerator.reduce, reduction="sum")
+        known = trl_metrics(watch, batch, metrics, total=total, gather=self.accelerator.gather)
+        for name, number in known.items():
+            self._metrics[mode][name].append(number)
         share = batch.mask.sum() / step.window.denominators.tokens.clamp(min=1)
         step.seen = combined(step.recipe, step.seen, metrics, share=share)
         step.done += 1
@@ -425,7 +462,7 @@ class ProxpoTrainer(GRPOTrainer):
         table = self.accelerator.gather(torch.stack(list(step.seen.values()))[None]).cpu()
         for name, column in zip(step.seen, table.unbind(dim=1)):
             value = float(joined(name, column.unbind()))
-            self._metrics[mode][name if name == "entropy" else f"proxpo/{name}"].append(value)
+            self._metrics[mode][f"proxpo/{name}"].append(value)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:  # first, so that a checkpoint TRL has finished is never without
@@ -433,12 +470,21 @@ class ProxpoTrainer(GRPOTrainer):
             folder = Path(self._get_output_dir(trial=trial)) / step
             folder.mkdir(parents=True, exist_ok=True)
             write_memory(folder, self.recipe, self._state, self._transform)
+            if self.args.sync_ref_model and not self._shards_reference():
+                write_reference(folder, self.accelerator.unwrap_model(self.ref_model))
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._state = read_memory(Path(checkpoint), self.recipe, self._transform)
+            if self.args.sync_ref_model:
+                read_reference(Path(checkpoint), self.accelerator.unwrap_model(self.ref_model))
+
+    def _shards_reference(self) -> bool:
+        """Whether no process holds the whole reference model."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
 
 
 __all__ = ["ProxpoTrainer"]

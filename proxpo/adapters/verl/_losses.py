@@ -277,8 +277,13 @@ def given_weights(weights: Float[Tensor, "seq tok"]) -> Stage:
 
 
 def report(loss: Loss, batch: Batch) -> dict[str, float]:
-    """Metrics as verl wants them: numbers, under `actor/`."""
+    """Metrics as verl wants them: numbers, under `actor/`, and under verl's names where it has any.
+
+    pg_clipfrac is the share of tokens on which the clip acts, in verl as here.
+    """
     seen = {f"actor/{name}": float(value) for name, value in loss.metrics.items()}
+    if "actor/trust/clipped" in seen:
+        seen["actor/pg_clipfrac"] = seen["actor/trust/clipped"]
     if batch.old_logp is not None:
         drift = masked_mean((batch.old_logp - batch.logp).detach(), batch.mask)
         seen["actor/ppo_kl"] = float(drift)

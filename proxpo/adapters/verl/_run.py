@@ -10,7 +10,7 @@ from typing import Any
 
 from proxpo.adapters.verl._estimators import by_name
 from proxpo.adapters.verl._host import tell
-from proxpo.adapters.verl._losses import options_of
+from proxpo.adapters.verl._losses import AVERAGES, options_of
 from proxpo.adapters.verl._recipes import (
     GROUP_KINDS,
     PREFIX,
@@ -82,7 +82,7 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
     options = plain(options_of(actor))
     recipe = loss_recipe(slug, options, changed(actor))
     _check_written(recipe, actor, explicit)
-    _check_options(slug, options)
+    _check_options(recipe, options, actor)
     _check_estimator(recipe, options, config)
     _check_updates(recipe, config)
     groups = algorithm.get("filter_groups", None)
@@ -111,15 +111,25 @@ def _check_written(recipe: Recipe, actor: Any, explicit: Collection[str]) -> Non
             )
 
 
-def _check_options(slug: str, options: Mapping[str, Any]) -> None:
-    """Options of a loss mode that change nothing but verl's critic."""
+def _check_options(recipe: Recipe, options: Mapping[str, Any], actor: Any) -> None:
+    """Options of a loss mode that change nothing but verl's critic or verl's average."""
     for key in options:
-        kinds = touched(slug, options, key)
+        kinds = touched(recipe.name, options, key)
         if kinds == {"value"}:
             raise ProxpoError(
-                f"verl: policy_loss.options.{key} of {slug} changes the value loss, which verl's "
-                "critic has to itself: set critic.cliprange_value and critic.optim"
+                f"verl: policy_loss.options.{key} of {recipe.name} changes the value loss, which "
+                "verl's critic has to itself: set critic.cliprange_value and critic.optim"
             )
+        if kinds == {"aggregate"} and not _averages_alike(recipe.aggregate, actor):
+            raise ProxpoError(
+                f"verl: policy_loss.options.{key} of {recipe.name} changes the average, which is "
+                "verl's: set actor.loss_agg_mode, and actor.loss_scale_factor for a constant length"
+            )
+
+
+def _averages_alike(stage: Stage, actor: Any) -> bool:
+    same = AVERAGES.get(str(actor.loss_agg_mode)) == stage.name
+    return same and stage.options.get("max_tokens") in (None, actor.loss_scale_factor)
 
 
 def touched(slug: str, options: Mapping[str, Any], key: str) -> set[str]:

@@ -1,6 +1,7 @@
 """With a recipe that TRL has too, the loss of every step is TRL's own: twenty steps, same seeds."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from proxpo.adapters.trl._step import ROW
 pytestmark = pytest.mark.long
 # Two updates on each rollout, so that ratios leave 1 and clips act.
 OFTEN = {"num_iterations": 2, "learning_rate": 1e-4}
+TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 PLAIN = {"eps": 1e-4, "aggregate.count_empty": True}
 CASES = {
     "grpo": ("grpo", PLAIN, {}),
@@ -58,6 +60,60 @@ def test_the_loss_curve_is_that_of_trl(case, tmp_path):
     torch.testing.assert_close(seen(ours, "grad_norm"), seen(host, "grad_norm"), rtol=1e-4, atol=0)
     assert len(losses(ours)) == 20
     assert max(map(abs, losses(ours))) > 1e-3
+    logs_agree(ours, host)
+
+
+def logs_agree(ours: Any, host: Any) -> None:
+    """Whatever TRL logs in a step stands under the same name in ours, with the same number."""
+    for mine, theirs in zip(ours.state.log_history, host.state.log_history, strict=True):
+        shared = {name: mine[name] for name in theirs if name not in TIMES}  # KeyError: not logged
+        wanted = {name: theirs[name] for name in shared}
+        torch.testing.assert_close(shared, wanted, rtol=1e-4, atol=1e-5)
+
+
+CUT = {"gradient_accumulation_steps": 2, "max_steps": 4}
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+
+
+@pytest.mark.parametrize("case", ["grpo-kl", "gspo", "cispo"])
+def test_micro_batches_are_logged_as_trl_logs_them(case, tmp_path):
+    recipe, options, theirs = CASES[case]
+    ours = trainer(tmp_path, recipe, options=options, **OFTEN, **CUT)
+    ours.train()
+    host = trainer(tmp_path, **OFTEN, **CUT, **{"loss_type": case, **theirs})
+    host.train()
+    logs_agree(ours, host)
+    clipped = "cispo_clip_ratio" if case == "cispo" else "clip_ratio/region_mean"
+    assert max(seen(ours, clipped)) > 0
+
+
+def test_a_synced_reference_model_is_that_of_trl(tmp_path):
+    recipe, options, theirs = CASES["grpo-kl"]
+    ours = trainer(tmp_path, recipe, options=options, **OFTEN, **SYNCED, max_steps=6)
+    ours.train()
+    host = trainer(tmp_path, **OFTEN, **SYNCED, **theirs, max_steps=6)
+    host.train()
+    logs_agree(ours, host)
+    moved = zip(ours.ref_model.parameters(), host.ref_model.parameters(), strict=True)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in moved)
+    start = trainer(tmp_path, recipe, options=options, max_steps=1).ref_model
+    pairs = zip(start.parameters(), ours.ref_model.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_isopo_logs_what_every_recipe_logs(tmp_path):
+    """Entropy, KL and response lengths under TRL's names, and the lengths of its gradients."""
+    options = {"regularisers+": "kl_to_ref"}
+    rows = {}
+    for slug in ("isopo", "reinforce"):
+        run = trainer(tmp_path, slug, options=options, max_steps=2)
+        run.train()
+        rows[slug] = run.state.log_history[1]
+    assert rows["reinforce"].keys() <= rows["isopo"].keys()
+    assert {"entropy", "kl", "completions/mean_length"} <= rows["isopo"].keys()
+    assert rows["isopo"]["entropy"] > 0
+    assert rows["isopo"]["kl"] > 0
+    assert rows["isopo"]["proxpo/gradient/fisher"] > 0
 
 
 @pytest.mark.parametrize("average", ["token", "prompt"])

@@ -1,16 +1,20 @@
 """Every recipe TRL can feed trains the model in the box; every other one says why it cannot."""
 
+import dataclasses
+import inspect
 import math
+import re
 import runpy
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from trl import GRPOConfig, GRPOTrainer
 from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 
 import proxpo
-from proxpo.adapters.trl._fit import GIVEN
+from proxpo.adapters.trl._fit import DECIDED, GIVEN
 from proxpo.adapters.trl._translate import mask_of
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -24,6 +28,11 @@ OPTIONS = {slug: {"schedule": None} for slug in SCHEDULED}
 LABELS = ("pacs",)
 # Of two responses with the same |advantage| the earlier stays, and TRL has shuffled the rows.
 TIES = ("cppo",)
+# What TRL's loss reads and ours, or the rest of TRL, reads too; the last with recipe tis.
+HONOURED = {
+    *("max_completion_length", "router_aux_loss_coef", "steps_per_generation", "use_vllm"),
+    "vllm_importance_sampling_correction",
+}
 
 
 @pytest.mark.long
@@ -103,8 +112,35 @@ def test_recipes_trl_cannot_feed_are_refused(slug, tmp_path):
 
 BAD = [
     ("tis", {}, {}, "generation with transformers reports no log-probabilities; set use_vllm=True"),
-    ("grpo", {}, {"beta": 0.1}, r"GRPOConfig.beta=0.1 has no effect on recipe grpo: use a KL term"),
-    ("grpo", {}, {"epsilon": 0.1}, "GRPOConfig.epsilon=0.1 has no effect"),
+    (
+        *("grpo", {}, {"beta": 0.04}),
+        "GRPOConfig.beta=0.04 has no effect on recipe grpo: use {'kl_coef': 0.04} in recipe_opt",
+    ),
+    (
+        "isopo",
+        {},
+        {"beta": 0.04},
+        "'kl_to_ref', 'regularisers.kl_to_ref.coef': 0.04",
+    ),
+    (
+        "grpo",
+        {},
+        {"epsilon": 0.1},
+        "no effect on recipe grpo: use {'clip_low': 0.1, 'clip_high': 0.1}",
+    ),
+    ("opo", {}, {"epsilon": 0.1}, "no effect on recipe opo: use {'clip': 0.1} in recipe_options"),
+    ("isopo", {}, {"epsilon": 0.1}, "no effect on recipe isopo: it has no clip range"),
+    ("grpo", {}, {"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 has no effect on recipe grpo"),
+    ("grpo", {}, {"entropy_target": 0.5}, "entropy_target=0.5 has no effect on recipe grpo"),
+    (
+        *("grpo", {}, {"sync_ref_model": True}),
+        "sync_ref_model=True has no effect on recipe grpo, which reads no reference.*kl_coef",
+    ),
+    (
+        *("grpo", {"rescale": "clipping_bias"}, {}),
+        "recipe grpo has rescale=clipping_bias, for which TRL has no place",
+    ),
+    ("grpo", {"budget": "knapsack", "prompts": None}, {}, "prompt_id|budget=knapsack"),
     ("grpo", {}, {"scale_rewards": "none"}, "'advantage.scale'"),
     ("grpo", {"clip": 1}, {}, "unknown option 'clip' of grpo; did you mean 'clip_"),
     ("gropo", {}, {}, "unknown method 'gropo'; did you mean 'grpo'"),
@@ -138,6 +174,52 @@ def test_bad_input(recipe, options, changes, message, tmp_path):
     with pytest.raises(ProxpoError, match=message) as caught:
         trainer(tmp_path, recipe, options=options, **changes)
     assert "\n" not in str(caught.value)
+
+
+SAID = [
+    ("grpo", {}, {"loss_type": "dapo"}, "loss_type='dapo': in their place recipe grpo has trust="),
+    ("gspo", {}, {}, "epsilon=0.2, epsilon_high=None, importance_sampling_level='token': in their"),
+    ("isopo", {}, {}, "loss_type='dapo', epsilon=0.2, importance_sampling_level='token': in their"),
+    ("grpo", {"kl_coef": 0.1}, {}, "beta=0.0: in their place recipe grpo has"),
+    (
+        "dapo",
+        {"prompts": None},
+        {},
+        "epsilon_high=None: in their place recipe dapo has trust=ppo_cl",
+    ),
+    ("rloo", {"kl_coef": 0.0}, {}, "scale_rewards='group'"),
+    ("grpo", {"aggregate": "token_mean"}, {"loss_type": "dapo"}, ""),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options", "changes", "line"), SAID)
+def test_values_of_trl_that_a_recipe_replaces_are_named(
+    recipe, options, changes, line, tmp_path, capfd
+):
+    """A GRPOConfig does not tell a written value from a default; all without effect are said."""
+    trainer(tmp_path, recipe, options=options, **changes)
+    said = [text for text in capfd.readouterr().err.splitlines() if text.startswith("proxpo: ")]
+    assert len(said) == bool(line)
+    assert line in "".join(said)
+
+
+@pytest.mark.parametrize(("slug", "parts"), [("kl-cov", 2), ("kl-cov", 1), ("p3o", 2)])
+def test_a_loss_that_depends_on_the_micro_batch_says_so(slug, parts, tmp_path, capfd):
+    given = {"gradient_accumulation_steps": parts, "options": {"prompts": None}}
+    trainer(tmp_path, slug, **given)
+    line = (
+        "kl-cov looks at each of the 2 micro-batches of an optimizer step by itself (regularisers="
+    )
+    assert (line in capfd.readouterr().err) == (slug == "kl-cov" and parts == 2)
+
+
+def test_every_option_that_trl_s_loss_reads_is_decided_or_honoured():
+    """By the source of the method that the recipe's loss replaces: a new option shows up here."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    read = known & set(re.findall(r"self\.(?:args\.)?([a-z_]+)", source))
+    assert {"beta", "loss_type", "delta", "vespo_k_pos"} <= read
+    assert read - set(DECIDED) == HONOURED
 
 
 def test_options_belong_to_a_name(tmp_path):

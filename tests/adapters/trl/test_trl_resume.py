@@ -95,3 +95,23 @@ def test_resuming_from_a_stranger(killed, tmp_path):
     (bare / "proxpo_recipe.json").unlink()
     with pytest.raises(ProxpoError, match="the recipe's state is missing"):
         run_of(tmp_path / "c").train(resume_from_checkpoint=str(bare))
+
+
+def test_a_synced_reference_model_is_resumed(tmp_path):
+    """TRL saves no reference model; one that follows the policy would begin anew."""
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    kept = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    given = {**synced, **kept, "options": {"kl_coef": 0.3}, "max_steps": 4}
+    whole = trainer(tmp_path, "grpo", **given)
+    whole.train()
+    resumed = trainer(tmp_path, "grpo", **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen(resumed, "kl") == seen(whole, "kl")
+    assert seen(whole, "kl")[3] > 0
+    for one, other in zip(resumed.ref_model.parameters(), whole.ref_model.parameters()):
+        assert torch.equal(one, other)
+    (tmp_path / "checkpoint-2" / "proxpo_reference.safetensors").unlink()
+    with pytest.raises(ProxpoError, match="sync_ref_model=True: the reference model is missing"):
+        trainer(tmp_path, "grpo", **given).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+        )

@@ -153,6 +153,10 @@ def checked(*overrides: str) -> None:
         ),
         ([f"{MODE}=proxpo_ppo", f"{OPTIONS}.value_clip=0.3"], "value_clip.*critic.cliprange_value"),
         (
+            [f"{MODE}=proxpo_dr_grpo", f"{ESTIMATOR}=proxpo_dr_grpo", f"{OPTIONS}.max_tokens=512"],
+            "max_tokens of dr-grpo changes the average, which is verl's: set actor.loss_agg_mode",
+        ),
+        (
             [f"{MODE}=proxpo_opo", f"{ESTIMATOR}=proxpo_opo", prefix("ppo_epochs=2")],
             "opo makes one update per rollout, but actor.ppo_epochs=2",
         ),
@@ -210,6 +214,13 @@ def test_a_run_with_half_a_method_or_an_idle_setting_is_refused(overrides, reaso
             f"{ESTIMATOR}=rloo",
             f"{OPTIONS}.kl_coef=0.0",
             "actor_rollout_ref.rollout.n=4",
+        ],
+        [
+            f"{MODE}=proxpo_dr_grpo",
+            f"{ESTIMATOR}=proxpo_dr_grpo",
+            f"{OPTIONS}.max_tokens=512",
+            prefix("loss_agg_mode=seq-mean-token-sum-norm"),
+            prefix("loss_scale_factor=512"),
         ],
         [f"{MODE}=vanilla", f"{ESTIMATOR}=proxpo_opo"],
     ],

@@ -17,6 +17,7 @@ from proxpo import aggregate
 from proxpo.adapters.verl import _host, _losses
 from proxpo.adapters.verl._recipes import group_refusal, loss_refusal, verl_name
 from proxpo.compose import policy_loss, prepare
+from proxpo.masked import last_valid
 from proxpo.recipes import methods
 
 MODES = {
@@ -152,13 +153,16 @@ def test_verl_s_own_clip(mode, weighted):
         get=lambda key, default=None: {"clip_ratio_c": 3.0}.get(key, default),
         strategy="fsdp2",
     )
-    leaves, values = [], []
+    leaves, values, shares = [], [], []
     for name in ("vanilla", "proxpo_grpo"):
         leaves.append(batch.logp.clone().requires_grad_())
         given = (batch.old_logp, leaves[-1], batch.advantages, batch.mask.double())
-        value, _ = get_policy_loss_fn(name)(*given, mode, config, weights)
+        value, metrics = get_policy_loss_fn(name)(*given, mode, config, weights)
         value.backward()
         values.append(value.detach())
+        shares.append(metrics["actor/pg_clipfrac"])
+    assert shares[1] == pytest.approx(shares[0], rel=1e-6)
+    assert shares[0] > 0
     close(values[1], values[0], rtol=1e-7)
     close(leaves[1].grad, leaves[0].grad, rtol=1e-7)
 
@@ -308,6 +312,20 @@ def test_verl_s_own_estimators(theirs, name, rtol):
     batch = outcome_only(make_batch(holes=False))
     options = {"kl_coef": 0.0} if theirs == "rloo" else {}
     close(estimate(name, batch, options), estimate(theirs, batch) * batch.mask, rtol=rtol)
+
+
+def test_verl_s_estimators_for_what_it_alone_knows():
+    """`gae` and `remax` stand for the advantages of ppo and remax, whose fields verl keeps."""
+    batch = outcome_only(make_batch(holes=False)).replace(returns=None)
+    rewards = torch.where(last_valid(batch.mask), batch.rewards[:, None], 0.0)
+    mask = batch.mask.long()
+    values = torch.where(batch.mask, batch.old_values, 0.0)
+    found, _ = core_algos.compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)
+    wanted = prepare(proxpo.make_recipe("ppo", {"gamma": 0.9, "lam": 0.8}), batch).batch.advantages
+    close(found * mask, wanted, rtol=1e-6)
+    find = core_algos.get_adv_estimator_fn("remax")
+    found, _ = find(rewards, reward_baselines=batch.greedy_rewards, response_mask=mask)
+    close(found, prepare(proxpo.make_recipe("remax"), batch).batch.advantages)
 
 
 @pytest.mark.parametrize(

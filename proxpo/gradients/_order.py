@@ -9,6 +9,7 @@ are refused. With B ≠ L the same goes for L x B flattened into one axis.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class Order:
 
     def __init__(self, model: nn.Module) -> None:
         self.known = False
+        self._compiled = any(
+            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+            for module in model.modules()
+        )
         self._declared = {
             name: module.batch_first
             for name, module in model.named_modules()
@@ -40,8 +45,7 @@ class Order:
         square = wide[0] == wide[1]
         if square:
             self._check_modules(sequences.reshape(wide))
-        # Compiled code would be compiled anew with and without a watch.
-        if not square and "torch._dynamo" in sys.modules:
+        if self._compiled and not square:  # compiled anew with a watch, and again without
             yield
         else:
             with _Watch(wide):
@@ -76,15 +80,14 @@ class _Watch(TorchFunctionMode):
         out = func(*args, **kwargs)
         if args and _plain(args[0]) and _plain(out) and not self.exchanged:
             seen = _exchanged if self.shape[0] == self.shape[1] else _flattened
-            self.exchanged = seen(args[0], out, self.shape) and not _own_code(sys._getframe(1))
+            self.exchanged = seen(args[0], out, self.shape) and not _own_code()
         return out
 
     def _refusal(self) -> str:
         rows, columns = self.shape
         if rows == columns:
-            return (
-                "gradients.applied: the model exchanges the axes of its positions, and "
-                + _open(rows, "layers that all see B x L")
+            return "gradients.applied: the model exchanges the axes of its positions, and " + _open(
+                rows, "layers that all see B x L"
             )
         return (
             f"gradients.applied: the model flattens its positions in the order {columns} x {rows}, "
@@ -127,9 +130,17 @@ def _flattened(x: Tensor, out: Tensor, shape: tuple[int, int]) -> bool:
     return _positions(x, shape[::-1]) and out.shape[:1] == whole and x.shape[:1] != whole
 
 
-def _own_code(frame: Any) -> bool:
+def _own_code() -> bool:
     """Whether torch's own modules run: attention exchanges axes inside and puts them back."""
-    return str(frame.f_globals.get("__name__")).startswith("torch.nn.")
+    frame: FrameType | None = sys._getframe(1)
+    # The watch itself, and what may wrap its functions to check types.
+    while frame is not None and _package(frame) in ("proxpo", "jaxtyping", "beartype", "None"):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.")
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).split(".")[0]
 
 
 def _constant(rows: Int[Tensor, "n n"]) -> bool:

@@ -243,7 +243,9 @@ def test_a_module_shared_over_checkpointed_segments(batch, both):
         return model.head(checkpoint(layer, h, use_reentrant=reentrant) if both else layer(h))
 
     assert_same(backward(model, *batch, forward=lambda: run(False)), want)
-    with pytest.raises(ProxpoError, match=r"several segments under reentrant checkpointing.*=False"):
+    with pytest.raises(
+        ProxpoError, match=r"several segments under reentrant checkpointing.*=False"
+    ):
         backward(model, *batch, forward=lambda: run(True))
 
 

@@ -72,8 +72,7 @@ def test_as_many_sequences_as_positions_exchanged_inside_are_refused(kind):
         ("flattened", r"flattens its positions in the order 6 x 5"),
     ],
 )
-def test_exchanged_axes_of_different_lengths_are_refused(kind, told, monkeypatch):
-    monkeypatch.delitem(__import__("sys").modules, "torch._dynamo", raising=False)
+def test_exchanged_axes_of_different_lengths_are_refused(kind, told):
     with pytest.raises(ProxpoError, match=told):
         gradients(Mixing(kind).double(), WIDE)
 
@@ -151,7 +150,7 @@ def test_torch_encoder_layers():
 
 @pytest.mark.filterwarnings("ignore:gradients.applied. no per-sequence form")
 def test_a_model_that_is_sequence_first_throughout():
-    """`sequences` as L x B, like its input_ids: the numbers show that this is the encoder's order."""
+    """`sequences` as L x B, like input_ids: the numbers show that this is the encoder's order."""
     ids, seq = SQUARE
     first = Encoding(batch_first=True, exchanging=False).double()
     last = Encoding(batch_first=False, exchanging=False).double()

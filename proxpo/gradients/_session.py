@@ -217,6 +217,7 @@ class Session:
     def __init__(self, rule: Rule, averages: "Averages") -> None:
         self.rule = rule
         self.averages = averages
+        self.layout: Layout
         self.sites: dict[str, Site] = {}
         self.units: list[Unit] = []
         self.closed = True

@@ -234,7 +234,7 @@ class _Beside(torch.autograd.Function):
         again.session.expect(again.block, again.site)
         values = [v.detach().requires_grad_() for v in ctx.saved_tensors]
         pairs = [
-            (out, again.weighted(grad))
+            (out, _place.with_channels_last(again.module, grad, again.weighted))
             for out, grad in zip(again.outputs(values), grads)
             if grad is not None and out.requires_grad
         ]

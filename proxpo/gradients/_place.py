@@ -1,19 +1,40 @@
 """Where the positions of the micro-batch are among the axes of a tensor inside the model."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+
+from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.shapes import Tensor
 
 
-@lru_cache(maxsize=4096)
+class Shape(tuple[int, ...]):
+    """The shape of `sequences`; `single` if no sequence has more than one position."""
+
+    single: bool
+
+    def __new__(cls, lengths: tuple[int, ...], *, single: bool) -> "Shape":
+        made = super().__new__(cls, lengths)
+        made.single = single or len(lengths) == 1
+        return made
+
+
 def axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> tuple[int, ...]:
     """The axes of `lead` that run over the positions of `sequences`, in order.
 
     Axes of length 1 count for nothing; the rest of `sequences`' shape must appear among the axes
-    in order (other axes are heads and the like), or all positions in one flattened axis.
+    in order (other axes are heads and the like), or all positions in one flattened axis. One number
+    per sequence, where the model has another axis for positions, is refused.
     """
+    return _axes(tuple(lead), tuple(shape), getattr(shape, "single", False), where)
+
+
+@lru_cache(maxsize=4096)
+def _axes(
+    lead: tuple[int, ...], shape: tuple[int, ...], single: bool, where: str
+) -> tuple[int, ...]:
     wide = [axis for axis, length in enumerate(lead) if length != 1]
     want = [length for length in shape if length != 1]
     flat = math.prod(shape)
@@ -22,6 +43,13 @@ def axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> tuple[int
         found += _subsequences([lead[axis] for axis in wide], [flat])
     if len(found) > 1 and tuple(lead) == tuple(shape):
         found = [tuple(range(len(wide)))]
+    kept = len(shape) > 1 and lead.count(1) >= shape.count(1)
+    if found and single and not kept and len(wide) > len(want):
+        raise ProxpoError(
+            f"gradients.applied: {where} has an input of leading shape {lead}, and `sequences` of "
+            f"shape {shape} has one number per sequence; pass one per position, shaped like "
+            "input_ids"
+        )
     if len(found) == 1:
         return tuple(wide[place] for place in found[0])
     problem = "cannot tell which axes hold the positions" if found else "saw other positions"
@@ -33,6 +61,7 @@ def axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> tuple[int
             if found
             else " and let every layer see all positions (no logits_to_keep)"
         )
+        + (", in this order (batch_first=True)" if lead == shape[::-1] != shape else "")
     )
 
 
@@ -61,12 +90,27 @@ def broadcast(x: Tensor, shape: tuple[int, ...], trailing: int) -> Tensor:
     return x
 
 
+def with_channels_last(
+    module: nn.Module, grad: Tensor, weigh: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`weigh` of a gradient as it expects it, features last, for modules that have channels first.
+
+    Known of torch's convolutions and of norms over channels; (B, C, L) becomes (B, L, C).
+    """
+    axis = -1
+    if isinstance(module, nn.modules.conv._ConvNd):
+        axis = grad.dim() - len(module.kernel_size) - 1
+    elif isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase) and grad.dim() > 2:
+        axis = 1
+    return weigh(grad) if axis < 0 else weigh(grad.movedim(axis, -1)).movedim(-1, axis)
+
+
 def flatten(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Tensor, int]:
     """(..., D) -> (positions x extra, D), positions first; and how many rows a position has."""
     lead = tuple(x.shape[:-1])
     if lead == tuple(shape):
         return x.reshape(-1, x.shape[-1]), 1
-    chosen = axes(lead, tuple(shape), where)
+    chosen = axes(lead, shape, where)
     others = [axis for axis in range(len(lead)) if axis not in chosen]
     extra = math.prod(lead[axis] for axis in others)
     return x.permute(*chosen, *others, len(lead)).reshape(-1, x.shape[-1]), extra

@@ -11,6 +11,7 @@ from torch import nn
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._layout import Layout
 from proxpo.gradients._norms import Picks
+from proxpo.gradients._place import Shape
 from proxpo.gradients._rows import AnyRows, join
 from proxpo.gradients._shard import Shard
 from proxpo.shapes import Float, Int, Tensor
@@ -216,6 +217,7 @@ class Session:
     def __init__(self, rule: Rule, averages: "Averages") -> None:
         self.rule = rule
         self.averages = averages
+        self.layout: Layout
         self.sites: dict[str, Site] = {}
         self.units: list[Unit] = []
         self.closed = True
@@ -236,9 +238,10 @@ class Session:
         shard: Shard | None = None,
     ) -> None:
         """Start a block."""
-        self.shape = tuple(sequences.shape)
         if not capturing():
             self._lay_out(sequences, advantages.numel(), shard)
+            single = shard is None and max(self.layout.lengths, default=0) <= 1
+            self.shape = Shape(tuple(sequences.shape), single=single)
         self.advantages = advantages
         self.groups = groups
         self.observer = observer

@@ -14,6 +14,7 @@ from proxpo.gradients import _batch
 from proxpo.gradients._audit import Audit
 from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
+from proxpo.gradients._order import Order
 from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, Unit, capturing
 from proxpo.shapes import Shaped, Tensor
 
@@ -45,6 +46,7 @@ class Transform:
         self._names: dict[str, None] = {}
         self._warned: set[str] = set()
         self._fitted: tuple[nn.Module, Fitting] | None = None
+        self._order: Order
 
     def __repr__(self) -> str:
         return f"Transform({self.rule!r}, seed={self.seed})"
@@ -90,7 +92,7 @@ class Transform:
         session.audit = None if fitting.audited else Audit(session)
         collected = self._collected()
         try:
-            with fitting.exchanged():
+            with fitting.exchanged(), self._order.watched(sequences):
                 yield session
             if session.audit is not None:
                 fitting.audited = any(site.done for site in session.sites.values())
@@ -207,6 +209,7 @@ class Transform:
                 return fitting
         fitting = Fitting(model, Session(self.rule, self.averages), self._warn)
         self._fitted = (model, fitting)
+        self._order = Order(model)
         self._names.update(dict.fromkeys(fitting.session.sites))
         return fitting
 

@@ -1,5 +1,8 @@
 """Two processes that talk over gloo equal one that accumulates their micro-batches."""
 
+from contextlib import suppress
+from typing import Any
+
 import pytest
 import torch
 import two_processes
@@ -10,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from proxpo.errors import ProxpoError
-from proxpo.gradients import Transform, isopo, isopo_ntk
+from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.gradients import Transform, isopo, isopo_ntk, proma
 
 A = (torch.tensor([1.0, -0.6, 0.3]).double(), torch.tensor([-0.2, 0.9]).double())
 LENGTHS = ([5, 7, 4], [6, 3])
@@ -29,10 +32,10 @@ def transforms() -> list[Transform]:
     return [isopo(overlap="all", reg=0.5, q=-0.5), isopo_ntk(rho=0.5)]
 
 
-def block(model: torch.nn.Module, transform: Transform, rank: int) -> None:
+def block(model: torch.nn.Module, transform: Transform, rank: int, factor: float = 1.0) -> None:
     ids, seq = padded(LENGTHS[rank], 13, seed=rank)
     with transform.applied(model, sequences=seq, advantages=A[rank]):
-        nll(model(ids, seq), ids, seq).sum().backward()
+        (factor * nll(model(ids, seq), ids, seq).sum()).backward()
 
 
 def alone(transform: Transform) -> list[dict[str, Tensor]]:
@@ -87,7 +90,21 @@ def kept_forward(rank: int, keep: bool) -> tuple[str, dict[str, Tensor]]:
     return told, {name: p.grad for name, p in model.module.named_parameters()}
 
 
+def one_spoilt(rank: int, transform: Transform) -> list[dict[str, Any]]:
+    """States of a transform around an update that is not finite on the first process alone."""
+    model, states = tiny(), []
+    for factor in (1.0, torch.nan if rank == 0 else 1.0, 1.0):
+        with suppress(NotFiniteError):
+            block(model, transform, rank, factor)
+        model.zero_grad()
+        transform.step()
+        states.append(transform.state_dict())
+    return states
+
+
 def work(rank: int, folder: str) -> None:
+    spoilt = [one_spoilt(rank, transform) for transform in (*transforms(), proma())]
+    torch.save(spoilt, f"{folder}/spoilt-{rank}.pt")
     torch.save([kept_forward(rank, keep) for keep in (True, False)], f"{folder}/kept-{rank}.pt")
     for kind in KINDS:
         for number, transform in enumerate(transforms()):
@@ -127,3 +144,12 @@ def test_a_kept_forward_does_not_pass_by_the_other_process(results):
         assert "under torch.no_grad() or outside the block" in kept[0]
         assert not dropped[0]
         assert_close(dropped[1], want, **EXACT)
+
+
+def test_an_update_that_one_process_cannot_make_is_made_by_none(results):
+    """The averages stay as they were on both, which hold the same ones after the next update."""
+    ranks = [torch.load(f"{results}/spoilt-{rank}.pt", weights_only=True) for rank in range(2)]
+    assert_close(ranks[0], ranks[1], rtol=0, atol=0)
+    for first, second, third in ranks[0]:
+        assert_close(second, first, rtol=0, atol=0)
+        assert third["steps"] == 2

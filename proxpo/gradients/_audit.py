@@ -1,61 +1,104 @@
-"""Does every gradient pass through the transform? Asked once, in the first block on a model.
+"""Check that every gradient passes through the transform, in every block.
 
 A weight that is also used without calling its module (`h @ embed.weight.T`) would get a gradient
-without advantages for that use. Some entries of what arrives at each parameter are compared with
-what was sent there; later blocks run the same code and are not asked again.
+without advantages for that use. Each site hands over the very tensor that it returns to autograd;
+a hook on the parameter sees the tensor that arrives. With one use they are the same object, which
+costs nothing to see. Where autograd adds up several (tied weights), some entries of the sum are
+compared with those of its parts.
 """
 
-from functools import partial
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Tensor
+from proxpo.gradients._session import capturing
+from proxpo.shapes import Bool, Float, Tensor
 
 if TYPE_CHECKING:
     from proxpo.gradients._session import Session, Site
 
 _ENTRIES = 4096
-_TOLERANCE = 0.05  # sums of two gradients in bfloat16 differ by a tenth of this
+# Rounding of a sum, relative to its terms, with a margin of about ten.
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Audit:
-    """Entries sent to and received by each parameter during one block."""
+    """Gradients handed over to and received by each parameter during one block."""
 
     def __init__(self, session: "Session") -> None:
         self.session = session
-        self._sent: dict[int, Tensor] = {}
-        self._received: dict[int, Tensor] = {}
-        whole = {id(s.parameter): s.parameter for s in session.sites.values() if _usable(s)}
-        self._entries = {key: _some(parameter) for key, parameter in whole.items()}
-        self._hooks = [p.register_hook(partial(self._receive, key)) for key, p in whole.items()]
+        self._keys: dict[int, int] = {}  # site -> parameter
+        self._sent: dict[tuple[int, int], _Sent] = {}
+        self._unsent: set[int] = set()
+        self._compared: list[tuple[int, Bool[Tensor, ""]]] = []
+        self._shards: dict[int, tuple[Tensor, tuple[int, int] | None]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what arrives at the parameters while the block is open."""
+        sites = [(site, site.parameter) for site in self.session.sites.values()]
+        self._keys = {id(site): id(parameter) for site, parameter in sites}
+        parameters = {id(parameter): parameter for _, parameter in sites}
+        shards = {key: p for key, p in parameters.items() if hasattr(p, "device_mesh")}
+        self._shards = {key: (p, _mark(p)) for key, p in shards.items()}
+        hooks = [
+            parameter.register_hook(partial(self._receive, key))
+            for key, parameter in parameters.items()
+            if key not in shards  # what arrives there has another shape
+        ]
+        self.session.audit = self
+        try:
+            yield
+        finally:
+            self.session.audit = None
+            for hook in hooks:
+                hook.remove()
 
     def send(self, site: "Site", gradient: Tensor) -> None:
-        self._add(self._sent, id(site.parameter), gradient)
+        """Note a tensor that is about to be returned to autograd as a gradient of the site."""
+        key = self._keys.get(id(site)) or id(site.parameter), _task()
+        if key not in self._sent:
+            self._sent[key] = _Sent(gradient)
+            return
+        sent = self._sent[key]
+        if sent.whole is not None:
+            # A second reference to it would keep autograd from adding the others in place.
+            sent.parts.append(_some(sent.whole))
+            sent.whole = None
+        sent.parts.append(_some(gradient))
 
     def _receive(self, key: int, gradient: Tensor | None) -> None:
-        if gradient is not None:  # none yet, while another call of the module is still to come
-            self._add(self._received, key, gradient)
-
-    def _add(self, totals: dict[int, Tensor], key: int, gradient: Tensor) -> None:
-        if key in self._entries:
-            part = gradient.detach().flatten()[self._entries[key]].double()
-            totals[key] = totals[key] + part if key in totals else part
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        if gradient is None:  # while another call of the module is still to come
+            return
+        sent = self._sent.pop((key, _task()), None)
+        if sent is None:
+            self._unsent.add(key)
+        elif sent.whole is not gradient and not capturing():
+            parts = sent.parts if sent.whole is None else [_some(sent.whole)]
+            self._compared.append((key, _differ(_some(gradient), parts, gradient.dtype)))
 
     def check(self) -> None:
-        """Parameters whose sites have all spoken must have received what these sent."""
-        silent = {id(s.parameter) for s in self.session.sites.values() if s.done and not s.sent}
-        keys = [key for key in self._received if key in self._sent and key not in silent]
-        if not keys:
+        """Raise for a parameter whose gradient is not, or not only, what its sites returned."""
+        if not (self._unsent or self._compared or self._shards):
             return
-        wrong = torch.stack([self._differ(key).cpu() for key in keys]).tolist()
-        names = {id(site.parameter): name for name, site in self.session.sites.items()}
-        for key, bad in zip(keys, wrong):
+        names = {self._keys[id(site)]: name for name, site in self.session.sites.items()}
+        done = {self._keys[id(site)] for site in self.session.sites.values() if site.done}
+        changed = {key for key, (p, before) in self._shards.items() if _mark(p) != before}
+        for key in (key for key in names if key in self._unsent or key in changed - done):
+            raise ProxpoError(
+                f"gradients.applied: {names[key]} received a gradient that did not pass through "
+                "the transform (forward outside the `with` block, or its weight used without "
+                "calling the module); p.grad must not be used"
+            )
+        if not self._compared:
+            return
+        wrong = torch.stack([bad.cpu() for _, bad in self._compared]).tolist()
+        for (key, _), bad in zip(self._compared, wrong):
             if bad:
                 raise ProxpoError(
                     f"gradients.applied: {names[key]} received a gradient that did not pass "
@@ -63,20 +106,46 @@ class Audit:
                     "p.grad must not be used"
                 )
 
-    def _differ(self, key: int) -> Tensor:
-        received = self._received[key]
-        # Not `>`: what is not a number is for the check of the weights to name.
-        return (received - self._sent[key]).norm() > _TOLERANCE * received.norm()
+
+class _Sent:
+    """Gradients of one parameter that one backward pass has not delivered yet."""
+
+    __slots__ = ("parts", "whole")
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole: Tensor | None = whole
+        self.parts: list[Tensor] = []
 
 
-def _usable(site: "Site") -> bool:
-    """Sharded parameters and slices of a bank of experts have gradients of another shape."""
-    return site.parameter.dim() < 3 and not hasattr(site.parameter, "device_mesh")
+def _mark(parameter: Tensor) -> tuple[int, int] | None:
+    """Changes whenever the parameter's gradient does."""
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)
 
 
-def _some(parameter: Tensor) -> Tensor:
-    size = parameter.numel()
-    if size <= _ENTRIES:
-        return torch.arange(size, device=parameter.device)
-    generator = torch.Generator(device=parameter.device).manual_seed(size)
-    return torch.randint(size, (_ENTRIES,), generator=generator, device=parameter.device)
+def _task() -> int:
+    """Number of the running backward pass: nested ones deliver apart from the outer one."""
+    return torch._C._current_graph_task_id()
+
+
+def _differ(
+    received: Float[Tensor, " some"], parts: list[Float[Tensor, " some"]], kind: torch.dtype
+) -> Bool[Tensor, ""]:
+    terms = torch.stack(parts)
+    # Not `>=`: what is not a number is for the check of the weights to name.
+    return (received - terms.sum(0)).norm() > _TOLERANCE.get(kind, 5e-2) * terms.norm()
+
+
+def _some(gradient: Tensor) -> Float[Tensor, " some"]:
+    """A fixed selection of entries, without a copy of the rest."""
+    if gradient.numel() <= _ENTRIES:
+        return gradient.detach().flatten().double()
+    return gradient.detach()[_selection(tuple(gradient.shape), gradient.device)].double()
+
+
+@lru_cache(maxsize=16)
+def _selection(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    size = math.prod(shape)
+    generator = torch.Generator(device=device).manual_seed(size)
+    flat = torch.randint(size, (_ENTRIES,), generator=generator, device=device)
+    return torch.unravel_index(flat, shape)

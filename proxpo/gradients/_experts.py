@@ -122,6 +122,9 @@ class _Grouped(torch.autograd.Function):
                 grad_x.append(g @ (kernel.T if ctx.transposed else kernel))
                 _finish(ctx, 0, expert, Outer(g, a) if ctx.transposed else Outer(a, g), out[0])
                 _finish(ctx, 1, expert, Dense(g), out[1])
+        for units, whole in zip(ctx.units, out):
+            if units and whole is not None:
+                next(iter(units[0].sites.values())).send(whole)
         return torch.cat(grad_x), *out, None, None, None
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from proxpo.errors import ProxpoError
 from proxpo.gradients import _place
 from proxpo.gradients._layout import Layout, accumulator
 from proxpo.gradients._rows import Dense, OneHot, Outer
@@ -34,8 +35,9 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
-def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    return None if gradient is None else gradient.to(parameter.dtype)
+def _handed(unit: Unit, attribute: str, gradient: Tensor | None, kind: torch.dtype) -> Any:
+    """A gradient on its way to autograd, in the parameter's dtype; None while calls are open."""
+    return None if gradient is None else unit.sites[attribute].send(gradient.to(kind))
 
 
 class _Linear(torch.autograd.Function):
@@ -47,9 +49,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.call = layer, layer.unit.begin(layer.layout_of(x))
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
         with _no_autocast(x):
-            kernel = weight.to(x.dtype)
+            kernel = layer.kernel(weight).to(x.dtype)
             return F.linear(
                 x,
                 kernel.T if layer.transposed else kernel,
@@ -62,36 +64,68 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: Linear = ctx.layer
         with _no_autocast(x):
-            kernel = weight.to(x.dtype)
+            kernel = layer.kernel(weight).to(x.dtype)
             grad_x = None
             if ctx.needs_input_grad[0]:
                 grad_x = F.linear(grad, kernel if layer.transposed else kernel.T)
             a, g = layer.flatten(x), layer.flatten(grad)
             rows: dict[str, AnyRows] = {}
             if ctx.needs_input_grad[1]:
-                rows[layer.weight] = Outer(g, a) if layer.transposed else Outer(a, g)
+                rows[layer.weight] = layer.rows(a, g, weight)
             if ctx.needs_input_grad[2]:
                 rows[layer.bias] = Dense(g)
             out = layer.unit.finish(ctx.call, rows) if rows else {}
-            bias = out.get(layer.bias)
-            bias = None if bias is None else bias.to(ctx.bias_dtype)
-            return grad_x, _like(out.get(layer.weight), weight), bias, None
+            unit = layer.unit
+            return (
+                grad_x,
+                _handed(unit, layer.weight, out.get(layer.weight), weight.dtype),
+                _handed(unit, layer.bias, out.get(layer.bias), ctx.bias_dtype),
+                None,
+            )
 
 
 class Linear:
     """A linear layer under a session."""
 
     def __init__(
-        self, session: Session, unit: Unit, *, transposed: bool = False, weight: str = "weight"
+        self,
+        session: Session,
+        unit: Unit,
+        *,
+        transposed: bool = False,
+        weight: str = "weight",
+        part: tuple[slice, slice] | None = None,
     ) -> None:
+        """`part`: the rows and columns of the parameter that the layer multiplies by."""
         self.session = session
         self.unit = unit
         self.transposed = transposed
         self.weight, self.bias = weight, "bias"
+        self.part = part
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x = _place.broadcast(_autocast(x), self.session.shape, 1)
+        if (not x.requires_grad or _apart(x)) and not self._placed(x):
+            return _Apart.apply(x, weight, bias, self)
         return _Linear.apply(x, weight, bias, self)
+
+    def _placed(self, x: Tensor) -> bool:
+        try:
+            self.layout_of(x)
+        except ProxpoError:
+            return False
+        return True
+
+    def kernel(self, weight: Tensor) -> Tensor:
+        return weight if self.part is None else weight[self.part]
+
+    def rows(self, a: Tensor, g: Tensor, weight: Tensor) -> Outer:
+        """Position gradients of the whole parameter, 0 outside the part."""
+        if self.transposed:
+            a, g = g, a
+        if self.part is not None:
+            g, a = (_widened(x, p, n) for x, p, n in zip((g, a), self.part, weight.shape))
+        return Outer(a, g)
 
     def flatten(self, x: Tensor) -> Tensor:
         return _place.flatten(x, self.session.shape, self.unit.name)[0]
@@ -102,6 +136,39 @@ class Linear:
         extra = x[..., 0].numel() // self.session.layout.size
         _place.axes(tuple(x.shape[:-1]), self.session.shape, self.unit.name)
         return self.session.layout.repeat(extra)
+
+
+class _Apart(torch.autograd.Function):
+    """A linear layer applied to a constant that is no activation: DoRA does so for a norm.
+
+    Its value is used; a gradient would belong to no sequence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
+        ctx.layer, ctx.shape = layer, tuple(x.shape)
+        with _no_autocast(x):
+            kernel = layer.kernel(weight).to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+            return F.linear(x, kernel.T if layer.transposed else kernel, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ProxpoError(
+            f"gradients.applied: {ctx.layer.unit.name} is applied to a constant of shape "
+            f"{ctx.shape}, not to the positions of `sequences`, of shape "
+            f"{ctx.layer.session.shape}: its gradient belongs to no sequence"
+        )
+
+
+def _apart(x: Tensor) -> bool:
+    return isinstance(x.grad_fn, _Apart._backward_cls)  # type: ignore[attr-defined]
+
+
+def _widened(x: Float[Tensor, "pos some"], part: slice, width: int) -> Float[Tensor, "pos all"]:
+    """Columns `part` of a matrix that is 0 elsewhere."""
+    return F.pad(x, (part.start, width - part.stop))
 
 
 class _Embedding(torch.autograd.Function):
@@ -122,8 +189,8 @@ class _Embedding(torch.autograd.Function):
         flat = layer.flatten(ids[..., None])[:, 0]
         rows = OneHot(flat, layer.flatten(grad), ctx.size, ctx.padding)
         with _no_autocast(grad):
-            out = layer.unit.finish(ctx.call, {"weight": rows}).get("weight")
-        return None, None if out is None else out.to(ctx.dtype), None, None
+            out = layer.unit.finish(ctx.call, {layer.weight: rows}).get(layer.weight)
+        return None, _handed(layer.unit, layer.weight, out, ctx.dtype), None, None
 
 
 def embedding(
@@ -147,8 +214,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out = ctx.shared.finish(ctx.attribute, grad)
-        return None if out is None else out.to(ctx.dtype), None, None, None
+        return ctx.shared.finish(ctx.attribute, grad, ctx.dtype), None, None, None
 
 
 class Shared:
@@ -161,11 +227,12 @@ class Shared:
             _place.axes(lead, session.shape, next(iter(units.values())).name)
         self.calls = {name: unit.begin(session.layout) for name, unit in units.items()}
 
-    def finish(self, attribute: str, grad: Tensor) -> Tensor | None:
+    def finish(self, attribute: str, grad: Tensor, kind: torch.dtype) -> Tensor | None:
         unit = self.units[attribute]
         with _no_autocast(grad):
             rows = Dense(positions(grad, self.session, unit.name))
-            return unit.finish(self.calls[attribute], {attribute: rows}).get(attribute)
+            out = unit.finish(self.calls[attribute], {attribute: rows}).get(attribute)
+        return _handed(unit, attribute, out, kind)
 
 
 def positions(grad: Tensor, session: Session, where: str) -> Float[Tensor, "pos out"]:
@@ -187,7 +254,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: "Norm") -> Tensor:
         ctx.norm = norm
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
         return norm.apply(x, weight, bias)
 
     @staticmethod
@@ -203,10 +270,9 @@ class _Norm(torch.autograd.Function):
             (grad_x,) = torch.autograd.grad(hat, source, (grad * weight).to(hat.dtype))
         out: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[1]:
-            out[0] = _like(norm.shared.finish("weight", grad * hat.detach()), weight)
+            out[0] = norm.shared.finish("weight", grad * hat.detach(), weight.dtype)
         if ctx.needs_input_grad[2]:
-            found = norm.shared.finish("bias", grad)
-            out[1] = None if found is None else found.to(ctx.bias_dtype)
+            out[1] = norm.shared.finish("bias", grad, ctx.bias_dtype)
         return grad_x, *out, None
 
 

@@ -4,7 +4,7 @@ A module is recognised by what its forward computes, never by a model's name:
     nn.Linear, GPT-2's Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm
     any other *Norm* whose parameters are vectors as long as the last axis of its input
     banks of experts (3-D weights, one slice per expert), see `_experts.py`
-    weights handed to F.linear by the module that owns them (routers), see `_owned.py`
+    matrices and vectors that a module multiplies or adds itself (routers), see `_stand_in.py`
 Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a second time in the
 backward pass (`_owned.py`), with one warning that names it.
 """
@@ -18,7 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
+from proxpo.errors import ProxpoError
 from proxpo.gradients import _experts, _owned
 from proxpo.gradients._functions import Linear, Norm, Shared, embedding, expand
 from proxpo.gradients._session import Session
@@ -49,9 +52,9 @@ class Fitting:
     def __init__(self, model: nn.Module, session: Session, warn: Callable[[str], None]) -> None:
         self.session = session
         self.mark = fingerprint(model)
-        self.audited = False
         self._forwards: list[tuple[nn.Module, Forward]] = []
         for name, module, names in _holders(model):
+            _refuse(module, clean(name))
             original = module.forward
             ours = _builder(module)(session, module, clean(name), names, original, warn)
             self._forwards.append((module, _switch(session, original, ours)))
@@ -114,18 +117,49 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
         if id(module) in covered:
             continue
         names = trainable(module)
-        if isinstance(module, nn.MultiheadAttention):
-            # Its children's weights are used without calling the children.
-            covered.update(id(child) for child in module.modules())
-            names = [own for own, value in module.named_parameters() if value.requires_grad]
+        parts = _parts(module)
+        if parts:
+            covered.update(id(child) for part in parts.values() for child in part.modules())
+            names += [
+                f"{path}.{own}"
+                for path, part in parts.items()
+                for own, value in part.named_parameters()
+                if value.requires_grad
+            ]
         if names:
             yield name, module, names
 
 
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """Children whose parameters the module uses without calling them, by name."""
+    if isinstance(module, nn.MultiheadAttention):
+        return dict(module.named_children())
+    made = module._modules.get("parametrizations")
+    return {} if made is None else {"parametrizations": made}
+
+
+def _refuse(module: nn.Module, name: str) -> None:
+    """Raise for modules whose gradients would be wrong, with the reason."""
+    where = f"gradients.applied: {name or 'the model itself'} ({type(module).__name__})"
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+            raise ProxpoError(
+                f"{where} computes its {hook.name} in a hook of torch.nn.utils.{kind}, before its "
+                f"forward; use torch.nn.utils.parametrizations.{kind} instead"
+            )
+    if isinstance(module, nn.RNNBase) and not module.batch_first:
+        raise ProxpoError(f"{where} has positions before sequences; build it with batch_first=True")
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        raise ProxpoError(
+            f"{where} mixes the sequences of a micro-batch in its statistics, so no gradient "
+            "belongs to one sequence; call eval() on it or freeze it"
+        )
+
+
 def _builder(module: nn.Module) -> Callable[..., Forward]:
     kind = type(module)
-    opaque = isinstance(module, nn.MultiheadAttention) or hasattr(module, "parametrizations")
-    if opaque or "forward" in module.__dict__:
+    if _parts(module) or isinstance(module, nn.RNNBase) or "forward" in module.__dict__:
         return _owned.whole
     if kind.forward is nn.Linear.forward:
         return partial(_linear, transposed=False)

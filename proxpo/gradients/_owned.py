@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from proxpo.errors import ProxpoError
 from proxpo.gradients import _place
-from proxpo.gradients._functions import Linear, embedding
 from proxpo.gradients._session import Session, Site
-from proxpo.shapes import Tensor
+from proxpo.gradients._stand_in import Own, Unfamiliar, stand_in
+from proxpo.shapes import Float, Tensor
 
 Forward = Callable[..., Any]
 
@@ -25,55 +25,20 @@ def substituted(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     owners = []
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(path)
-        owners.append((owner, attribute, owner._parameters.pop(attribute)))
-        owner.__dict__[attribute] = value
+        owner: Any = module.get_submodule(path)
+        owners.append((owner, attribute, owner._parameters[attribute]))
+        _put(owner, attribute, value)
     try:
         yield
     finally:
         for owner, attribute, own in owners:
-            del owner.__dict__[attribute]
-            owner._parameters[attribute] = own
+            _put(owner, attribute, own)
 
 
-class _Unfamiliar(Exception):
-    """A parameter was used by an operation that has no per-sequence form here."""
-
-
-class _Weight(torch.Tensor):
-    """Stands for a matrix inside its module's forward: F.linear and F.embedding are understood."""
-
-    layer: Linear
-    owner: Tensor
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":  # .shape, .dtype, .device
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if len(args) > 1 and isinstance(args[1], _Weight) and not isinstance(args[0], _Weight):
-            stand_in, options = args[1], {*args[2:], *kwargs.values()}
-            if func is F.linear and options <= {None}:
-                return stand_in.layer(args[0], stand_in.owner)
-            if func is F.embedding:
-                return _lookup(stand_in, *args[:1], *args[2:], **kwargs)
-        raise _Unfamiliar(getattr(func, "__name__", str(func)))
-
-
-def _lookup(
-    stand_in: _Weight,
-    input: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """F.embedding with its own signature; the options that change the gradient are not ours."""
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise _Unfamiliar("embedding")
-    return embedding(stand_in.layer, input, stand_in.owner, padding_idx)
+def _put(owner: Any, attribute: str, value: Tensor) -> None:
+    owner._parameters[attribute] = value
+    if isinstance(owner, nn.RNNBase):  # its forward reads the weights from a list
+        owner._flat_weights[owner._flat_weights_names.index(attribute)] = value
 
 
 def tracked(
@@ -84,31 +49,25 @@ def tracked(
     original: Forward,
     warn: Callable[[str], None],
 ) -> Forward:
-    """Try the module's own matrices in F.linear and F.embedding; for anything else run it twice."""
-    if not all(_reach(module, own).dim() == 2 for own in names):
+    """Follow the module's own matrices and vectors to their use; for others run it twice."""
+    if not all(_reach(module, own).dim() in (1, 2) for own in names):
         return whole(session, module, name, names, original, warn)
-    layers = {
-        own: Linear(session, session.add(module, name, [own], draws=True), weight=own)
-        for own in names
-    }
-    sites = {own: layer.unit.sites[own] for own, layer in layers.items()}
+    units = {own: session.add(module, name, [own], draws=True) for own in names}
+    sites = {own: unit.sites[own] for own, unit in units.items()}
     fallback = _twice(session, sites, module, name, original, warn)
     familiar = True
-
-    def stand_in(own: str) -> Tensor:
-        value = _reach(module, own)
-        weight = value.detach().as_subclass(_Weight)
-        weight.owner, weight.layer = value, layers[own]
-        return weight
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal familiar
         if familiar:
+            before = _State(session, (args, kwargs))
+            owns = (Own(session, units[own], own, _reach(module, own)) for own in names)
             try:
-                with substituted(module, {own: stand_in(own) for own in names}):
+                with substituted(module, {own.attribute: stand_in(own) for own in owns}):
                     return original(*args, **kwargs)
-            except _Unfamiliar:
+            except Unfamiliar:
                 familiar = False
+                before.restore()
         return fallback(*args, **kwargs)
 
     return forward
@@ -145,9 +104,9 @@ def _twice(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         warn(what)
-        again = _Again(session, sites, module, original, args, kwargs)
+        again = _Again(session, sites, module, what, original, args, kwargs)
         values = [_reach(module, own) for own in sites]
-        with substituted(module, {own: v.detach() for own, v in zip(sites, values)}):
+        with substituted(module, {own: _constant(v) for own, v in zip(sites, values)}):
             out = original(*args, **kwargs)
         leaves, spec = tree_flatten(out)
         floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
@@ -159,63 +118,156 @@ def _twice(
     return forward
 
 
+class _Constant(torch.autograd.Function):
+    """The identity; gradients end here."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def _constant(value: Tensor) -> Tensor:
+    """A parameter without gradient that looks like one with: a forward may ask."""
+    made = _Constant.apply(value)
+    made._is_param = True
+    return made
+
+
 def _reach(module: nn.Module, name: str) -> Tensor:
     value: Any = module
     return functools.reduce(getattr, name.split("."), value)
 
 
+class _State:
+    """Random state and contents of mutable inputs (a key-value cache), to run a module again."""
+
+    def __init__(self, session: Session, inputs: Any) -> None:
+        self.random = torch.get_rng_state()
+        device = session.layout.seq.device
+        self.device = device if device.type == "cuda" else None
+        self.random_cuda = None if self.device is None else torch.cuda.get_rng_state(self.device)
+        self.contents: list[tuple[Any, Any]] = []
+        self._collect(inputs, set())
+
+    def _collect(self, value: Any, seen: set[int]) -> None:
+        if isinstance(value, _UNCHANGED) or callable(value) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, list | dict):
+            self.contents.append((value, value.copy()))
+        if isinstance(value, dict):
+            parts: Any = value.values()
+        elif isinstance(value, list | tuple):
+            parts = value
+        else:
+            parts = [getattr(value, "__dict__", None)]
+        for part in parts:
+            self._collect(part, seen)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.random)
+        if self.random_cuda is not None and self.device is not None:
+            torch.cuda.set_rng_state(self.random_cuda, self.device)
+        for container, content in self.contents:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+_UNCHANGED = (Tensor, nn.Module, str, bytes, int, float, complex, type(None), torch.dtype)
+
+
 class _Again:
-    """All that is needed to run a module a second time."""
+    """Everything needed to run a module a second time."""
 
     def __init__(
         self,
         session: Session,
         sites: dict[str, Site],
         module: nn.Module,
+        what: str,
         original: Forward,
         args: Any,
         kwargs: Any,
     ) -> None:
-        self.session, self.sites, self.module = session, sites, module
+        self.session, self.sites, self.module, self.what = session, sites, module, what
         self.original, self.block = original, session.block
         self.site = next(iter(sites.values()))
-        self.inputs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
+        self.raw = (args, kwargs)
+        self.before = _State(session, self.raw)
+        self.inputs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, self.raw)
+        # The first run may change them: running statistics, the vectors of spectral_norm.
+        self.buffers = {
+            (owner, name): value.clone()
+            for owner in module.modules()
+            for name, value in owner._buffers.items()
+            if value is not None
+        }
         self.autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {session.layout.seq.device.type, "cpu"}
         }
-        self.random = torch.get_rng_state()
-        cuda = session.layout.seq.is_cuda
-        self.devices = [session.layout.seq.device] if cuda else []
-        self.random_cuda = torch.cuda.get_rng_state(self.devices[0]) if cuda else None
 
     def outputs(self, values: list[Tensor]) -> list[Tensor]:
         """The floating outputs, as functions of the parameters alone."""
         kind = self.session.layout.seq.device.type
         enabled, dtype = self.autocast[kind]
-        with torch.random.fork_rng(self.devices), torch.enable_grad():
-            torch.set_rng_state(self.random)
-            if self.random_cuda is not None:
-                torch.cuda.set_rng_state(self.random_cuda, self.devices[0])
-            self.session.quiet = True
-            try:
-                with (
-                    torch.autocast(kind, dtype=dtype, enabled=enabled),
-                    substituted(self.module, dict(zip(self.sites, values))),
-                ):
-                    out = self.original(*self.inputs[0], **self.inputs[1])
-            finally:
-                self.session.quiet = False
+        now = _State(self.session, self.raw)
+        self.before.restore()
+        self.session.quiet = True
+        try:
+            with (
+                torch.enable_grad(),
+                torch.autocast(kind, dtype=dtype, enabled=enabled),
+                _with_buffers(self.buffers),
+                substituted(self.module, dict(zip(self.sites, values))),
+            ):
+                out = self.original(*self.inputs[0], **self.inputs[1])
+        finally:
+            self.session.quiet = False
+            now.restore()
         leaves, _ = tree_flatten(out)
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
     def weighted(self, grad: Tensor) -> Tensor:
         """A[seq] g: each position's gradient times the advantage of its sequence."""
         session, lead = self.session, tuple(grad.shape[:-1])
-        chosen = _place.axes(lead, session.shape, self.site.name)
-        weights = session.layout.spread(session.rule.plain(session)).to(grad.dtype)
+        weights = session.rule.plain(session).to(grad.dtype)
+        try:
+            chosen = _place.axes(lead, session.shape, self.site.name)
+        except ProxpoError as why:
+            return grad * self._by_row(grad, weights, why)
         shape = [lead[axis] if axis in chosen else 1 for axis in range(len(lead))]
-        return grad * weights.view(*shape, 1)
+        return grad * session.layout.spread(weights).view(*shape, 1)
+
+    def _by_row(self, grad: Tensor, weights: Float[Tensor, " row"], why: Exception) -> Tensor:
+        """Weights along the first axis, where that can only be the rows of `sequences`."""
+        layout, shape = self.session.layout, self.session.shape
+        rows = len(shape) == 2 and shape[0] == layout.count and layout.alone and layout.aligned
+        if not rows or list(grad.shape).count(layout.count) != 1 or len(grad) != layout.count:
+            raise ProxpoError(
+                f"gradients.applied: {self.what} has no per-sequence form, and the axes of its "
+                f"output, of shape {tuple(grad.shape)}, do not show the sequences of `sequences`, "
+                f"of shape {tuple(shape)}; freeze it with requires_grad_(False)"
+            ) from why
+        return weights.view(-1, *[1] * (grad.dim() - 1))
+
+
+@contextmanager
+def _with_buffers(values: dict[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
+    """Let buffers have other values for a while."""
+    own = {(owner, name): owner._buffers[name] for owner, name in values}
+    try:
+        for (owner, name), value in values.items():
+            owner._buffers[name] = value.clone()
+        yield
+    finally:
+        for (owner, name), before in own.items():
+            owner._buffers[name] = before
 
 
 class _Beside(torch.autograd.Function):
@@ -232,7 +284,7 @@ class _Beside(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         again: _Again = ctx.again
         again.session.expect(again.block, again.site)
-        values = [v.detach().requires_grad_() for v in ctx.saved_tensors]
+        values: list[Tensor] = [nn.Parameter(v.detach()) for v in ctx.saved_tensors]
         pairs = [
             (out, _place.with_channels_last(again.module, grad, again.weighted))
             for out, grad in zip(again.outputs(values), grads)

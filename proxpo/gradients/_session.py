@@ -73,11 +73,11 @@ class Site:
         self.attribute = attribute
         self.number = -1  # the site's row in the table of overlap sets
         self.done = False
-        self.sent = False
 
     @property
     def parameter(self) -> Tensor:
-        return self.module.get_parameter(self.attribute)
+        own = self.module._parameters.get(self.attribute)
+        return self.module.get_parameter(self.attribute) if own is None else own
 
     def picks(self, layout: Layout | None = None) -> Picks:
         """The overlap set J of this parameter in this backward."""
@@ -86,15 +86,13 @@ class Site:
     def gradient(self, rows: AnyRows, layout: Layout) -> Tensor:
         """The transformed gradient, in the dtype of the parameter's own gradient."""
         self.done = True
-        gradient = self.session.rule.gradient(self, rows, layout)
-        self.send(gradient)
-        return gradient
+        return self.session.rule.gradient(self, rows, layout)
 
-    def send(self, gradient: Tensor) -> None:
-        """Tell the audit, if one is open, what this parameter should receive."""
+    def send(self, gradient: Tensor) -> Tensor:
+        """Note that this very tensor goes to autograd as the parameter's gradient; returns it."""
         if self.session.audit is not None:
-            self.sent = True
             self.session.audit.send(self, gradient)
+        return gradient
 
     def observe(self, **values: Tensor) -> None:
         if self.session.observer is not None:
@@ -258,7 +256,7 @@ class Session:
         for unit in self.units:
             unit.reset()
         for site in self.sites.values():
-            site.done = site.sent = False
+            site.done = False
 
     def _lay_out(self, sequences: Int[Tensor, "..."], count: int, shard: Shard | None) -> None:
         """The layout of these numbers; that of the block before if they are equal.

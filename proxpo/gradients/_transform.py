@@ -88,23 +88,18 @@ class Transform:
         fitting = self._open(model, sequences, advantages, groups, observe, token_group)
         session = fitting.session
         _OPEN.append((model, session))
-        before = {id(s.parameter): _mark(s.parameter) for s in session.sites.values()}
-        session.audit = None if fitting.audited else Audit(session)
+        audit = Audit(session)
         collected = self._collected()
         try:
-            with fitting.exchanged(), self._order.watched(sequences):
+            with fitting.exchanged(), audit.watching(), self._order.watched(sequences):
                 yield session
-            if session.audit is not None:
-                fitting.audited = any(site.done for site in session.sites.values())
-            _settle(session, before)
+            audit.check()
+            _settle(session)
         except BaseException as error:
             self._spoilt |= isinstance(error, NotFiniteError)
             self._forget(self._nothing() if self._spoilt else collected)
             raise
         finally:
-            if session.audit is not None:
-                session.audit.close()
-            session.audit = None
             session.closed = True
             _OPEN.remove((model, session))
 
@@ -258,27 +253,8 @@ def _finite_gradients(model: nn.Module) -> bool:
     return all(bool(torch.isfinite(grad).all()) for grad in local)
 
 
-def _mark(parameter: Tensor) -> tuple[int, int] | None:
-    """Changes whenever the parameter's gradient does."""
-    grad = parameter.grad
-    return None if grad is None else (id(grad), grad._version)
-
-
-def _settle(session: Session, before: dict[int, tuple[int, int] | None]) -> None:
-    """Finish what waits, then make sure that no gradient went past the transform."""
-    done = {id(site.parameter) for site in session.sites.values() if site.done}
-    for name, site in session.sites.items():
-        key = id(site.parameter)
-        if key not in done and _mark(site.parameter) != before.get(key):
-            raise ProxpoError(
-                f"gradients.applied: {name} received a gradient that did not pass through the "
-                "transform (forward outside the `with` block, or its weight used without calling "
-                "the module); p.grad must not be used"
-            )
-    if session.audit is not None:
-        session.audit.close()
-        session.audit.check()
-        session.audit = None
+def _settle(session: Session) -> None:
+    """Finish what waits for calls that never reached their backward."""
     for unit in session.units:
         for nested in unit.waiting:
             _check_late(unit)

@@ -35,8 +35,7 @@ class Treatment:
         spots = [Spot(self.sites[name], side) for name, side in sides.items()]
         d_hidden, outs = treated(head, tokens, spots, self.scored, to_hidden=to_hidden)
         for spot, out in zip(spots, outs):
-            if not spot.site.sent:
-                spot.site.send(out)
+            spot.site.send(out)
         return d_hidden, outs
 
     def _claim(self) -> None:

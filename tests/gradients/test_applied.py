@@ -487,6 +487,53 @@ def test_a_weight_used_beside_its_module_is_refused(batch):
     backward(Raw(raw=False).double(), *batch)
 
 
+def test_a_failed_check_of_bypassed_parameters_fails_again(batch):
+    torch.manual_seed(0)
+    model, transform = Raw(raw=True).double(), isopo()
+    for _ in range(3):
+        with pytest.raises(ProxpoError, match="also used without calling the module"):
+            backward(model, *batch, transform)
+    model.raw = False
+    backward(model, *batch, transform)
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-6])
+def test_a_bypass_that_first_appears_in_a_later_block_is_noticed(tiny, batch, share):
+    """Also where it adds little to a gradient: of a linear layer, a norm, a tied embedding."""
+    torch.manual_seed(0)
+    tied = Raw(raw=False).double()
+    for model, name in ((tiny, "up.weight"), (tiny, "first.weight"), (tied, "embed.weight")):
+        transform = isopo()
+        backward(model, *batch, transform)
+        weight = model.get_parameter(name)
+        extra = lambda m=model, w=weight: m(*batch) + share * w.sum()  # noqa: E731
+        for _ in range(2):
+            with pytest.raises(ProxpoError, match="also used without calling the module"):
+                backward(model, *batch, transform, forward=lambda f=extra: f() ** 2)
+        backward(model, *batch, transform)
+
+
+def test_a_bypass_of_a_module_that_is_not_called_is_noticed(batch):
+    torch.manual_seed(0)
+    model, transform = Raw(raw=False).double(), isopo()
+    backward(model, *batch, transform)
+    plain = lambda: model.head(model.embed(batch[0]) @ model.mix.weight)  # noqa: E731
+    for _ in range(2):
+        with pytest.raises(ProxpoError, match=r"mix\.weight received a gradient that did not pass"):
+            backward(model, *batch, transform, forward=plain)
+
+
+def test_the_check_leaves_gradients_where_autograd_puts_them(tiny, batch):
+    """A second reference to a gradient would make autograd copy it."""
+    sent = {}
+    with isopo().applied(tiny, sequences=batch[1], advantages=A) as session:
+        send = session.audit.send
+        session.audit.send = lambda site, g: sent.update({site.name: g.data_ptr()}) or send(site, g)
+        nll(tiny(*batch), *batch).sum().backward()
+    assert sent.keys() == dict(tiny.named_parameters()).keys()
+    assert all(tiny.get_parameter(name).grad.data_ptr() == ptr for name, ptr in sent.items())
+
+
 def test_a_tied_head_may_stay_unused(batch):
     """The rest of a tied model can be trained on another objective."""
     torch.manual_seed(0)

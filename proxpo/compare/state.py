@@ -86,8 +86,9 @@ def parsed(data: bytes | str) -> Any:
         return None
 
 
-def _last(rows: list[dict[str, Any]], name: str) -> float | None:
-    values = (measured(row.get(name)) for row in reversed(rows))
+def _last(rows: list[dict[str, Any]], *names: str) -> float | None:
+    """The latest number under the first of the names that the run has logged."""
+    values = (measured(row.get(name)) for name in names for row in reversed(rows))
     return next((value for value in values if value is not None), None)
 
 

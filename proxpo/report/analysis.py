@@ -184,13 +184,16 @@ def analyse(comparison: Comparison) -> Analysis:
         for arm in comparison.arms or _arms(runs)
     ]
     ordered = sorted(arms, key=_worth, reverse=True)
-    apart = _apart(ordered, comparison)
+    holders = {
+        one.arm.name: [run for run in runs if _counts(run) and run.name == one.arm.name]
+        for one in arms
+    }
+    apart = _apart([one.arm for one in ordered], holders, comparison)
     logged = [(runs[i].name, names[i]) for i in whole]
     barred = {
         pair: _pair_barred(paths, {name for arm, name in logged if arm in pair}, common)
         for pair, paths in apart.items()
     }
-    holders = {one.arm.name: [each.run for each in one.runs] for one in arms}
     differing = list(dict.fromkeys(path for paths in apart.values() for path in paths))
     return Analysis(
         comparison=comparison,
@@ -248,13 +251,13 @@ def _pace(spent: Series, end: float) -> float:
     return float(spent.values[known][-1] / spent.steps[known][-1])
 
 
-def _apart(arms: Sequence[ArmResult], comparison: Comparison) -> dict[tuple[str, str], list[str]]:
+def _apart(
+    arms: Sequence[Arm], holders: Mapping[str, Sequence[Run]], comparison: Comparison
+) -> dict[tuple[str, str], list[str]]:
     """For each pair of arms the settings that forbid a verdict between them."""
     chosen = {one.arm: one.settings for one in comparison.chosen}
     return {
-        (a.arm.name, b.arm.name): unlike(
-            [one.run for one in a.runs], [one.run for one in b.runs], declared(a.arm, b.arm, chosen)
-        )
+        (a.name, b.name): unlike(holders[a.name], holders[b.name], declared(a, b, chosen))
         for a, b in itertools.combinations(arms, 2)
     }
 

@@ -157,7 +157,9 @@ def parsed(line):
         return None
 
 
-trees = st.recursive(odd, lambda inner: st.dictionaries(st.text(max_size=4), inner, max_size=3))
+trees = st.one_of(
+    odd, st.dictionaries(st.text(max_size=4), odd, max_size=3), st.lists(odd, max_size=2)
+)
 parts = st.dictionaries(
     st.sampled_from(["seed", "method", "recipe", "model", "task", "rollout", "train", "evaluate"]),
     trees,
@@ -232,8 +234,15 @@ def with_value(tree, place, value):
 
 @pytest.fixture(scope="module")
 def plan_tree(tmp_path_factory):
-    folder = made.swept(tmp_path_factory.mktemp("plan"), steps=4)
-    return folder, yaml.safe_load((folder / "plan.yaml").read_text())
+    folder, arms = tmp_path_factory.mktemp("plan"), {"grpo": 0.3, "p3o": 0.2}
+    made.comparison(folder, arms=arms, seeds=(1, 2), steps=2, every=1, bare=True)
+    tree = yaml.safe_load((folder / "plan.yaml").read_text())
+    tree["arms"][0] |= {"settings": {"temperature": 0.8}, "varied": {"temperature": 0.8}}
+    tree |= {"vary": {"temperature": [0.8]}, "sweep": {"lr": [1e-5, 1e-4]}, "notes": ["a note"]}
+    scores = [[{"lr": 1e-5}, 0.5], [{"lr": 1e-4}, None]]
+    tree["chosen"] = [{"arm": "grpo", "settings": {"lr": 1e-5}, "scores": scores}]
+    tree["runs"][0]["role"] = "tune"
+    return folder, tree
 
 
 @given(st.data())

@@ -10,7 +10,14 @@ import numpy as np
 
 from proxpo.compare.plan import Arm
 from proxpo.report.alignment import Aligned, align
-from proxpo.report.comparable import declared, difference_lines, settings_of, unlike
+from proxpo.report.comparable import (
+    Settings,
+    declared,
+    difference_lines,
+    distinct,
+    settings_of,
+    unlike,
+)
 from proxpo.report.quantities import (
     KL,
     SCORE,
@@ -184,11 +191,12 @@ def analyse(comparison: Comparison) -> Analysis:
         for arm in comparison.arms or _arms(runs)
     ]
     ordered = sorted(arms, key=_worth, reverse=True)
-    holders = {
+    finished = {
         one.arm.name: [run for run in runs if _counts(run) and run.name == one.arm.name]
         for one in arms
     }
-    apart = _apart([one.arm for one in ordered], holders, comparison)
+    known = {name: distinct(own) for name, own in finished.items()}
+    apart = _apart([one.arm for one in ordered], known, comparison)
     logged = [(runs[i].name, names[i]) for i in whole]
     barred = {
         pair: _pair_barred(paths, {name for arm, name in logged if arm in pair}, common)
@@ -201,9 +209,9 @@ def analyse(comparison: Comparison) -> Analysis:
         kl=kl,
         steps=common.steps,
         interpolated=common.interpolated,
-        differing=tuple(difference_lines(holders, differing)),
+        differing=tuple(difference_lines(known, differing)),
         unknown=tuple(
-            name for name, own in holders.items() if any(_unrecorded(run) for run in own)
+            name for name, own in finished.items() if any(_unrecorded(run) for run in own)
         ),
         targets=targets,
         arms=tuple(ordered),
@@ -252,12 +260,12 @@ def _pace(spent: Series, end: float) -> float:
 
 
 def _apart(
-    arms: Sequence[Arm], holders: Mapping[str, Sequence[Run]], comparison: Comparison
+    arms: Sequence[Arm], known: Mapping[str, Sequence[Settings]], comparison: Comparison
 ) -> dict[tuple[str, str], list[str]]:
     """For each pair of arms the settings that forbid a verdict between them."""
     chosen = {one.arm: one.settings for one in comparison.chosen}
     return {
-        (a.name, b.name): unlike(holders[a.name], holders[b.name], declared(a, b, chosen))
+        (a.name, b.name): unlike(known[a.name], known[b.name], declared(a, b, chosen))
         for a, b in itertools.combinations(arms, 2)
     }
 

@@ -10,7 +10,14 @@ import numpy as np
 
 from proxpo.compare.plan import Arm
 from proxpo.report.alignment import Aligned, align
-from proxpo.report.comparable import declared, difference_lines, settings_of, unlike
+from proxpo.report.comparable import (
+    Settings,
+    declared,
+    difference_lines,
+    distinct,
+    settings_of,
+    unlike,
+)
 from proxpo.report.quantities import (
     KL,
     SCORE,
@@ -184,13 +191,17 @@ def analyse(comparison: Comparison) -> Analysis:
         for arm in comparison.arms or _arms(runs)
     ]
     ordered = sorted(arms, key=_worth, reverse=True)
-    apart = _apart(ordered, comparison)
+    finished = {
+        one.arm.name: [run for run in runs if _counts(run) and run.name == one.arm.name]
+        for one in arms
+    }
+    known = {name: distinct(own) for name, own in finished.items()}
+    apart = _apart([one.arm for one in ordered], known, comparison)
     logged = [(runs[i].name, names[i]) for i in whole]
     barred = {
         pair: _pair_barred(paths, {name for arm, name in logged if arm in pair}, common)
         for pair, paths in apart.items()
     }
-    holders = {one.arm.name: [each.run for each in one.runs] for one in arms}
     differing = list(dict.fromkeys(path for paths in apart.values() for path in paths))
     return Analysis(
         comparison=comparison,
@@ -198,9 +209,9 @@ def analyse(comparison: Comparison) -> Analysis:
         kl=kl,
         steps=common.steps,
         interpolated=common.interpolated,
-        differing=tuple(difference_lines(holders, differing)),
+        differing=tuple(difference_lines(known, differing)),
         unknown=tuple(
-            name for name, own in holders.items() if any(_unrecorded(run) for run in own)
+            name for name, own in finished.items() if any(_unrecorded(run) for run in own)
         ),
         targets=targets,
         arms=tuple(ordered),
@@ -248,13 +259,13 @@ def _pace(spent: Series, end: float) -> float:
     return float(spent.values[known][-1] / spent.steps[known][-1])
 
 
-def _apart(arms: Sequence[ArmResult], comparison: Comparison) -> dict[tuple[str, str], list[str]]:
+def _apart(
+    arms: Sequence[Arm], known: Mapping[str, Sequence[Settings]], comparison: Comparison
+) -> dict[tuple[str, str], list[str]]:
     """For each pair of arms the settings that forbid a verdict between them."""
     chosen = {one.arm: one.settings for one in comparison.chosen}
     return {
-        (a.arm.name, b.arm.name): unlike(
-            [one.run for one in a.runs], [one.run for one in b.runs], declared(a.arm, b.arm, chosen)
-        )
+        (a.name, b.name): unlike(known[a.name], known[b.name], declared(a, b, chosen))
         for a, b in itertools.combinations(arms, 2)
     }
 

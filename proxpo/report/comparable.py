@@ -5,7 +5,7 @@ model, the data, the budget, the batch and the evaluation.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from proxpo.report.facts import one_line
 from proxpo.report.runs import Run
 from proxpo.train._schema import SECTIONS, Config, as_dict
 
+Settings = Mapping[str, str]  # values as text, by path
 # What differs between the seeds of an arm, and what changes no number of a run.
 FREE = (
     "seed",
@@ -31,13 +32,18 @@ ARM = ("method", "recipe")  # what arms are compared for in any case
 FIXED = ("task", "evaluate", "model.name", "train.steps", SAMPLES)
 
 
-def settings_of(run: Run) -> dict[str, Any]:
+def settings_of(run: Run) -> Settings:
     """The settings of a run that can change its numbers, by path; empty where none are known."""
     if not run.config or run.source != "proxpo":
-        return dict(run.config)
+        return {path: _text(value) for path, value in run.config.items()}
     tree = {**_defaults(), **_flat(run.config)}
     tree[SAMPLES] = _product(tree["rollout.prompts_per_step"], tree["rollout.samples_per_prompt"])
-    return {path: value for path, value in tree.items() if matters(path)}
+    return {path: _text(value) for path, value in tree.items() if matters(path)}
+
+
+def distinct(runs: Iterable[Run]) -> list[Settings]:
+    """The known settings of an arm's runs; those of its seeds are one where they are equal."""
+    return list({str(known): known for run in runs if (known := settings_of(run))}.values())
 
 
 def matters(path: str) -> bool:
@@ -45,24 +51,23 @@ def matters(path: str) -> bool:
     return not _within(path, FREE)
 
 
-def unlike(a: Sequence[Run], b: Sequence[Run], declared: Sequence[str]) -> list[str]:
-    """Paths of the settings that forbid a verdict between the runs of two arms.
+def unlike(a: Sequence[Settings], b: Sequence[Settings], declared: Sequence[str]) -> list[str]:
+    """Paths of the settings that forbid a verdict between two arms with these distinct settings.
 
     A setting that an arm is compared for may differ between the arms, unless it is FIXED, but not
     between the runs of one arm.
     """
-    left, right = ([known for run in runs if (known := settings_of(run))] for runs in (a, b))
-    both = [*left, *right]
-    shared = [path for path in both[0] if all(path in one for one in both)] if both else []
+    both = [*a, *b]
     return [
         path
-        for path in shared
-        if len(_values(both, path)) > 1
+        for path in (both[0] if both else ())
+        if all(path in one for one in both)
+        and len(_values(both, path)) > 1
         and (
             not any(_names(key, path) for key in declared)
             or _within(path, FIXED)
-            or len(_values(left, path)) > 1
-            or len(_values(right, path)) > 1
+            or len(_values(a, path)) > 1
+            or len(_values(b, path)) > 1
         )
     ]
 
@@ -80,26 +85,25 @@ def declared(a: Arm, b: Arm, chosen: Mapping[str, Mapping[str, Any]]) -> list[st
     return [part for key in keys for part in key.split("+") if part]
 
 
-def difference_lines(arms: Mapping[str, Sequence[Run]], paths: Sequence[str]) -> list[str]:
+def difference_lines(arms: Mapping[str, Sequence[Settings]], paths: Sequence[str]) -> list[str]:
     """`task.name: arithmetic (grpo), gsm8k (p3o)` for each of the paths."""
     lines = []
     for path in paths:
         holders: dict[str, list[str]] = {}
-        for name, runs in arms.items():
-            known = [one for run in runs if path in (one := settings_of(run))]
-            for value in _values(known, path):
+        for name, known in arms.items():
+            for value in _values([one for one in known if path in one], path):
                 holders.setdefault(value, []).append(name)
         words = [f"{value} ({', '.join(names)})" for value, names in holders.items()]
         lines.append(f"{path}: {', '.join(words)}")
     return lines
 
 
-def _values(settings: Sequence[Mapping[str, Any]], path: str) -> list[str]:
-    """The distinct values as text; 1 and 1.0 are one value."""
-    return list(dict.fromkeys(_text(one[path]) for one in settings))
+def _values(settings: Sequence[Settings], path: str) -> list[str]:
+    return list(dict.fromkeys(one[path] for one in settings))
 
 
 def _text(value: Any) -> str:
+    """A value as text; 1 and 1.0 are one value."""
     if isinstance(value, (dict, list)):
         return one_line(json.dumps(value, sort_keys=True, default=str))
     return one_line(shown(value))
@@ -135,4 +139,12 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-__all__ = ["declared", "difference_lines", "matters", "settings_of", "unlike"]
+__all__ = [
+    "Settings",
+    "declared",
+    "difference_lines",
+    "distinct",
+    "matters",
+    "settings_of",
+    "unlike",
+]

@@ -74,6 +74,11 @@ def draw(figure: Figure, arms: Sequence[str]) -> dict[str, bytes]:
         return {kind: _image(canvas, kind) for kind in ("png", "svg")}
 
 
+def _label(name: str) -> str:
+    """A name for the legend, from which matplotlib leaves out those that begin with `_`."""
+    return f"\u200b{name}" if name.startswith("_") else name
+
+
 def _image(canvas: Any, kind: str) -> bytes:
     buffer = io.BytesIO()
     canvas.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else {})
@@ -110,7 +115,7 @@ def _curves(axis: Any, figure: Figure, style: Style) -> None:
         axis.plot(
             one.x,
             one.mean,
-            label=one.arm,
+            label=_label(one.arm),
             marker=style.marker(one.arm),
             markersize=4,
             markevery=(style.place[one.arm] % every, every),
@@ -134,7 +139,7 @@ def _cloud(axis: Any, figure: Figure, style: Style) -> None:
             color=colour,
             marker=style.marker(one.arm),
             s=34,
-            label=one.arm,
+            label=_label(one.arm),
         )
 
 
@@ -159,7 +164,7 @@ def _spots(axis: Any, figure: Figure, style: Style) -> None:
             places,
             means,
             yerr=list(zip(*bars)),
-            label=group,
+            label=_label(group),
             marker=style.marker(arm),
             capsize=3,
             **style.line(arm),
@@ -169,7 +174,7 @@ def _spots(axis: Any, figure: Figure, style: Style) -> None:
             axis.scatter(*zip(*taken), s=170, facecolor="none", edgecolor=style.colour(arm))
     for one in found:
         if not one.at:
-            axis.axhline(one.mean, label=one.group, **style.line(one.arm))
+            axis.axhline(one.mean, label=_label(one.group), **style.line(one.arm))
     axis.set_xticks(range(len(figure.ticks)), figure.ticks)
     axis.set_xlim(-0.5, len(figure.ticks) - 0.5)
 

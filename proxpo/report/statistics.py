@@ -143,7 +143,9 @@ def reached(x: Array, y: Array, target: float) -> float:
 
 def value_at(x: Array, y: Array, at: float) -> float:
     """y at a point inside the range of x, linear between points; NaN outside."""
-    return float(np.interp(at, x, y, left=math.nan, right=math.nan)) if len(x) else math.nan
+    if not len(x) or math.isnan(at):
+        return math.nan
+    return float(np.interp(at, x, y, left=math.nan, right=math.nan))
 
 
 def area(x: Array, y: Array, end: float) -> float:

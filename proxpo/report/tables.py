@@ -60,7 +60,8 @@ def _scale(analysis: Analysis) -> tuple[float, float]:
         if not math.isnan(bound)
     ]
     low, high = (min(bounds), max(bounds)) if bounds else (0.0, 1.0)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    margin = max(0.5, abs(low) / 2)  # half of a large number is still a difference to it
+    return (low, high) if high > low else (low - margin, high + margin)
 
 
 def _ranked(one: ArmResult, analysis: Analysis, low: float, high: float) -> str:

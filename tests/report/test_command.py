@@ -1,5 +1,6 @@
 """`proxpo report`: redraws a comparison, compares runs made elsewhere, refuses in one line."""
 
+import itertools
 import json
 
 import made
@@ -53,6 +54,36 @@ def test_trl_verl_and_proxpo_side_by_side(tmp_path, capsys):
     assert finals["verl"] == [0.4, 0.4]
     assert len(finals["grpo"]) == 2
     assert any("logged under different names" in note for note in summary["caveats"])
+
+
+def test_trl_logs_with_different_logging_steps_are_reported(tmp_path, capsys):
+    """One run logs steps 1 to 5, the other 10, 20 and 30: nothing to rank, and no traceback."""
+    write_state(tmp_path / "a-seed1", 5, every=1)
+    write_state(tmp_path / "b-seed1", 30, every=10)
+    paths = [str(tmp_path / name) for name in ("a-seed1", "b-seed1")]
+    assert main(["report", *paths, "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Not comparable: settings differ")  # max_steps is in TRL's state
+    assert "max_steps: 5 (a), 30 (b)" in out
+    assert "No step lies within all runs" in out
+    assert "beats" not in out
+
+
+def test_runs_of_other_tasks_and_rates_are_not_ranked_without_a_word(tmp_path, capsys):
+    for seed, (method, gain) in itertools.product((1, 2, 3), (("grpo", 0.3), ("p3o", 0.1))):
+        settings = made.config(method, seed, 4)
+        if method == "p3o":
+            settings |= {"task": {"name": "gsm8k"}, "train": {"steps": 4, "lr": 1e-3}}
+        metrics = made.rows(gain, seed, steps=4, every=2, bare=True)
+        made.write_run(tmp_path / f"{method}{seed}", settings, metrics)
+    paths = [str(path) for path in sorted(tmp_path.iterdir())]
+    assert main(["report", *paths, "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Not comparable: settings differ beyond the arms")
+    assert out.index("task.name: arithmetic (grpo), gsm8k (p3o)") < out.index(" 1. grpo")
+    assert "train.lr: 0.0002 (grpo), 0.001 (p3o)" in out
+    assert "beats" not in out
+    assert "Nothing is claimed between grpo and p3o: their settings differ in" in out
 
 
 def test_damage_and_failures_are_said_and_the_rest_reported(tmp_path, capsys):

@@ -6,10 +6,11 @@ import made
 import pytest
 from transformers.trainer_callback import TrainerState
 
+from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
 from proxpo.report.comparison import gather
 from proxpo.report.quantities import KL, SCORE, clock, phases, pick, samples, series
-from proxpo.report.runs import read_comparison, read_run
+from proxpo.report.runs import read_comparison, read_run, rows_of
 
 
 def one_run(folder, *, steps=10, every=5, method="grpo", seed=1, bare=False, **kind):
@@ -90,6 +91,92 @@ def test_damage_in_the_middle_costs_one_line(tmp_path):
     assert any("line 5 is damaged" in note for note in run.notes)
     assert any("summary.json is damaged" in note for note in run.notes)
     assert run.status == "running"
+
+
+HOSTILE_LINES = {
+    "nested too deeply": "[" * 100_000,
+    "a very long integer": '{"step": 3, "reward": ' + "9" * 5000 + "}",
+    "an integer beyond floats": '{"step": 3, "reward": ' + "9" * 400 + "}",
+    "1e308": '{"step": 3, "reward": 1e308}',
+    "text for a number": '{"step": 3, "reward": "0.5"}',
+    "null for a step": '{"step": null, "reward": 7.0}',
+    "text for a step": '{"step": "3", "reward": 7.0}',
+    "a negative step": '{"step": -3, "reward": 7.0}',
+    "half a step": '{"step": 3.5, "reward": 7.0}',
+    "an endless step": '{"step": 1e300, "reward": 7.0}',
+    "a list": "[1, 2]",
+    "NaN": '{"step": 3, "reward": NaN}',
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
+def test_a_hostile_line_costs_itself_alone_and_is_said(tmp_path, line):
+    folder = one_run(tmp_path / "a")
+    path = folder / "metrics.jsonl"
+    lines = [one for one in path.read_text().splitlines() if json.loads(one)["step"] != 3]
+    path.write_text("\n".join([*lines[:5], line, *lines[5:]]) + "\n")
+    run = read_run(folder)
+    steps = series(run, "reward").steps.tolist()
+    assert steps == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+    assert run.notes or run.broken == {"reward": 3.0}
+    assert 7.0 not in series(run, "reward").values
+    assert state_of(folder, steps=10, score="reward").step == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("config.yaml", "train: 3\n", "'train' is no dict"),
+        ("config.yaml", "seed: 1.5\n", "'seed' is no int"),
+        ("config.yaml", "seed: 0x" + "f" * 5000, "number of too many digits"),
+        ("config.yaml", "a: &a [*a]\n", "nested too deeply"),
+        ("config.yaml", "name: 2024-99-99\n", "not valid YAML"),
+        ("config.yaml", "? [a]\n: b\n", "not valid YAML"),
+        ("summary.json", '{"steps": "all"}', ""),
+        ("summary.json", "[" * 100_000, "summary.json is damaged"),
+        ("failure.json", '{"reason": [[]], "step": {}}', ""),
+    ],
+)
+def test_a_hostile_file_of_a_run_is_read_as_far_as_it_means_something(
+    tmp_path, name, content, note
+):
+    folder = one_run(tmp_path / "a")
+    (folder / name).write_text(content)
+    run = read_run(folder)
+    assert len(run.rows) == 11
+    assert any(note in one for one in run.notes) or not note
+    assert not isinstance(run.seed, float)
+
+
+def test_a_value_logged_as_nan_is_no_earlier_value():
+    logged = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.9}, {"step": 2, "reward": "nan"}]
+    read = rows_of(logged, shown="x")
+    assert read.rows == ({"step": 1.0, "reward": 0.5}, {"step": 2.0})
+    assert read.broken == {"reward": 2.0}
+
+
+def test_a_folder_that_holds_another_run_than_planned_is_not_averaged(tmp_path):
+    made.comparison(tmp_path, arms={"isopo": 0.3, "grpo": 0.2}, steps=10, every=5, bare=True)
+    other = made.config("grpo", 1, 10)
+    made.write_run(tmp_path / "runs/isopo-seed1", other, made.rows(0.2, 1, steps=10, every=5))
+    run = read_comparison(tmp_path).runs[0]
+    assert (run.status, run.reason) == ("failed", "its folder holds another run (method grpo)")
+
+
+def test_of_several_validation_sets_the_one_all_runs_have_is_compared(tmp_path):
+    for name, sets in (("a", ("aime", "gsm8k")), ("b", ("gsm8k",))):
+        data = {f"val-core/{one}/acc/mean@1": 0.5 for one in sets}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
+    runs = [read_run(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
+    assert set(pick(SCORE, runs).names.values()) == {"val-core/gsm8k/acc/mean@1"}
+
+
+def test_two_names_that_differ_are_told_apart_by_their_paths(tmp_path):
+    for name, task, model in (("a", "arithmetic", "tiny"), ("b", "gsm8k", "smollm2")):
+        config = made.config("grpo", 1, 4) | {"task": {"name": task}, "model": {"name": model}}
+        made.write_run(tmp_path / name, config, made.rows(0.3, 1, steps=4, every=2))
+    runs = gather([str(tmp_path / name) for name in "ab"], tmp_path).runs
+    assert runs[1].name == "grpo model.name=smollm2 task.name=gsm8k"
 
 
 def test_statuses(tmp_path):

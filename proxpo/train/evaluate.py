@@ -38,7 +38,7 @@ def evaluate(
     task: Task,
     pool: RewardPool,
     exam: Examination,
-    progress: Mapping[str, float] | None = None,
+    progress: Mapping[str, int | float] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
     """Rewards, accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers.
 
@@ -88,7 +88,7 @@ def _drawn(
     pool: RewardPool,
     exam: Examination,
     prompts: list[list[int]],
-    progress: Mapping[str, float] | None,
+    progress: Mapping[str, int | float] | None,
 ) -> tuple[Episodes, dict[str, float]]:
     """k answers to every problem, what they earn, and how often they are right."""
     k = exam.samples

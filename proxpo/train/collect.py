@@ -81,7 +81,7 @@ class Sampler:
     seed: int
     state: Mapping[str, State] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
-    progress: Mapping[str, float] = field(default_factory=dict)  # as `Job.progress`
+    progress: Mapping[str, int | float] = field(default_factory=dict)  # as `Job.progress`
     told: Told = lambda phase, done, total: None
 
 

@@ -43,7 +43,7 @@ def evaluate(
     pool: RewardPool,
     exam: Examination,
     told: Told = lambda phase, done, total: None,
-    state: Mapping[str, float] | None = None,
+    state: Mapping[str, int | float] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
     """Rewards, accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers.
 
@@ -97,7 +97,7 @@ def _drawn(
     exam: Examination,
     prompts: list[list[int]],
     progress: Progress,
-    state: Mapping[str, float] | None,
+    state: Mapping[str, int | float] | None,
 ) -> tuple[Episodes, dict[str, float]]:
     """k answers to every problem, what they earn, and how often they are right."""
     k = exam.samples

@@ -56,7 +56,7 @@ class Job:
         return self.learner.policy
 
     @property
-    def progress(self) -> dict[str, float]:
+    def progress(self) -> dict[str, int | float]:
         """How far training is, in the words of TRL's `trainer_state`."""
         return {
             "global_step": self.step,
@@ -130,13 +130,18 @@ def build(config: Config) -> Job:
 
 def splits(job: Job) -> list[str]:
     """Lines on what is trained on, what is held out, and what both have in common."""
-    task, pool = job.task, job.config.task.problems
+    task, pool, size = job.task, job.config.task.problems, job.config.evaluate.size
     lines = []
     if pool is not None:
         fewer = "" if len(task.train) >= pool else f", all there are (task.problems is {pool})"
         lines.append(f"training on {len(task.train)} different problems{fewer}")
     common, asked = task.overlap(), len(task.held_out)
     lines.append(f"held out: {asked} questions, {common} of them also in training")
+    if len(job.exam.problems) < size:
+        lines.append(
+            f"evaluating on {len(job.exam.problems)} problems, all there are (evaluate.size is "
+            f"{size})"
+        )
     if common:
         lines.append(
             f"warning: {common} of {asked} held-out questions are trained on, so their score says "

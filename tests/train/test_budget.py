@@ -171,10 +171,13 @@ def test_a_method_that_learns_from_revisits_gets_a_pool(method, tmp_path) -> Non
 
 
 def test_a_pool_larger_than_the_task_is_said(tmp_path) -> None:
-    job = job_of(tmp_path, "task.options.digits=1", "task.problems=500", method="grpo")
-    assert (
-        splits(job)[0] == "training on 88 different problems, all there are (task.problems is 500)"
-    )
+    sets = ["task.options.digits=1", "task.problems=500", "evaluate.size=50"]
+    job = job_of(tmp_path, *sets, method="grpo")
+    assert splits(job) == [
+        "training on 88 different problems, all there are (task.problems is 500)",
+        "held out: 12 questions, 0 of them also in training",
+        "evaluating on 12 problems, all there are (evaluate.size is 50)",
+    ]
     job.close()
 
 

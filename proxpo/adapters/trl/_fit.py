@@ -207,7 +207,7 @@ def in_place(recipe: Recipe, args: Any) -> str:
 
 def cut(recipe: Recipe, parts: int) -> str:
     """One line for a loss that depends on how an optimizer step is cut into micro-batches."""
-    alone = [f"{one.kind}={one.name}" for _, one in recipe.stages() if not one.whole_batch]
+    alone = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
     if parts == 1 or not alone:
         return ""
     return (

@@ -140,7 +140,6 @@ BAD = [
         *("grpo", {"rescale": "clipping_bias"}, {}),
         "recipe grpo has rescale=clipping_bias, for which TRL has no place",
     ),
-    ("grpo", {"budget": "knapsack", "prompts": None}, {}, "prompt_id|budget=knapsack"),
     ("grpo", {}, {"scale_rewards": "none"}, "'advantage.scale'"),
     ("grpo", {"clip": 1}, {}, "unknown option 'clip' of grpo; did you mean 'clip_"),
     ("gropo", {}, {}, "unknown method 'gropo'; did you mean 'grpo'"),

@@ -8,7 +8,7 @@ from proxpo.errors import ProxpoError
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
 from proxpo.train.learner import needs
-from proxpo.types import MANY, Recipe
+from proxpo.types import Recipe
 
 GIVEN = {
     *("logp", "mask", "old_logp", "ref_logp", "prox_logp", "entropy", "lag", "tokens"),
@@ -55,15 +55,15 @@ _VESPO = "proxpo has no recipe for VESPO"
 _FIXED = "proxpo has no adaptive entropy bonus; {'regularisers+': 'entropy_bonus'} has a fixed one"
 # Options of GRPOConfig that the recipe decides instead, and where a recipe has them.
 DECIDED = {
-    "beta": "use {'regularisers+': 'kl_to_ref'} in recipe_options",
+    "beta": "it has no place for a KL term",
     "delta": "trust=ppo_clip has it as {'trust.cap': ...}",
-    "entropy_coef": "use {'regularisers+': 'entropy_bonus'} in recipe_options",
+    "entropy_coef": "it has no place for an entropy bonus",
     "entropy_coef_delta": _FIXED,
     "entropy_coef_max": _FIXED,
     "entropy_coef_min": _FIXED,
     "entropy_target": _FIXED,
-    "epsilon": "it has no clip range",
-    "epsilon_high": "it has no clip range",
+    "epsilon": "a clip range, where it has one, is set by options of its trust stage",
+    "epsilon_high": "a clip range, where it has one, is set by options of its trust stage",
     "importance_sampling_level": "use {'ratio': 'token' or 'sequence'} in recipe_options",
     "loss_type": "use another recipe, e.g. recipe='dapo', 'dr-grpo', 'cispo', 'sapo'",
     "multi_objective_aggregation": "use reward_weights, summed before the recipe sees them",
@@ -82,19 +82,6 @@ DECIDED = {
     "vllm_importance_sampling_clip_min": _TIS,
     "vllm_importance_sampling_mode": _TIS,
 }
-# The same number under the name of a method's option, or of a stage's.
-SAME = {
-    "beta": ("kl_coef", "regularisers.kl_to_ref.coef"),
-    "delta": ("ratio_cap", "trust.cap"),
-    "epsilon": ("clip_low", "clip", "trust.low"),
-    "epsilon_high": ("clip_high", "trust.high"),
-    "entropy_coef": ("entropy_coef", "regularisers.entropy_bonus.coef"),
-    "sapo_temperature_neg": ("tau_neg",),
-    "sapo_temperature_pos": ("tau_pos",),
-    "off_policy_mask_threshold": ("off_policy_threshold",),
-    "use_bias_correction_kl": ("kl_ratio_corrected",),
-}
-ADDED = {"beta": "kl_to_ref", "entropy_coef": "entropy_bonus"}  # terms that any recipe can have
 
 
 def made(recipe: str | Recipe, options: Settings | None) -> Recipe:
@@ -164,26 +151,39 @@ def _check_options(recipe: Recipe, args: Any) -> None:
 
 def instead(recipe: Recipe, name: str, value: Any) -> str:
     """Advice: the recipe_options that do what an option of GRPOConfig would do in TRL."""
-    chosen = {place: value for place in (_same(recipe, name),) if place is not None}
-    if name == "epsilon" and "clip" not in chosen:  # in TRL one number for both sides
-        chosen |= {place: value for place in (_same(recipe, "epsilon_high"),) if place is not None}
-    if name in ADDED and not chosen:
-        term = f"regularisers.{ADDED[name]}.coef"
-        chosen = {"regularisers+": ADDED[name], term: value}
-    return f"use {chosen} in recipe_options" if chosen else DECIDED[name]
+    for chosen in _same(recipe, name, value):
+        if _changes(recipe, chosen):
+            return f"use {chosen} in recipe_options"
+    return DECIDED[name]
 
 
-def _same(recipe: Recipe, name: str) -> str | None:
-    """The option of the method, or of one of its stages, that is the same number."""
-    for place in SAME.get(name, ()):
-        kind, *path = place.split(".")
-        if not path and place in recipe.options:
-            return place
-        stages = getattr(recipe, kind) if kind in MANY else [getattr(recipe, kind, None)]
-        named = [stage for stage in stages if stage and path[:-1] in ([], [stage.name])]
-        if path and any(path[-1] in stage.options for stage in named):
-            return place
-    return None
+def _same(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
+    """The same number as an option of the method, of one of its stages, or of one more stage."""
+    terms = {"beta": ("kl_coef", "kl_to_ref"), "entropy_coef": ("entropy_coef", "entropy_bonus")}
+    if name in terms:
+        option, term = terms[name]
+        place = f"regularisers.{term}.coef"
+        return [{option: value}, {place: value}, {"regularisers+": term, place: value}]
+    clips = recipe.trust.name == "ppo_clip"
+    found: dict[str, list[dict[str, Any]]] = {
+        "delta": [{"ratio_cap": value}, {"trust.cap": value}] if clips else [],
+        "epsilon": [{"clip_low": value, "clip_high": value}, {"clip": value}],  # both sides in TRL
+        "epsilon_high": [{"clip_high": value}, *([{"trust.high": value}] if clips else [])],
+        "off_policy_mask_threshold": [{"off_policy_threshold": value}],
+        "sapo_temperature_neg": [{"tau_neg": value}],
+        "sapo_temperature_pos": [{"tau_pos": value}],
+    }
+    return found.get(name, [])
+
+
+def _changes(recipe: Recipe, chosen: Settings) -> bool:
+    """Whether the method takes these options, and another recipe comes of them."""
+    try:
+        before = make_recipe(recipe.name, recipe.options)
+        after = make_recipe(recipe.name, {**recipe.options, **dict(chosen)})
+    except ProxpoError:
+        return False
+    return after.replace(options={}) != before.replace(options={})
 
 
 def in_place(recipe: Recipe, args: Any) -> str:
@@ -213,7 +213,7 @@ def in_place(recipe: Recipe, args: Any) -> str:
 
 def cut(recipe: Recipe, parts: int) -> str:
     """One line for a loss that depends on how an optimizer step is cut into micro-batches."""
-    alone = [f"{one.kind}={one.name}" for _, one in recipe.stages() if not one.whole_batch]
+    alone = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
     if parts == 1 or not alone:
         return ""
     return (

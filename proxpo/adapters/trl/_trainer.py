@@ -449,7 +449,7 @@ class ProxpoTrainer(GRPOTrainer):
 
     def _note(self, mode: str, step: Step, metrics: Metrics, batch: Batch) -> None:
         """TRL's metrics of the micro-batch; ours of the optimizer step, when it is complete."""
-        watch = next(one for one in self._watches if one.recipe is step.recipe)
+        watch = next(watch for watch in self._watches if watch.recipe is step.recipe)
         total = partial(self.accelerator.reduce, reduction="sum")
         known = trl_metrics(watch, batch, metrics, total=total, gather=self.accelerator.gather)
         for name, number in known.items():

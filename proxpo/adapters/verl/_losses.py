@@ -218,7 +218,8 @@ def tell_of_cuts(recipe: Recipe, mask: Bool[Tensor, "seq tok"], counts: Denomina
     if recipe.name in _CUT:
         return
     _CUT.add(recipe.name)
-    alone = [one for _, one in recipe.stages() if one.kind in LOSS_KINDS and not one.whole_batch]
+    stages = [stage for _, stage in recipe.stages() if stage.kind in LOSS_KINDS]
+    alone = [stage for stage in stages if not stage.whole_batch]
     if alone and bool(mask.sum() < counts.tokens):
         names = ", ".join(f"{stage.kind}={stage.name}" for stage in alone)
         tell(

@@ -15,16 +15,15 @@ from proxpo.adapters.verl._recipes import (
     GROUP_KINDS,
     PREFIX,
     VERL_ALONE,
-    group_refusal,
     known_slug,
     loss_recipe,
     plain,
     slug_of,
     verl_name,
 )
-from proxpo.adapters.verl._settings import PLACES, WHERE, changed, number_at, place_of
+from proxpo.adapters.verl._settings import PLACES, WHERE, changed, number_at, place_of, values
 from proxpo.advantages import gae, group_relative, leave_one_out, length_weighted_baseline
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, nearest
 from proxpo.settings import make_recipe
 from proxpo.types import KINDS, Recipe, Stage
 
@@ -85,6 +84,7 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
     _check_options(recipe, options, actor)
     _check_estimator(recipe, options, config)
     _check_updates(recipe, config)
+    _check_bypass(recipe, algorithm)
     groups = algorithm.get("filter_groups", None)
     if recipe.prompts and not (groups and groups.get("enable", False)):
         names = ", ".join(stage.name for stage in recipe.prompts)
@@ -97,16 +97,18 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
 
 def _check_written(recipe: Recipe, actor: Any, explicit: Collection[str]) -> None:
     """A value that equals verl's default was written, and the method has another number."""
-    for name in PLACES:
-        place = place_of(recipe, name)
-        if f"{WHERE}.{name}" not in explicit:
-            continue
-        value = functools.reduce(getattr, name.split("."), actor)
+    known = values(actor)
+    written_names = {name: name for name in PLACES if f"{WHERE}.{name}" in explicit}
+    if f"{WHERE}.clip_ratio" in explicit:
+        known |= {"clip_ratio": actor.clip_ratio}
+        written_names |= {"clip_ratio_low": "clip_ratio", "clip_ratio_high": "clip_ratio"}
+    for name, written_name in written_names.items():
+        place, value = place_of(recipe, name), known[written_name]
         if place is None or number_at(recipe, place) != value:
             own = "it has none" if place is None else f"its {place} is {number_at(recipe, place)}"
             way = "" if place is None else f"; +{WHERE}.policy_loss.options.{place}={value} sets it"
             raise ProxpoError(
-                f"verl: {WHERE}.{name}={value} is verl's default, which is not told to "
+                f"verl: {WHERE}.{written_name}={value} is verl's default, which is not told to "
                 f"{recipe.name}: {own}{way}"
             )
 
@@ -150,16 +152,14 @@ def half(recipe: Recipe) -> Half:
 def _check_estimator(recipe: Recipe, options: Mapping[str, Any], config: Any) -> None:
     """The estimator has to run the rewards, filters and advantages of the loss mode's method."""
     name, wanted = str(config.algorithm.adv_estimator), half(recipe)
-    if not wanted:
-        return
-    if name.startswith(PREFIX):
-        asked = half(make_recipe(recipe.name, options)) != half(make_recipe(recipe.name))
-        if name == verl_name(recipe.name) and not asked:
-            return  # algorithm.options decide over the advantages
-        run = half(_estimator_recipe(name, config.algorithm))
-    else:
-        run = own_half(name, config)
-    if run == wanted or _alone(name, wanted, config):
+    default = make_recipe(recipe.name)
+    if name == verl_name(recipe.name) and wanted == half(default):
+        return  # algorithm.options decide over the advantages
+    ours = name.startswith(PREFIX)
+    run = half(_estimator_recipe(name, config.algorithm)) if ours else own_half(name, config)
+    left = {kind for kind in GROUP_KINDS if getattr(default, kind) and not getattr(recipe, kind)}
+    run = tuple(stage for stage in run if stage.kind not in left)  # left to verl by an option
+    if not wanted or run == wanted or _alone(name, wanted, config):
         return
     missing = ", ".join(str(stage) for stage in wanted if stage not in run)
     more = ", ".join(str(stage) for stage in run if stage not in wanted)
@@ -170,10 +170,11 @@ def _check_estimator(recipe: Recipe, options: Mapping[str, Any], config: Any) ->
 
 
 def _remedy(recipe: Recipe, options: Mapping[str, Any]) -> str:
+    """The settings that give a loss mode its other half, or give that half up."""
     kinds = sorted({stage.kind for stage in half(recipe)}, key=KINDS.index)
     leave = ", ".join(f"policy_loss.options.{kind}=null" for kind in kinds)
     advantage = recipe.advantage.name if recipe.advantage is not None else ""
-    name = VERL_ALONE.get(advantage) if group_refusal(recipe) else verl_name(recipe.name)
+    name = VERL_ALONE.get(advantage, verl_name(recipe.name))
     keys = [key for key in options if touched(recipe.name, options, key) & set(GROUP_KINDS)]
     with_options = "".join(f" +algorithm.options.{key}={options[key]}" for key in keys)
     same = "" if name in VERL_ALONE.values() else with_options
@@ -181,7 +182,11 @@ def _remedy(recipe: Recipe, options: Mapping[str, Any]) -> str:
 
 
 def _estimator_recipe(name: str, algorithm: Any) -> Recipe:
-    return by_name()[name](plain(algorithm.get("options", None) or {}))
+    """The recipe behind an estimator of ours."""
+    known = by_name()
+    if name not in known:
+        raise ProxpoError(f"verl: unknown algorithm.adv_estimator '{name}'{nearest(name, known)}")
+    return known[name](plain(algorithm.get("options", None) or {}))
 
 
 def own_half(name: str, config: Any) -> Half:
@@ -200,13 +205,14 @@ def own_half(name: str, config: Any) -> Half:
 def _alone(name: str, wanted: Half, config: Any) -> bool:
     """Differences that do not show: groups of one where there are none, ReMax's other form."""
     if name == "remax":
-        return [one.options.get("form") for one in wanted] == ["framework"]
+        return [stage.options.get("form") for stage in wanted] == ["framework"]
     several = config.actor_rollout_ref.rollout.n > 1
     run = own_half(name, config) if not name.startswith(PREFIX) else ()
-    return several and [_plural(one) for one in run] == [_plural(one) for one in wanted]
+    return several and [_plural(stage) for stage in run] == [_plural(stage) for stage in wanted]
 
 
 def _plural(stage: Stage) -> tuple[str, dict[str, Any]]:
+    """A stage without its rule for groups of one."""
     return stage.name, {k: v for k, v in stage.options.items() if k != "singleton"}
 
 
@@ -247,7 +253,26 @@ def _own(recipe: Recipe, key: str, default: Any) -> Any:
     return options.get(key, default)
 
 
+def _check_bypass(recipe: Recipe, algorithm: Any) -> None:
+    """verl's bypass mode hands the sampler's numbers over as the old policy, and does no more."""
+    correction = algorithm.get("rollout_correction", None) or {}
+    if not correction.get("bypass_mode", False):
+        return
+    for key in ("rollout_is", "rollout_rs"):
+        if correction.get(key, None) is not None:
+            raise ProxpoError(
+                f"verl: algorithm.rollout_correction.{key}={correction.get(key)} has no effect on "
+                f"{recipe.name} under bypass_mode=True, where verl's own loss alone reads it"
+            )
+    if any("prox_logp" in stage.needs for _, stage in recipe.stages()):
+        raise ProxpoError(
+            f"verl: {recipe.name} tells the proximal policy from the sampler's, which are the same "
+            "under algorithm.rollout_correction.bypass_mode=True"
+        )
+
+
 def _check_updates(recipe: Recipe, config: Any) -> None:
+    """A method of one update per rollout gets no more than that."""
     actor = config.actor_rollout_ref.actor
     epochs, mini, rows = actor.ppo_epochs, actor.ppo_mini_batch_size, config.data.train_batch_size
     if recipe.schedule is not None and (epochs != 1 or mini < rows):

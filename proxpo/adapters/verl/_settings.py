@@ -49,8 +49,9 @@ def defaults() -> dict[str, Any]:
     """verl's own values of the settings in PLACES, and of clip_ratio."""
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    actor = {one.name: one.default for one in dataclasses.fields(ActorConfig)}
-    loss = {f"policy_loss.{one.name}": one.default for one in dataclasses.fields(PolicyLossConfig)}
+    actor = {entry.name: entry.default for entry in dataclasses.fields(ActorConfig)}
+    fields = dataclasses.fields(PolicyLossConfig)
+    loss = {f"policy_loss.{entry.name}": entry.default for entry in fields}
     return {name: (actor | loss)[name] for name in (*PLACES, "clip_ratio")}
 
 
@@ -161,4 +162,13 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-__all__ = ["PLACES", "WHERE", "changed", "honoured", "number_at", "place_of", "tell_own_numbers"]
+__all__ = [
+    "PLACES",
+    "WHERE",
+    "changed",
+    "honoured",
+    "number_at",
+    "place_of",
+    "tell_own_numbers",
+    "values",
+]

@@ -1,5 +1,6 @@
 """Every recipe TRL can feed trains the model in the box; every other one says why it cannot."""
 
+import ast
 import dataclasses
 import inspect
 import math
@@ -14,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 
 import proxpo
-from proxpo.adapters.trl._fit import DECIDED, GIVEN
+from proxpo.adapters.trl._fit import DECIDED, GIVEN, instead
 from proxpo.adapters.trl._translate import mask_of
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -129,7 +130,8 @@ BAD = [
         "no effect on recipe grpo: use {'clip_low': 0.1, 'clip_high': 0.1}",
     ),
     ("opo", {}, {"epsilon": 0.1}, "no effect on recipe opo: use {'clip': 0.1} in recipe_options"),
-    ("isopo", {}, {"epsilon": 0.1}, "no effect on recipe isopo: it has no clip range"),
+    ("dpo", {}, {"beta": 0.04}, "no effect on recipe dpo: it has no place for a KL term"),
+    ("isopo", {}, {"epsilon": 0.1}, "no effect on recipe isopo: a clip range, where it has one"),
     ("grpo", {}, {"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 has no effect on recipe grpo"),
     ("grpo", {}, {"entropy_target": 0.5}, "entropy_target=0.5 has no effect on recipe grpo"),
     (
@@ -140,7 +142,6 @@ BAD = [
         *("grpo", {"rescale": "clipping_bias"}, {}),
         "recipe grpo has rescale=clipping_bias, for which TRL has no place",
     ),
-    ("grpo", {"budget": "knapsack", "prompts": None}, {}, "prompt_id|budget=knapsack"),
     ("grpo", {}, {"scale_rewards": "none"}, "'advantage.scale'"),
     ("grpo", {"clip": 1}, {}, "unknown option 'clip' of grpo; did you mean 'clip_"),
     ("gropo", {}, {}, "unknown method 'gropo'; did you mean 'grpo'"),
@@ -220,6 +221,21 @@ def test_every_option_that_trl_s_loss_reads_is_decided_or_honoured():
     read = known & set(re.findall(r"self\.(?:args\.)?([a-z_]+)", source))
     assert {"beta", "loss_type", "delta", "vespo_k_pos"} <= read
     assert read - set(DECIDED) == HONOURED
+
+
+@pytest.mark.parametrize("slug", ["dpo", "kpo", "lopti", "p3o", "reinforce", "rloo", "sapo"])
+def test_what_is_suggested_can_be_set(slug):
+    """Options that exist, change the recipe, and hold the number that was asked for."""
+    recipe = proxpo.make_recipe(slug)
+    for name in ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high"):
+        advice = instead(recipe, name, 4.5)
+        if "in recipe_options" not in advice:
+            assert advice == DECIDED[name]
+            continue
+        chosen = ast.literal_eval(advice.removeprefix("use ").removesuffix(" in recipe_options"))
+        assert 4.5 in chosen.values()
+        made = proxpo.make_recipe(slug, chosen)
+        assert made.replace(options={}) != recipe.replace(options={})
 
 
 def test_options_belong_to_a_name(tmp_path):

@@ -171,6 +171,20 @@ def checked(*overrides: str) -> None:
             "options.clip_high has no effect on the advantages of grpo: it belongs to .*loss.opt",
         ),
         ([f"{MODE}=proxpo_grop"], "did you mean 'proxpo_grpo'"),
+        ([f"{ESTIMATOR}=proxpo_grop"], "adv_estimator 'proxpo_grop'; did you mean 'proxpo_grpo'"),
+        (
+            [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=proxpo_gspo", prefix("clip_ratio=0.2")],
+            "clip_ratio=0.2 is verl's default, which is not told to gspo: its trust.low is 0.0003",
+        ),
+        (
+            [
+                f"{MODE}=proxpo_gspo",
+                f"{ESTIMATOR}=proxpo_gspo",
+                "algorithm.rollout_correction.bypass_mode=true",
+                "algorithm.rollout_correction.rollout_is=token",
+            ],
+            "rollout_is=token has no effect on gspo under bypass_mode=True",
+        ),
         (
             [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.2")],
             r"clip_ratio_low=0.2 is verl's default.*\+.*policy_loss.options.trust.low=0.2 sets it",
@@ -197,6 +211,14 @@ def test_a_run_with_half_a_method_or_an_idle_setting_is_refused(overrides, reaso
         [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", f"{OPTIONS}.trust.low=0.2"],
         [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.2")],
         [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=proxpo_grpo", "+algorithm.options.eps=0.0001"],
+        [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", f"{OPTIONS}.advantage=null"],
+        [
+            f"{MODE}=proxpo_grpo",
+            f"{ESTIMATOR}=proxpo_grpo",
+            prefix("clip_ratio_low=null"),
+            prefix("clip_ratio_high=null"),
+            prefix("clip_ratio=0.2"),
+        ],
         [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=proxpo_opo", f"{OPTIONS}.advantage=null"],
         [
             f"{MODE}=proxpo_gspo",

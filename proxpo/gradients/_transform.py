@@ -189,7 +189,7 @@ class Transform:
             stream=Stream(self.seed, self._steps, self._blocks, _batch.first_rank(token_group)),
             sequences=sequences.to(device),
             advantages=advantages.detach().to(device, kind, copy=True),
-            groups=None if groups is None else groups.to(device),
+            groups=None if groups is None else groups.to(device, copy=True),
             observer=observe,
             shard=shard,
         )

@@ -1,5 +1,8 @@
 """verl's FSDP2 engine on the CPU: gradients under proxpo's engine equal those of our own loop."""
 
+import copy
+import math
+
 import pytest
 import torch
 from engine_setup import (
@@ -203,6 +206,28 @@ def test_the_averages_travel_with_the_checkpoint(tmp_path):
     third.load_checkpoint(str(tmp_path), del_local_after_load=False)
     third._saved = None
     assert step(third, loss) != pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["proxpo_isopo", "proxpo_isopo_ntk"])
+def test_an_update_that_is_not_finite_leaves_no_trace(mode):
+    """verl leaves it out by the norm of its gradient; the transform forgets it too."""
+    engine = make_engine(lr=0.05)
+    loss = actor(mode, options={**ALL, "reg": 0.5} if mode == "proxpo_isopo" else {})
+
+    def kept() -> dict:
+        parts = {"weights": dict(engine.module.named_parameters())}
+        parts |= {"optimizer": engine.optimizer.state_dict()["state"]}
+        return copy.deepcopy(parts | {"transform": engine.transform.state_dict()})
+
+    step(engine, loss)
+    before = kept()
+    spoilt = engine.module.lm_head.register_forward_hook(lambda m, given, out: out * torch.nan)
+    with pytest.warns(UserWarning, match="is not finite.*verl skips the update"):
+        assert not math.isfinite(step(engine, loss))
+    spoilt.remove()
+    torch.testing.assert_close(kept(), before, rtol=0, atol=0)
+    assert math.isfinite(step(engine, loss))
+    assert kept()["transform"]["steps"] == 2
 
 
 def test_a_transform_wants_the_average_of_its_recipe(engine):

@@ -21,7 +21,7 @@ from properties.strategies import Spec, specs
 from proxpo import Batch
 from proxpo.batch_file import load_batch, save_batch
 from proxpo.errors import ProxpoError
-from proxpo.fields import BOOLS, INTEGERS, PER_RESPONSE, ROWS
+from proxpo.fields import BOOLS, INTEGERS, PER_RESPONSE, PER_VOCABULARY, ROWS
 
 pytestmark = pytest.mark.long  # refusals are the subject, and they come before annotations
 cases = st.sampled_from(sorted(CASES))
@@ -119,7 +119,8 @@ def spoilt(name: str, x: Tensor, mask: Tensor, draw: random.Random) -> Any:
     places = (mask.any(dim=1) if per_row else mask).nonzero()
     place = tuple(places[draw.randrange(len(places))].tolist())
     wrong = x.double().clone()
-    wrong[place] = draw.choice([0.5, 7.25] if name in (*BOOLS, *INTEGERS) else BAD_VALUES)
+    values = BAD_VALUES[:2] if name in PER_VOCABULARY else BAD_VALUES
+    wrong[place] = draw.choice([0.5, 7.25] if name in (*BOOLS, *INTEGERS) else values)
     return wrong
 
 

@@ -5,6 +5,7 @@ policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (
               them the advantage once more, if it follows the current policy
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -205,18 +206,21 @@ def policy_loss(
 def _uncut(recipe: Recipe, batch: Batch, counts: Denominators) -> AllSum:
     """The sum over a batch that lacks nothing of what is summed; an error for any other."""
 
-    def all_sum(x: Tensor, scope: Reach = "batch") -> Tensor:
-        if scope == "microbatch":
-            return x
+    @functools.cache  # a loss may ask many times, and the answer waits for the device
+    def check_cut(scope: Reach) -> None:
         tokens, total = int(batch.mask.sum()), int(counts.tokens)
-        if tokens == total if scope == "batch" else _holds_groups(batch, counts):
-            return x
-        raise ProxpoError(
-            f"{recipe.name or 'recipe'}: the loss takes sums over "
-            f"{'whole groups' if scope == 'rank' else 'the whole step'}, and this cut has "
-            f"{tokens} of the step's {total} tokens: pass "
-            "all_sum=proxpo.over_microbatches(loss, cuts), or proxpo.over_ranks() on every rank"
-        )
+        if tokens != total if scope == "batch" else not _holds_groups(batch, counts):
+            raise ProxpoError(
+                f"{recipe.name or 'recipe'}: the loss takes sums over "
+                f"{'whole groups' if scope == 'rank' else 'the whole step'}, and this cut has "
+                f"{tokens} of the step's {total} tokens: pass "
+                "all_sum=proxpo.over_microbatches(loss, cuts), or proxpo.over_ranks() on every rank"
+            )
+
+    def all_sum(x: Tensor, scope: Reach = "batch") -> Tensor:
+        if scope != "microbatch":
+            check_cut(scope)
+        return x
 
     return all_sum
 

@@ -41,7 +41,6 @@ SAME_LAST_AXIS = (PER_VOCABULARY, ("hidden", "features"), ("mean", "old_mean", "
 MAY_BE_TEXT = ("group", "tokens")
 MAY_BE_MISSING = ("rewards",)  # NaN says so
 REWARDS = ("rewards", "greedy_rewards", "token_rewards")  # a variance takes their squares
-_TOO_WIDE = PER_VOCABULARY  # for a table of what is wrong, until something is
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 _FLAGS = frozenset({torch.bool})
@@ -290,13 +289,18 @@ def _integer(name: str, value: Tensor, valid: Tensor) -> Tensor:
 def check_rollout(present: Sequence[tuple[str, Tensor]], mask: Tensor) -> None:
     """An error for the first number that no loss could use: infinite, NaN, or a vast reward.
 
-    Clamps and comparisons inside a loss would hide it. The fields are zero at masked tokens; of
-    empty responses nothing is asked. One look at the device tells that all is well.
+    Clamps and comparisons inside a loss would hide it. The fields are zero at masked tokens; empty
+    responses need a usable reward alone. One look at the device tells that all is well. Durations
+    are judged where they are used.
     """
     filled = mask.any(dim=1)
-    floats = [(name, x) for name, x in present if x.is_floating_point() and x.numel()]
-    signs = [_unusable(name, x, filled).any() for name, x in floats if name not in _TOO_WIDE]
-    signs += [~torch.stack(x.aminmax()).isfinite().all() for name, x in floats if name in _TOO_WIDE]
+    judged = [(name, x) for name, x in present if name != "duration" and x.numel()]
+    floats = [(name, x.detach()) for name, x in judged if x.is_floating_point()]
+    signs = [
+        # The vocabulary is too wide for a table of what is wrong, until something is.
+        ~x.max().isfinite() if name in PER_VOCABULARY else _unusable(name, x, filled).any()
+        for name, x in floats
+    ]
     if not signs or not bool(torch.stack(signs).any()):
         return
     for name, x in floats:
@@ -308,9 +312,11 @@ def check_rollout(present: Sequence[tuple[str, Tensor]], mask: Tensor) -> None:
 
 def _unusable(name: str, value: Tensor, filled: Tensor) -> Tensor:
     rows = filled.reshape(filled.shape + (1,) * (value.dim() - 1))
-    if name in REWARDS:
+    if name in REWARDS:  # of empty responses too, which have a place in their group
         vast = value.abs() > math.sqrt(torch.finfo(value.dtype).max / len(filled))
-        return (vast | value.isnan() if name == "token_rewards" else vast) & rows
+        return vast | value.isnan() if name == "token_rewards" else vast
+    if name in PER_VOCABULARY:  # -∞ is the log-probability of an impossible token
+        return ~(value < torch.inf) & rows
     return ~value.isfinite() & rows
 
 

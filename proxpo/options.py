@@ -20,7 +20,9 @@ def bind(factory: Callable[..., Any], given: Mapping[str, Any], *, what: str) ->
     missing = [k for k, v in options.items() if v is inspect.Parameter.empty]
     if missing:
         raise ProxpoError(f"{what} needs the option '{missing[0]}'")
-    kinds = typing.get_type_hints(inspect.unwrap(factory))
+    # The annotations of a class are those of its fields, not of its arguments.
+    called: Any = typing.cast(Any, factory).__init__ if isinstance(factory, type) else factory
+    kinds = typing.get_type_hints(inspect.unwrap(called))
     return {
         k: coerce(v, kinds.get(k, Any), option=f"{what}: option '{k}'") for k, v in options.items()
     }

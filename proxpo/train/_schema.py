@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from proxpo.errors import ProxpoError, nearest
+from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.options import brief, coerce
 from proxpo.types import KINDS, Recipe
 
@@ -19,11 +19,13 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Resume = Literal["fixed", "next", "now"]
 
 
+SINKS = ("tensorboard", "trackio", "wandb")
 ROWS = 1 << 20  # responses of one rollout or one evaluation
 TOKENS = 1 << 24
 STEPS = 1_000_000_000
 DAY = 86_400
 VALUES = 10_000  # in one block of options
+TEXT = 4096  # characters, as of a path
 LARGE = 1e30  # leaves room for products within float32
 
 
@@ -316,6 +318,8 @@ def build(tree: Mapping[str, Any]) -> Config:
         )
     if train.replay_share == 1:
         raise ProxpoError("train.replay_share=1 leaves no room for new data; expected below 1")
+    for sink in config.log.sinks:
+        resolve(str(sink), SINKS, what="sink of log.sinks")
     for names, rows in (
         (
             "rollout.prompts_per_step x rollout.samples_per_prompt",
@@ -467,8 +471,8 @@ def _checked(value: Any, kind: Any, info: Mapping[str, Any], path: str) -> Any:
         if container in allowed and not (isinstance(value, container) or value is None):
             raise ProxpoError(f"{path} takes a {container.__name__}, got {brief(value)}")
     value = coerce(value, kind, option=path)
-    if isinstance(value, str) and "\0" in value:
-        raise ProxpoError(f"{path} holds a null character, got {brief(value)}")
+    if isinstance(value, str) and ("\0" in value or len(value) > TEXT):
+        raise ProxpoError(f"{path} is text of at most {TEXT:,} characters, got {brief(value)}")
     if isinstance(value, (dict, list)):
         _check_plain(value, path)
     if isinstance(value, (int, float)) and not isinstance(value, bool):

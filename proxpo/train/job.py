@@ -84,6 +84,7 @@ class Job:
 def build(config: Config) -> Job:
     """Load the model and the task and put the parts together."""
     recipe = config.make_recipe()
+    _check_blocks(config)
     policy = load_policy(
         config.model.name,
         device=_device(config.model.device),
@@ -154,6 +155,32 @@ def fitted(recipe: Recipe, config: Config, task: Task) -> Recipe:
     """The recipe with the lengths it leaves open from the longest response of this run."""
     turns = task.max_turns if task.tool is not None else 1
     return at_length(recipe, config.rollout.max_tokens * turns)
+
+
+# Names in a block of options that are settings of their own, or belong to the caller.
+RESERVED = {
+    "task.options": {
+        "name": "task.name",
+        "reward": "task.reward",
+        "correct_above": "task.correct_above",
+    },
+    "rollout.options": {"name": "rollout.backend", "policy": "model.name"},
+    "train.optimizer_options": {
+        "name": "train.optimizer",
+        "model": "model.name",
+        "lr": "train.lr",
+        "weight_decay": "train.weight_decay",
+    },
+}
+
+
+def _check_blocks(config: Config) -> None:
+    """Refuse options that are settings of their own: one of the two would be ignored."""
+    for path, names in RESERVED.items():
+        section, name = path.split(".")
+        for option in getattr(getattr(config, section), name):
+            if option in names:
+                raise ProxpoError(f"{path} takes no '{option}': it is the setting {names[option]}")
 
 
 def save(job: Job, root: Path) -> Path:
@@ -271,10 +298,6 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         if critic is None
         else nn.ModuleDict({"policy": policy.model, "critic": critic})
     )
-    for name in ("name", "model", "lr", "weight_decay"):
-        if name in config.train.optimizer_options:
-            own = {"lr": ": it is train.lr", "weight_decay": ": it is train.weight_decay"}
-            raise ProxpoError(f"train.optimizer_options has no '{name}'{own.get(name, '')}")
     transform = recipe.gradient.apply() if recipe.gradient is not None else None
     if transform is not None:
         transform.seed = derive(config.seed, "overlap") % 2**31

@@ -118,8 +118,12 @@ def _device(device: str | torch.device) -> torch.device:
         place = torch.device(device)
     except RuntimeError:
         raise ProxpoError(f"device '{device}' is unknown; expected cpu or cuda") from None
+    if place.type not in ("cpu", "cuda") or (place.type == "cpu" and place.index):
+        raise ProxpoError(f"device '{device}' is not supported; expected cpu, cuda or cuda:N")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ProxpoError(f"device '{device}': no CUDA device is available here; use device=cpu")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ProxpoError(f"device '{device}': there are {torch.cuda.device_count()} here, from 0")
     return place
 
 
@@ -222,7 +226,7 @@ def _with_lora(model: Any, options: dict[str, Any], seed: int) -> Any:
         torch.manual_seed(seed)
         try:
             return peft.get_peft_model(model, peft.LoraConfig(**settings))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
             raise ProxpoError(f"lora: {' '.join(str(error).split())[:200]}") from None
 
 

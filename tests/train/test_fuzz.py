@@ -10,10 +10,12 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_runs import job_of
 
 from proxpo.errors import ProxpoError
 from proxpo.train.checkpoint import load_latest, save_checkpoint
 from proxpo.train.config import Config, as_dict, build, explain, load_config, to_yaml
+from proxpo.train.job import RESERVED
 from proxpo.train.resume import own_config
 from proxpo.train.sinks import JsonLines, missing_steps
 
@@ -151,6 +153,31 @@ def test_hostile_yaml_is_refused_in_one_line(case, tmp_path):
     with pytest.raises(ProxpoError) as caught:
         load_config(tmp_path / "run.yaml")
     assert one_line(caught.value)
+
+
+BLOCKS = {
+    "model.device": ("meta", "mps", "cuda:99", "xyz", "cpu:7", ""),
+    "model.name": ("", "x" * 5000, "a/b/c/d", "."),
+    "model.lora": ({"r": 0}, {"r": "x"}, {"target_modules": 3}, {"bias": "z"}, {"r": None}),
+    "rollout.options": ({"max_rows": "x"}, {"max_rows": 1.5}, {"max_rows": None}, {"lean": 3}),
+    "task.options": ({"digits": 10**6}, {"held_out": 10**12}, {"held_out": 1.5}, {"level": 3}),
+    "task.reward": ("", ":", "x.py", "x.py:", ":y", "x" * 5000),
+    "task.name": ("", ":", "gsm8k:/nowhere", "x.jsonl", "/"),
+    "log.sinks": ([3], ["wandbb"], [[]]),
+    "train.optimizer_options": ({"betas": 3}, {"params": 1}, {"": 1}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", BLOCKS)
+def test_options_that_cannot_be_are_refused_before_a_job_is_built(path, tmp_path):
+    taken = [{name: 1} for name in RESERVED.get(path, ())]
+    for value in (*BLOCKS[path], *taken):
+        with pytest.raises(ProxpoError) as caught:
+            job_of(tmp_path, (path, value), method="grpo")
+        assert one_line(caught.value), (value, caught.value)
+        if value in taken:
+            assert f"{path} takes no '{next(iter(value))}': it is the setting" in str(caught.value)
 
 
 # Checkpoints ---------------------------------------------------------------------------------

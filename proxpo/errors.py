@@ -5,7 +5,13 @@ from collections.abc import Iterable
 
 
 class ProxpoError(ValueError):
-    """A mistake in the input, the options or the combination of stages; never a bug of proxpo."""
+    """A mistake in the input, the options or the combination of stages; never a bug of proxpo.
+
+    Its message is one line, whatever line breaks the input that it quotes has.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(" ".join(str(message).splitlines()))
 
 
 class NotFiniteError(ProxpoError):

@@ -56,6 +56,13 @@ def isopo(
     """
     if preset is not None:
         chosen = PRESETS[resolve(preset, PRESETS, what="preset of isopo")]
+        given = {"p": p, "q": q, "r": r}
+        for name, default in PRESETS["fisher"].items():
+            if given[name] not in (default, chosen[name]):
+                raise ProxpoError(
+                    f"isopo: preset={preset} sets {name} to {chosen[name]:g}, so {name}="
+                    f"{given[name]:g} has no effect: leave one of them out"
+                )
         p, q, r = chosen["p"], chosen["q"], chosen["r"]
     for name, number in {"p": p, "q": q, "r": r, "reg": reg, "eps": eps}.items():
         if not math.isfinite(number) or (name in ("reg", "eps") and number < 0):

@@ -170,7 +170,7 @@ class Watched(ToyUpdates):
         self.model = Small()
         with torch.no_grad():
             for p in self.model.parameters():
-                p.mul_(4)  # far from quadratic, so that the search has to shrink its step
+                p.mul_(2)  # far from quadratic, so that the search has to shrink its step
         tokens, mask = self.rollout.tokens, self.rollout.mask
         self.rollout = prepare(method("grpo"), self.rollout).batch
         return Policy(self.model), Samples(tokens.roll(1, 1), tokens, mask)

@@ -37,7 +37,7 @@ UPDATES: dict[str, tuple[list[str], list[str]]] = {
     "recipe": (["recipe.clip_high=0.001", "recipe.clip_low=0.001"], ["updates_per_rollout=2"]),
     "model.dtype": (["model.dtype=float64"], []),
     "model.lora": (["model.lora.r=2"], []),
-    "task.name": (["task.name=arithmetic-chat"], []),
+    "task.name": (["task.name=calculator"], ["max_prompt=64"]),
     "task.options": (["task.options.digits=1"], []),
     "rollout.prompts_per_step": (["prompts_per_step=2"], []),
     "rollout.samples_per_prompt": (["samples_per_prompt=3"], []),
@@ -145,12 +145,12 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
 def test_what_a_job_is_built_of_follows_its_settings(tmp_path: Path) -> None:
     job = job_of(tmp_path, *TINY, "gradient_checkpointing=true", "reward_workers=1")
     assert job.policy.model.is_gradient_checkpointing
-    assert job.pool.workers == 1
+    assert job.pool._size == 1
     with pytest.raises(ProxpoError, match="model"):
         job_of(tmp_path, *TINY, "model.name=/nowhere")
     other = job_of(tmp_path, *TINY)
     assert not other.policy.model.is_gradient_checkpointing
-    assert other.pool.workers == 2
+    assert other.pool._size == 2
     for one in (job, other):
         one.close()
 

@@ -28,7 +28,7 @@ def _gradient_stage(factory: Callable[..., Any]) -> None:
 
     @functools.wraps(factory)
     def configured(**options: Any) -> Callable[[], Any]:
-        factory(**options)  # refuses what it would refuse later
+        factory(**options)  # refuses wrong options where they are given
         return functools.partial(factory, **options)
 
     stage("gradient")(configured)

@@ -300,7 +300,8 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
     )
     transform = recipe.gradient.apply() if recipe.gradient is not None else None
     if transform is not None:
-        transform.seed = derive(config.seed, "overlap") % 2**31
+        own = recipe.gradient.options.get("seed")  # 0 is its default: the run's seed alone
+        transform.seed = derive(config.seed, "overlap", *([own] if own else [])) % 2**31
     return Learner(
         policy=policy,
         recipe=recipe,

@@ -61,12 +61,12 @@ def isopo(
     """
     if preset is not None:
         chosen = PRESETS[resolve(preset, PRESETS, what="preset of isopo")]
-        given = {"p": p, "q": q, "r": r}
+        exponents = {"p": p, "q": q, "r": r}
         for name, default in PRESETS["fisher"].items():
-            if given[name] not in (default, chosen[name]):
+            if exponents[name] not in (default, chosen[name]):
                 raise ProxpoError(
                     f"isopo: preset={preset} sets {name} to {chosen[name]:g}, so {name}="
-                    f"{given[name]:g} has no effect: leave one of them out"
+                    f"{exponents[name]:g} has no effect: leave one of them out"
                 )
         p, q, r = chosen["p"], chosen["q"], chosen["r"]
     given = {"overlap_reg": overlap_reg, "norm_reg": norm_reg, "rel_overlap_reg": rel_overlap_reg}

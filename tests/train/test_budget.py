@@ -309,6 +309,47 @@ def test_durations_and_spans_from_the_reward_function(tmp_path) -> None:
     job.close()
 
 
+RANKS = """
+def score(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(columns["answer"])
+    log_metric("rows", len(prompts))
+    log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+    log_extra("ids", [str(ids) for ids in completion_ids])
+    order = sorted(range(len(prompts)), key=lambda i: completions[i])
+    return [order.index(i) / len(order) for i in range(len(order))]
+"""
+
+
+def test_a_trl_reward_ranks_the_rollout_and_knows_how_far_training_is(tmp_path) -> None:
+    """It sees every response of the rollout, its token ids and the step; what it logs is kept."""
+    file = tmp_path / "ranks.py"
+    file.write_text(RANKS)
+    job = job_of(tmp_path / "run", f"task.reward={file}:score", "task=calculator", method="grpo")
+    job.step = 2
+    drawn = sample(job)
+    rows = drawn.experience
+    assert sorted(rows.rewards.tolist()) == pytest.approx([i / 16 for i in range(16)])
+    assert rows.correct is None
+    assert "proxpo/train_accuracy" not in drawn.metrics
+    assert drawn.metrics["reward_log/rows"] == 16
+    assert drawn.metrics["reward_log/progress"] == 0.5
+    said = drawn.shown[0]["extra"]["ids"]
+    last = rows.input_ids[0, -rows.mask.shape[1] :][rows.mask[0]].tolist()
+    assert last[-len(eval(said)) :] == eval(said)  # the tokens of the last turn, which is scored
+    assert torch.isfinite(torch.tensor(update(job, rows)["loss"]))
+    job.close()
+
+
+def test_a_method_that_asks_what_is_right_refuses_rewards_that_do_not_say(tmp_path) -> None:
+    file = tmp_path / "ranks.py"
+    file.write_text(RANKS)
+    job = job_of(tmp_path / "run", f"task.reward={file}:score", method="knapsack-rl")
+    with pytest.raises(ProxpoError, match=r"task\.correct_above") as caught:
+        update(job, sample(job).experience)
+    assert "\n" not in str(caught.value)
+    job.close()
+
+
 def test_spans_that_nobody_marks(tmp_path) -> None:
     job = job_of(tmp_path, method="grpo")
     asks = Stage(kind="weights", name="asks", apply=lambda *_: None, needs=("span_rewards",))

@@ -12,11 +12,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from proxpo.train.rewards.guard import MARK, end_worker, memory_of, own_memory_of
+from proxpo.train.rewards.guard import MARK, end_worker
 
 HERE = Path(__file__).parent
 REPLY = 1 << 20
-WATCH = 0.2  # seconds between looks at a worker's memory
 
 
 class Guard:
@@ -66,7 +65,7 @@ class Worker:
         self.batch = False  # the function takes all samples in one call
         self.job: int | None = None
         self.rows = 1  # samples of the job
-        self.since = self._watched = time.monotonic()
+        self.since = time.monotonic()
         self._pending = b""
         self.send({"where": where, "path": sys.path})
 
@@ -108,17 +107,6 @@ class Worker:
             with contextlib.suppress(ValueError):
                 return f"the worker was killed by {signal.Signals(-code).name}"
         return f"the worker ended with exit code {code}"
-
-    def exceeds(self, limit: int) -> bool:
-        """Whether the worker and its children hold more than `limit` bytes, as of a moment ago.
-
-        Forked processes share pages, so that only a sum over the limit is worth the exact count.
-        """
-        if time.monotonic() - self._watched < WATCH:
-            return False
-        self._watched = time.monotonic()
-        pid = self.process.pid
-        return memory_of(pid) > limit and own_memory_of(pid) > limit
 
     def kill(self) -> None:
         """End the worker and every process it started, also those in sessions of their own."""

@@ -2,7 +2,7 @@
 
 Run as a script. It reads `+PID TOKEN` and `-PID TOKEN` lines from the trainer; the end of that
 stream, or a new parent, means that the trainer is gone without having closed its pool. The trainer
-uses `end_worker` and `memory_of` too; both need the standard library alone.
+uses `end_worker` and `over_limit` too; both need the standard library alone.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterable, Mapping
 
 MARK = "PROXPO_REWARD_WORKER"  # environment variable that a worker's processes inherit
 PATIENCE = 5.0  # seconds after which a process that SIGKILL does not end is left to the kernel
@@ -29,7 +30,7 @@ def end_worker(pid: int, token: str, *, own: bool) -> None:
     if own or pid in marked:
         _signal(pid, signal.SIGSTOP)  # it starts nothing more, and adopts until the end
         end = time.monotonic() + PATIENCE
-        while (alive := _descendants(pid) - {pid}) and time.monotonic() < end:
+        while (alive := _below(pid, _children()) - {pid}) and time.monotonic() < end:
             for other in alive:
                 _signal(other, signal.SIGKILL)
             time.sleep(0.002)
@@ -40,18 +41,20 @@ def end_worker(pid: int, token: str, *, own: bool) -> None:
         _signal(stray, signal.SIGKILL)
 
 
-def memory_of(pid: int) -> int:
-    """Bytes that a process and its descendants hold in memory; shared pages count once for each."""
-    return sum(_resident(member) for member in _descendants(pid) | {pid})
+def over_limit(pids: Iterable[int], limit: int) -> set[int]:
+    """The processes that, with their descendants, hold more than `limit` bytes in memory.
+
+    Forked processes share pages, which a plain sum counts for each; only where that is over the
+    limit are they counted exactly, a page of n processes as 1/n for each.
+    """
+    children = _children()
+    trees = {pid: _below(pid, children) for pid in pids}
+    large = {pid for pid, tree in trees.items() if sum(map(_resident, tree)) > limit}
+    return {pid for pid in large if sum(map(_proportional, trees[pid])) > limit}
 
 
-def own_memory_of(pid: int) -> int:
-    """As `memory_of`, with a page that n processes share counted as 1/n for each; slower."""
-    return sum(_proportional(member) for member in _descendants(pid) | {pid})
-
-
-def _descendants(root: int) -> set[int]:
-    """The process and all below it that have not ended; empty where there is no /proc."""
+def _children() -> dict[int, list[int]]:
+    """The processes that have not ended, by parent; empty where there is no /proc."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
         with contextlib.suppress(*UNREADABLE):
@@ -59,6 +62,11 @@ def _descendants(root: int) -> set[int]:
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(pid)
+    return children
+
+
+def _below(root: int, children: Mapping[int, list[int]]) -> set[int]:
+    """The process and all its descendants."""
     below: set[int] = set()
     waiting = [root]
     while waiting:

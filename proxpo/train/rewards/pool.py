@@ -20,6 +20,7 @@ from typing import Any, Literal
 from proxpo.errors import ProxpoError
 from proxpo.train.rewards import worker
 from proxpo.train.rewards._process import Guard, Worker
+from proxpo.train.rewards.guard import over_limit
 from proxpo.train.tasks._types import Messages, RewardSpec
 
 Status = Literal["ok", "timeout", "error", "nan"]
@@ -27,6 +28,7 @@ FAILURES: tuple[Status, ...] = ("timeout", "error", "nan")
 START_TIMEOUT = 120.0
 STILLBORN = 3
 TICK = 0.05
+WATCH = 0.25  # seconds between looks at the workers' memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ class RewardPool:
             raise ProxpoError(f"rewards need a memory limit above 0 GiB or none, got {memory}")
         self.spec, self.timeout, self.max_failed = spec, timeout, max_failed
         self.memory = memory
+        self._watched = time.monotonic()
         self._size = workers
         self._workers: list[Worker] = []
         self._guard: Guard | None = None
@@ -174,6 +177,7 @@ class RewardPool:
                     self._greet(key.data)
                 for one in self._workers:
                     self._check_start(one)
+                self._check_size()
 
     def _fresh(self) -> Worker:
         assert self._guard is not None
@@ -203,11 +207,17 @@ class RewardPool:
     def _check_start(self, one: Worker) -> None:
         if not one.ready and time.monotonic() - one.since > START_TIMEOUT:
             raise unusable(f"{self.spec.where} took over {START_TIMEOUT:g} s to import")
-        if not one.ready and self._too_large(one):
-            raise unusable(f"{self.spec.where} {self._limit()} while loading it")
 
-    def _too_large(self, one: Worker) -> bool:
-        return self.memory is not None and one.exceeds(int(self.memory * (1 << 30)))
+    def _check_size(self) -> list[Worker]:
+        """The workers over the memory limit, looked for a few times a second."""
+        if self.memory is None or time.monotonic() - self._watched < WATCH:
+            return []
+        self._watched = time.monotonic()
+        pids = over_limit([one.process.pid for one in self._workers], int(self.memory * (1 << 30)))
+        large = [one for one in self._workers if one.process.pid in pids]
+        if any(not one.ready for one in large):  # another worker would not fare better
+            raise unusable(f"{self.spec.where} {self._limit()} while loading it")
+        return large
 
     def _limit(self) -> str:
         return f"used over {self.memory:g} GiB of memory (task.reward_memory)"
@@ -261,11 +271,11 @@ class RewardPool:
             if time.monotonic() - one.since > self.timeout * one.rows:
                 limit = f"{self.timeout * one.rows:g} s"
                 self._lose(one, batch, selector, "timeout", f"no reward after {limit}")
-            elif self._too_large(one):
-                self._lose(one, batch, selector, "error", self._limit())
             elif one.process.poll() is not None and not _readable(one):
                 # A child of the function may hold the channel open, so there is no EOF to wait for.
                 self._lose(one, batch, selector, "error", one.ending())
+        for one in self._check_size():
+            self._lose(one, batch, selector, "error", self._limit())
 
     def _lose(
         self,

@@ -21,7 +21,7 @@ def capo(
     optimizer: Literal["adam", "sgd"] = "adam",
     sides: Literal["two", "one"] = "two",
     k: int = 50,
-    learning_rate: float = 1.5e-5,
+    learning_rate: float | None = None,
     clip: float = 0.2,
     max_tokens: float | None = None,
     eps: float = 1e-4,
@@ -35,7 +35,7 @@ def capo(
     A model of the head alone: h the hidden state behind the token, π over its K likeliest tokens, e
     the one drawn. host: GRPO (each response divided by its kept tokens), Dr. GRPO (max_tokens as
     there) or REINFORCE, with the bounds of their runs unless given; a bound of 0 is none.
-    sides="one": 0 ≤ m_H < τ_H.
+    sides="one": 0 ≤ m_H < τ_H. η is learning_rate, or by default the trainer's own.
 
     Departures: hidden states and distributions belong to the same position, where the released code
     is one off. No discount, as in the code.

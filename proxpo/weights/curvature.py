@@ -22,6 +22,7 @@ from proxpo.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics, State
 
+OFFICIAL_RATE = 1.5e-5  # learning rate of the paper's runs
 MOST = 1 << 24  # entries of token x candidate x unit that exist at once
 
 
@@ -134,9 +135,11 @@ def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Con
 
 
 def _rate(options: Mapping[str, Any], ctx: Context) -> float:
-    """η: the trainer's at this moment, or the option."""
-    given = ctx.clock.learning_rate
-    return options["learning_rate"] if given is None else given
+    """η: the option, or the trainer's at this moment, or that of the paper's runs."""
+    for rate in (options["learning_rate"], ctx.clock.learning_rate):
+        if rate is not None:
+            return rate
+    return OFFICIAL_RATE
 
 
 def _moved(options: Mapping[str, Any], state: State, ids: Tensor, mean: Tensor) -> State:
@@ -185,7 +188,7 @@ def curvature_mask(
     optimizer: Literal["adam", "sgd"] = "adam",
     sides: Literal["two", "one"] = "two",
     k: int = 50,
-    learning_rate: float = 1.5e-5,
+    learning_rate: float | None = None,
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
@@ -194,10 +197,10 @@ def curvature_mask(
     """1 on tokens with m_F < tau_policy and |m_H| < tau_objective, else 0. arXiv:2510.00819.
 
     sides="one": 0 ≤ m_H < tau_objective instead. A bound of 0 is none. normalize="sequence" divides
-    each response by its kept tokens under a mean over them; "all" leaves the divisor. η is the
-    trainer's current learning rate, else `learning_rate`. The Adam model remembers two moments for
-    each row of the head that was a candidate; they move after every optimizer step, by the tokens
-    that all ranks have kept.
+    each response by its kept tokens under a mean over them; "all" leaves the divisor.
+    learning_rate=None: η is the trainer's at the moment, 1.5e-5 without a trainer. The Adam model
+    remembers two moments for each row of the head that was a candidate; they move after every
+    optimizer step, by the tokens that all ranks have kept.
     """
     for name, bound in (("tau_policy", tau_policy), ("tau_objective", tau_objective)):
         if not bound >= 0:

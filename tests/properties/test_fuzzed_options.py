@@ -4,6 +4,7 @@ import inspect
 import typing
 from typing import Any
 
+import pytest
 import torch
 from helpers import make_batch
 from hypothesis import example, given, settings
@@ -17,6 +18,7 @@ from proxpo.stages import STAGES, load_all
 from proxpo.train.config import load_config
 from proxpo.types import KINDS, MANY
 
+pytestmark = pytest.mark.long
 load_all()
 JUNK: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**70, -(2**70), 0.0, -0.5, 1e-300, 1e300, -1e300),

@@ -31,6 +31,7 @@ ELSEWHERE = {
 RICH = {
     "isopo": {"q": -0.5, "r": -0.5, "norm": "sketch", "sketch": 8, "reg": 0.5, "overlap": 5},
     "line_search": {"delta": 0.05, "damping": 0.001},
+    "curvature_mask": {"tau_policy": 0.0, "tau_objective": 1.0, "learning_rate": 10.0},
 }
 REQUIRED = {"coef": 0.1, "max_lag": 2.0, "max_tokens": 4.0, "low": 0.3, "high": 0.6}
 FURTHER = {
@@ -82,14 +83,27 @@ def settings(stage: Stage, option: str) -> Iterator[Stage]:
                 yield one
 
 
-def differs(a: Iterator[Any], b: Iterator[Any]) -> bool:
-    return any(x != y for x, y in itertools.zip_longest(a, b))
+class Lazy:
+    """The values of an iterator, computed when they are first asked for and then kept."""
+
+    def __init__(self, values: Iterator[Any]) -> None:
+        self.values, self.known = values, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.known
+        for value in self.values:
+            self.known.append(value)
+            yield value
 
 
 def sees(stage: Stage, option: str, watch: Any) -> bool:
+    """Whether another value of the option shows, compared step by step until it does."""
+    before = Lazy(watch(stage))
     for value in other_values(stage.kind, stage.name, option, stage.options[option]):
         other = changed(stage, **{option: value})
-        if other is not None and other != stage and differs(watch(stage), watch(other)):
+        if other is None or other == stage:
+            continue
+        if any(x != y for x, y in itertools.zip_longest(before, watch(other))):
             return True
     return False
 
@@ -103,6 +117,8 @@ def watchers(kind: str, name: str) -> Iterator[tuple[Stage, Any]]:
     for host in hosts(kind, name) or [method("grpo")]:
         stage = stage_of(host, kind, name) or make_stage(kind, name, **_required(kind, name))
         check(with_stage(host, stage))
+        if name in RICH:
+            stage = STAGES[kind][name](**{**stage.options, **RICH[name]})
         yield stage, lambda one, host=host: of_loss(with_stage(host, one))
 
 

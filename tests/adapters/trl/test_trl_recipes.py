@@ -19,6 +19,7 @@ from proxpo.adapters.trl._fit import DECIDED, GIVEN, instead
 from proxpo.adapters.trl._translate import mask_of
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
+from proxpo.settings import at_length
 from proxpo.train.learner import needs
 from proxpo.types import Clock
 
@@ -66,6 +67,7 @@ def test_twenty_steps(slug, tmp_path):
 def first_loss(run: Watched, slug: str) -> float:
     """What proxpo alone makes of the first micro-batch, without TRL."""
     made = proxpo.make_recipe(slug, OPTIONS.get(slug, {}))
+    made = at_length(made, run.args.max_completion_length)
     made = made.passes[0] if made.passes else made
     rows = run.parts[0]
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
@@ -167,6 +169,7 @@ BAD = [
         {},
         "regularisers=kl_dual follows every optimizer step by its numbers",
     ),
+    ("grpo", {"rescale": "clipping_bias"}, {}, "rescale=clipping_bias scales the gradient after"),
 ]
 
 
@@ -241,6 +244,23 @@ def test_what_is_suggested_can_be_set(slug):
 def test_options_belong_to_a_name(tmp_path):
     with pytest.raises(ProxpoError, match="recipe_options go with the name of a recipe"):
         trainer(tmp_path, proxpo.make_recipe("grpo"), options={"clip_low": 0.1})
+
+
+def test_lengths_are_trls_unless_set(tmp_path):
+    """What dr-grpo divides by and dapo penalises is max_completion_length, as in TRL's own losses.
+
+    Also where the recipe comes ready made.
+    """
+    made = proxpo.make_recipe("dr-grpo")
+    for number, (recipe, options, length) in enumerate(
+        [("dr-grpo", {}, 3), (made, None, 3), ("dr-grpo", {"max_tokens": 50}, 50)]
+    ):
+        run = trainer(tmp_path / str(number), recipe, options=options)
+        assert run.recipe.aggregate.options["max_tokens"] == length
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = trainer(tmp_path / "dapo", "dapo")
+    assert run.recipe.reward[0].options["max_tokens"] == 3
 
 
 def test_what_trl_leaves_out_is_told(tmp_path):

@@ -15,10 +15,13 @@ from verl.workers.config import FSDPActorConfig
 import proxpo
 from proxpo import aggregate
 from proxpo.adapters.verl import _host, _losses
+from proxpo.adapters.verl._losses import length
 from proxpo.adapters.verl._recipes import group_refusal, loss_refusal, verl_name
 from proxpo.compose import policy_loss, prepare
+from proxpo.errors import ProxpoError
 from proxpo.masked import last_valid
 from proxpo.recipes import methods
+from proxpo.settings import at_length
 
 MODES = {
     "token-mean": aggregate.token_mean(),
@@ -285,6 +288,22 @@ def test_estimators(name, slug, options):
     wanted = prepare(proxpo.make_recipe(slug, options), batch).batch.advantages
     assert wanted.abs().max() > 0
     close(estimate(name, batch, options), wanted)
+
+
+def test_lengths_are_verls_response_length_unless_set():
+    """dapo's penalty in the estimator, and dr-grpo's divisor in the loss."""
+    batch = outcome_only(make_batch()).replace(correct=None)
+    fitted = at_length(proxpo.make_recipe("dapo"), batch.mask.shape[1])
+    wanted = prepare(fitted, batch).batch.advantages
+    assert wanted.ne(prepare(proxpo.make_recipe("dapo"), batch).batch.advantages).any()
+    close(estimate("proxpo_dapo", batch, {}), wanted)
+    own = proxpo.make_recipe("dr-grpo", {"max_tokens": 50})
+    assert length(own, {}, 6) == 50
+    assert length(own, {"loss_scale_factor": 50}, 6) == 50
+    assert length(proxpo.make_recipe("dr-grpo"), {"loss_scale_factor": 7}, 6) == 7
+    assert length(proxpo.make_recipe("dr-grpo"), {}, 6) == 6
+    with pytest.raises(ProxpoError, match="both are the constant a response's sum is divided by"):
+        length(own, {"loss_scale_factor": 7}, 6)
 
 
 def test_a_stage_by_itself_is_an_estimator():

@@ -24,6 +24,7 @@ ROWS = 1 << 20  # responses of one rollout or one evaluation
 TOKENS = 1 << 24
 STEPS = 1_000_000_000
 DAY = 86_400
+LARGEST_REWARD = 1e15  # beyond it the squares of a batch leave float32
 VALUES = 10_000  # in one block of options
 TEXT = 4096  # characters, as of a path
 LARGE = 1e30  # leaves room for products within float32
@@ -106,6 +107,8 @@ class TaskConfig:
         "a response is right where its reward is above this; none: where the reward function says "
         "so, as 'acc' or 'correct'",
         resume="fixed",
+        low=-LARGEST_REWARD,
+        high=LARGEST_REWARD,
     )
     reward_max_failed: float = setting(
         0.5,

@@ -64,6 +64,10 @@ ELSEWHERE = {
     "task.reward": FAILED_REWARDS,
     "task.reward_max_failed": FAILED_REWARDS,
     "task.reward_timeout": "test_rewards.py::test_a_timed_out_function_takes_its_children_along",
+    "task.reward_memory": "test_rewards.py::test_a_worker_over_its_memory_limit_costs_its_sample_alone",
+    "task.problems": "test_budget.py::test_a_method_that_learns_from_revisits_gets_a_pool",
+    "task.correct_above": "test_faults.py::test_what_is_right_can_be_set",
+    "checkpoint.grace": "test_resume.py::test_an_update_that_does_not_end_is_given_up_after_the_grace",
     "task.drop_long": "test_tasks.py::test_long_prompts",
     "rollout.max_prompt": "test_tasks.py::test_long_prompts",
     "rollout.backend": "test_rollouts.py::test_vllm_samples_the_policy_and_follows_its_weights",
@@ -133,7 +137,8 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
     evaluated = ["proxpo/eval/accuracy" in row for row in plain[0]]
     assert evaluated == [True, False, False, False, True]
     assert all("proxpo/eval/accuracy" in row for row in other[0])
-    assert {row["proxpo/eval/accuracy"] for row in other[0]} <= {0.0, 1 / 3, 2 / 3, 1.0}
+    thirds = [3 * row["proxpo/eval/accuracy"] for row in other[0]]
+    assert thirds == pytest.approx([round(value) for value in thirds])  # of three problems
     assert other[0][0].keys() - plain[0][0].keys()  # pass@k
     assert (len(plain[1]), len(other[1]), len(lagged[1])) == (0, 4 * 7, 5 * 4)
     assert plain[2] == ["step-0", "step-4"]

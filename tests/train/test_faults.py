@@ -472,12 +472,12 @@ def test_the_exit_code_tells_a_stopped_run_from_a_finished_one(tmp_path, capsys)
         import os, signal
         from pathlib import Path
         calls = Path(__file__).with_name("calls")
-        def score(prompts, completions, **_):
+        def score(solution_str, ground_truth):
             with calls.open("a") as file:
                 file.write("x")
             if calls.stat().st_size == 30:
                 os.kill(os.getppid(), signal.SIGTERM)
-            return [float(len(completions[0]))]
+            return float(len(solution_str))
         """)
     )
     own = ["--set", f"task.reward={file}:score", "--set", "steps=50"]

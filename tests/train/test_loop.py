@@ -192,16 +192,16 @@ def test_the_run_leaves_what_it_promises(tmp_path):
 
 REWARDS = """
 import os, signal, time
-def hangs(prompts, completions, **_):
-    time.sleep(60) if completions[0].startswith("5") else None
-    return [1.0]
-def crashes(prompts, completions, **_):
-    os.kill(os.getpid(), signal.SIGSEGV) if completions[0].startswith("5") else None
-    return [1.0]
-def raises(prompts, completions, **_):
-    return [1.0 / (completions[0][:1] != "5")]
-def not_a_number(prompts, completions, **_):
-    return [float("nan") if completions[0].startswith("5") else 1.0]
+def hangs(solution_str, ground_truth):
+    time.sleep(60) if solution_str.startswith("5") else None
+    return 1.0
+def crashes(solution_str, ground_truth):
+    os.kill(os.getpid(), signal.SIGSEGV) if solution_str.startswith("5") else None
+    return 1.0
+def raises(solution_str, ground_truth):
+    return 1.0 / (solution_str[:1] != "5")
+def not_a_number(solution_str, ground_truth):
+    return float("nan") if solution_str.startswith("5") else 1.0
 """
 
 

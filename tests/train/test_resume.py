@@ -62,6 +62,8 @@ OTHER = {
     "model.lora": {"r": 2},
     "task.name": "arithmetic:hard",
     "task.options": {"held_out": 64},
+    "task.problems": 64,
+    "task.correct_above": 0.5,
     "task.reward": "reward.py:score",
     "task.reward_workers": 3,
     "task.reward_timeout": 3.0,

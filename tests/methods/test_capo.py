@@ -159,12 +159,15 @@ def test_bounds_are_strict_and_sides(tokens: Candidates, batch: Batch) -> None:
         assert torch.equal(kept_tokens(made, batch)[batch.mask], fits)
 
 
-def test_the_trainers_rate_counts(batch: Batch) -> None:
-    made = method("capo", learning_rate=1e-9)
-    assert torch.equal(kept_tokens(made, batch), batch.mask)
+def test_the_trainers_rate_counts_unless_one_is_set(batch: Batch) -> None:
+    made, own = method("capo"), method("capo", learning_rate=1e-9)
+    assert torch.equal(kept_tokens(made, batch, clock=Clock(learning_rate=1e-9)), batch.mask)
     held = kept_tokens(made, batch, clock=Clock(learning_rate=0.05))
     assert held.sum() < batch.mask.sum()
     assert torch.equal(held, kept_tokens(method("capo", learning_rate=0.05), batch))
+    assert torch.equal(kept_tokens(own, batch, clock=Clock(learning_rate=0.05)), batch.mask)
+    official = kept_tokens(method("capo", learning_rate=1.5e-5), batch)
+    assert torch.equal(kept_tokens(made, batch), official)
 
 
 def test_everything_rejected() -> None:

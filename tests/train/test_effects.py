@@ -137,8 +137,8 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
     evaluated = ["proxpo/eval/accuracy" in row for row in plain[0]]
     assert evaluated == [True, False, False, False, True]
     assert all("proxpo/eval/accuracy" in row for row in other[0])
-    thirds = [3 * row["proxpo/eval/accuracy"] for row in other[0]]
-    assert thirds == pytest.approx([round(value) for value in thirds])  # of three problems
+    thirds = {round(3 * row["proxpo/eval/accuracy"], 4) for row in other[0]}
+    assert thirds <= {0.0, 1.0, 2.0, 3.0}  # of three problems
     assert other[0][0].keys() - plain[0][0].keys()  # pass@k
     assert (len(plain[1]), len(other[1]), len(lagged[1])) == (0, 4 * 7, 5 * 4)
     assert plain[2] == ["step-0", "step-4"]

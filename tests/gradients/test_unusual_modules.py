@@ -180,3 +180,56 @@ def test_a_key_value_cache_is_filled_once():
             grads.append({name: p.grad for name, p in model.named_parameters()})
     assert out.past_key_values.get_seq_length() == ids.shape[1]
     assert_close(grads[1], grads[0], **EXACT)
+
+
+def test_a_child_called_by_another_method_of_its_module_is_normalised():
+    class Methods(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+            self.scale = nn.Parameter(torch.rand(()))
+
+        def predict(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.mix(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.methods = Methods()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.methods(self.methods.predict(x))
+
+    model, (ids, seq) = made(Both()), padded(LENGTHS, 13)
+    with (
+        pytest.warns(UserWarning, match=r"middle\.methods \(Methods: scale\)"),
+        isopo(overlap="all").applied(model, sequences=seq, advantages=A),
+    ):
+        nll(model(ids), ids, seq).sum().backward()
+    found = model.middle.methods.mix.weight.grad.clone()
+    model.zero_grad()
+    (A @ nll(model(ids), ids, seq).sum(1)).backward()
+    assert not torch.allclose(found, model.middle.methods.mix.weight.grad, rtol=1e-2)
+
+
+def test_a_layer_applied_to_a_constant_keeps_its_shape_and_is_refused_with_the_reason():
+    class Delayed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.mix(x.new_zeros(len(x), 1, 6))
+            return torch.cat([first, self.mix(x)[:, :-1]], 1)
+
+    model, (ids, seq) = made(Delayed()), padded(LENGTHS, 13)
+    with (
+        pytest.raises(
+            ProxpoError, match=r"middle\.mix is applied to a constant of shape \(3, 1, 6\)"
+        ),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        nll(model(ids), ids, seq).sum().backward()

@@ -247,8 +247,9 @@ def positions(grad: Tensor, session: Session, where: str) -> Float[Tensor, "pos 
     return flat.view(-1, extra, flat.shape[-1]).sum(1, dtype=accumulator(flat.dtype))
 
 
-def placed(session: Session, x: Tensor, *_: Any, **__: Any) -> bool:
-    """Whether the leading axes of a module's input show the positions."""
+def placed(session: Session, *args: Any, **kwargs: Any) -> bool:
+    """Whether the leading axes of a module's first input show the positions."""
+    x = next(iter((*args, *kwargs.values())))
     try:
         _place.axes(tuple(x.shape[:-1]), session.shape, "")
     except ProxpoError:

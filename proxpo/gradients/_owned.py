@@ -70,14 +70,14 @@ def tracked(
             try:
                 with substituted(module, {own.attribute: stand_in(own) for own in owns}):
                     out = original(*args, **kwargs)
-                if not any(isinstance(leaf, StandIn) for leaf in tree_leaves(out)):
-                    return out
+                familiar = not any(isinstance(leaf, StandIn) for leaf in tree_leaves(out))
             except Unfamiliar:
-                pass
+                familiar = False
             finally:
                 for own in owns:
                     own.inside = False
-            familiar = False
+            if familiar:
+                return out
             before.restore()
         return fallback(*args, **kwargs)
 

@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Modules are compiled when first imported; most of what the environments hold never is.
 export PIP_NO_COMPILE := 1
 
-.PHONY: train test lint docs clean env env-verl env-vllm browser environments
+.PHONY: train test lint docs models clean env env-verl env-vllm browser environments
 
 env: $(ENV)/.ready
 env-verl: $(VERL)/.ready
@@ -57,6 +57,10 @@ lint: env
 
 train: $(ENV)/.train
 	$(ENV)/bin/proxpo train quickstart --out runs/quickstart --resume
+
+# Every causal language model of transformers under the gradient transforms: docs/models.md.
+models: env
+	OMP_NUM_THREADS=1 $(ENV)/bin/python scripts/model_conformance.py
 
 docs: env
 	$(ENV)/bin/python scripts/build_docs.py

@@ -7,7 +7,6 @@ costs nothing to see. Where autograd adds up several (tied weights), some entrie
 compared with those of its parts.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -17,7 +16,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._session import capturing
-from proxpo.shapes import Bool, Float, Tensor
+from proxpo.shapes import Bool, Float, Int, Tensor
 
 if TYPE_CHECKING:
     from proxpo.gradients._session import Session, Site
@@ -66,6 +65,9 @@ class Audit:
             self._sent[key] = _Sent(gradient)
             return
         sent = self._sent[key]
+        if capturing():  # nothing can be compared
+            sent.whole = None
+            return
         if sent.whole is not None:
             # A second reference to it would keep autograd from adding the others in place.
             sent.parts.append(_some(sent.whole))
@@ -138,14 +140,16 @@ def _differ(
 
 def _some(gradient: Tensor) -> Float[Tensor, " some"]:
     """A fixed selection of entries, without a copy of the rest."""
-    if gradient.numel() <= _ENTRIES:
-        return gradient.detach().flatten().double()
-    return gradient.detach()[_selection(tuple(gradient.shape), gradient.device)].double()
+    gradient, size = gradient.detach(), gradient.numel()
+    if size <= _ENTRIES:
+        return gradient.flatten().double()
+    index = _selection(size, gradient.device)
+    if gradient.is_contiguous():
+        return gradient.view(-1).index_select(0, index).double()
+    return gradient[torch.unravel_index(index, gradient.shape)].double()
 
 
 @lru_cache(maxsize=16)
-def _selection(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    size = math.prod(shape)
+def _selection(size: int, device: torch.device) -> Int[Tensor, " some"]:
     generator = torch.Generator(device=device).manual_seed(size)
-    flat = torch.randint(size, (_ENTRIES,), generator=generator, device=device)
-    return torch.unravel_index(flat, shape)
+    return torch.randint(size, (_ENTRIES,), generator=generator, device=device)

@@ -40,6 +40,16 @@ def _handed(unit: Unit, attribute: str, gradient: Tensor | None, kind: torch.dty
     return None if gradient is None else unit.sites[attribute].send(gradient.to(kind))
 
 
+def _unviewed(out: Tensor) -> Tensor:
+    """The same tensor, not as a view of another: autograd lets nobody change views in place."""
+    base = out._base
+    if base is None:
+        return out
+    if base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous():
+        return torch.ops.aten._unsafe_view(base, out.shape)
+    return out.clone()
+
+
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b, W of shape O x D (or D x O when `transposed`)."""
 
@@ -52,11 +62,12 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
         with _no_autocast(x):
             kernel = layer.kernel(weight).to(x.dtype)
-            return F.linear(
+            out = F.linear(
                 x,
                 kernel.T if layer.transposed else kernel,
                 None if bias is None else bias.to(x.dtype),
             )
+        return _unviewed(out)
 
     @staticmethod
     @once_differentiable
@@ -105,16 +116,9 @@ class Linear:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x = _place.broadcast(_autocast(x), self.session.shape, 1)
-        if (not x.requires_grad or _apart(x)) and not self._placed(x):
+        if (not x.requires_grad or _apart(x)) and not placed(self.session, x):
             return _Apart.apply(x, weight, bias, self)
         return _Linear.apply(x, weight, bias, self)
-
-    def _placed(self, x: Tensor) -> bool:
-        try:
-            self.layout_of(x)
-        except ProxpoError:
-            return False
-        return True
 
     def kernel(self, weight: Tensor) -> Tensor:
         return weight if self.part is None else weight[self.part]
@@ -241,6 +245,16 @@ def positions(grad: Tensor, session: Session, where: str) -> Float[Tensor, "pos 
     if extra == 1:
         return flat
     return flat.view(-1, extra, flat.shape[-1]).sum(1, dtype=accumulator(flat.dtype))
+
+
+def placed(session: Session, *args: Any, **kwargs: Any) -> bool:
+    """Whether the leading axes of a module's first input show the positions."""
+    x = next(iter((*args, *kwargs.values())))
+    try:
+        _place.axes(tuple(x.shape[:-1]), session.shape, "")
+    except ProxpoError:
+        return False
+    return True
 
 
 def expand(vector: Tensor, lead: tuple[int, ...], attribute: str, shared: Shared) -> Tensor:

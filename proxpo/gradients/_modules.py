@@ -23,7 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import _experts, _owned
-from proxpo.gradients._functions import Linear, Norm, Shared, embedding, expand
+from proxpo.gradients._functions import Linear, Norm, Shared, embedding, expand, placed
 from proxpo.gradients._session import Session
 from proxpo.shapes import Tensor
 
@@ -57,7 +57,7 @@ class Fitting:
             _refuse(module, clean(name))
             original = module.forward
             ours = _builder(module)(session, module, clean(name), names, original, warn)
-            self._forwards.append((module, _switch(session, original, ours)))
+            self._forwards.append((module, _switch(session, module, original, ours)))
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -74,9 +74,11 @@ class Fitting:
                     module.__dict__["forward"] = before
 
 
-def _switch(session: Session, original: Forward, ours: Forward) -> Forward:
+def _switch(session: Session, module: nn.Module, original: Forward, ours: Forward) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
-        plain = session.quiet or not torch.is_grad_enabled()
+        if session.called is not None and session.fits.get(id(module), _always)(*args, **kwargs):
+            session.called.add(id(module))
+        plain = session.quiet or not torch.is_grad_enabled() or id(module) in session.covered
         return original(*args, **kwargs) if plain else ours(*args, **kwargs)
 
     if not _compiler_loaded():
@@ -87,6 +89,10 @@ def _switch(session: Session, original: Forward, ours: Forward) -> Forward:
         return (uncompiled if torch.compiler.is_compiling() else run)(*args, **kwargs)
 
     return forward
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
 
 
 def _compiler_loaded() -> bool:
@@ -111,7 +117,7 @@ def fingerprint(model: nn.Module) -> list[Any]:
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Modules that hold trained parameters, with the names of these."""
+    """Modules that hold or use trained parameters, with the names of those they hold."""
     covered: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in covered:
@@ -126,7 +132,8 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
                 for own, value in part.named_parameters()
                 if value.requires_grad
             ]
-        if names:
+        # A convolution's weight is often used by the module above, not by calling the convolution.
+        if names or any(isinstance(child, nn.Conv1d) for child in module.children()):
             yield name, module, names
 
 
@@ -159,7 +166,8 @@ def _refuse(module: nn.Module, name: str) -> None:
 
 def _builder(module: nn.Module) -> Callable[..., Forward]:
     kind = type(module)
-    if _parts(module) or isinstance(module, nn.RNNBase) or "forward" in module.__dict__:
+    opaque = _parts(module) or isinstance(module, nn.RNNBase) or not trainable(module)
+    if opaque or "forward" in module.__dict__:
         return _owned.whole
     if kind.forward is nn.Linear.forward:
         return partial(_linear, transposed=False)
@@ -191,6 +199,7 @@ def _linear(
     session: Session, module: Any, name: str, names: list[str], *_: Any, transposed: bool
 ) -> Forward:
     layer = Linear(session, session.add(module, name, names, draws=True), transposed=transposed)
+    session.fits[id(module)] = partial(placed, session)
     return lambda input: layer(input, module.weight, module.bias)
 
 
@@ -202,6 +211,7 @@ def _embedding(session: Session, module: Any, name: str, names: list[str], *_: A
 def _fused_norm(session: Session, module: Any, name: str, names: list[str], *_: Any) -> Forward:
     units = {own: session.add(module, name, [own], draws=True) for own in names}
     shape, eps = tuple(module.normalized_shape), module.eps
+    session.fits[id(module)] = partial(placed, session)
 
     def apply(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if isinstance(module, nn.LayerNorm):
@@ -216,12 +226,22 @@ def _fused_norm(session: Session, module: Any, name: str, names: list[str], *_: 
 
 
 def _elementwise(
-    session: Session, module: Any, name: str, names: list[str], original: Forward, *_: Any
+    session: Session,
+    module: Any,
+    name: str,
+    names: list[str],
+    original: Forward,
+    warn: Callable[[str], None],
 ) -> Forward:
     """Run the module's own code with its vectors repeated for every position."""
     units = {own: session.add(module, name, [own], draws=True) for own in names}
+    sites = {own: unit.sites[own] for own, unit in units.items()}
+    other = _owned.twice(session, sites, module, name, original, warn)
+    session.fits[id(module)] = partial(placed, session)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if any(len(getattr(module, own)) != x.shape[-1] for own in names):
+            return other(x, *args, **kwargs)  # its vectors run over several axes
         lead = tuple(x.shape[:-1])
         shared = Shared(session, units, lead)
         wide = {own: expand(getattr(module, own), lead, own, shared) for own in names}

@@ -1,19 +1,19 @@
 """Modules that use parameters of their own in ways only their code knows."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import _place
 from proxpo.gradients._session import Session, Site
-from proxpo.gradients._stand_in import Own, Unfamiliar, stand_in
+from proxpo.gradients._stand_in import Own, StandIn, Unfamiliar, stand_in
 from proxpo.shapes import Float, Tensor
 
 Forward = Callable[..., Any]
@@ -49,25 +49,36 @@ def tracked(
     original: Forward,
     warn: Callable[[str], None],
 ) -> Forward:
-    """Follow the module's own matrices and vectors to their use; for others run it twice."""
-    if not all(_reach(module, own).dim() in (1, 2) for own in names):
+    """Follow the module's own matrices and vectors to their use; for others run it twice.
+
+    Vectors only where nothing is below the module: within an attention, say, the position at which
+    a vector takes part need not be that of the output.
+    """
+    leaf = not any(module.children())
+    if not all(_reach(module, own).dim() in ((1, 2) if leaf else (2,)) for own in names):
         return whole(session, module, name, names, original, warn)
     units = {own: session.add(module, name, [own], draws=True) for own in names}
     sites = {own: unit.sites[own] for own, unit in units.items()}
-    fallback = _twice(session, sites, module, name, original, warn)
+    fallback = twice(session, sites, module, name, original, warn)
     familiar = True
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal familiar
         if familiar:
             before = _State(session, (args, kwargs))
-            owns = (Own(session, units[own], own, _reach(module, own)) for own in names)
+            owns = [Own(session, units[own], own, _reach(module, own)) for own in names]
             try:
                 with substituted(module, {own.attribute: stand_in(own) for own in owns}):
-                    return original(*args, **kwargs)
+                    out = original(*args, **kwargs)
+                familiar = not any(isinstance(leaf, StandIn) for leaf in tree_leaves(out))
             except Unfamiliar:
                 familiar = False
-                before.restore()
+            finally:
+                for own in owns:
+                    own.inside = False
+            if familiar:
+                return out
+            before.restore()
         return fallback(*args, **kwargs)
 
     return forward
@@ -83,10 +94,10 @@ def whole(
 ) -> Forward:
     """Σ_i A_i V_i for parameters of any use."""
     sites = session.add(module, name, names, draws=False).sites
-    return _twice(session, sites, module, name, original, warn)
+    return twice(session, sites, module, name, original, warn)
 
 
-def _twice(
+def twice(
     session: Session,
     sites: dict[str, Site],
     module: nn.Module,
@@ -100,14 +111,26 @@ def _twice(
     get their gradients as usual; the second sees everything else as constants and pulls back
     A[seq] g, which is right wherever sequences do not mix.
     """
-    what = f"{name or 'the model itself'} ({type(module).__name__}: {', '.join(sites)})"
+    used: dict[str, Site] | None = None
+    what = ""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal used, what
+        if used is None:
+            used = sites | _idle(session, module, original, args, kwargs)
+            what = f"{name or 'the model itself'} ({type(module).__name__}: {', '.join(used)})"
+        if not used:
+            return original(*args, **kwargs)
         warn(what)
-        again = _Again(session, sites, module, what, original, args, kwargs)
-        values = [_reach(module, own) for own in sites]
-        with substituted(module, {own: _constant(v) for own, v in zip(sites, values)}):
-            out = original(*args, **kwargs)
+        again = _Again(session, used, module, what, original, args, kwargs)
+        values = [_reach(module, own) for own in used]
+        outer = session.covered
+        session.covered = outer | {id(s.module) for s in used.values() if s.module is not module}
+        try:
+            with substituted(module, {own: _constant(v) for own, v in zip(used, values)}):
+                out = original(*args, **kwargs)
+        finally:
+            session.covered = outer
         leaves, spec = tree_flatten(out)
         floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
         passed = [leaf for leaf, keep in zip(leaves, floating) if keep]
@@ -116,6 +139,60 @@ def _twice(
         return tree_unflatten(leaves, spec)
 
     return forward
+
+
+def _idle(
+    session: Session, module: nn.Module, original: Forward, args: Any, kwargs: Any
+) -> dict[str, Site]:
+    """Parameters of children that the module does not call: if it uses them, then directly.
+
+    State space models hand `self.conv1d.weight` to a kernel, for example. Also children
+    which get positions and heads in one axis: only the module above can tell them apart.
+    """
+    below = {
+        id(child): path
+        for path, child in module.named_modules(remove_duplicate=False)
+        if child is not module
+    }
+    mine = [site for site in session.sites.values() if id(site.module) in below]
+    if not mine:
+        return {}
+    before, outer = _State(session, (args, kwargs)), session.called
+    session.called = called = set[int]()
+    try:
+        with torch.no_grad(), _with_buffers(_buffers(module)):
+            original(*args, **kwargs)
+    finally:
+        session.called = None if outer is None else outer | called
+        before.restore()
+    silent = {
+        f"{below[id(site.module)]}.{site.attribute}": site
+        for site in mine
+        if id(site.module) not in called
+    }
+    return {own: silent[own] for own in _in_use(session, module, original, args, kwargs, silent)}
+
+
+def _in_use(
+    session: Session,
+    module: nn.Module,
+    original: Forward,
+    args: Any,
+    kwargs: Any,
+    names: Iterable[str],
+) -> list[str]:
+    """Parameters below a module on which its outputs depend."""
+    values: dict[str, Tensor] = {own: nn.Parameter(_reach(module, own).detach()) for own in names}
+    if not values:
+        return []
+    again = _Again(session, {}, module, "", original, args, kwargs)
+    outs = [out.sum() for out in again.outputs(values) if out.requires_grad]
+    if not outs:
+        return []
+    found = torch.autograd.grad(
+        outs, [*values.values()], [o.detach() for o in outs], allow_unused=True
+    )
+    return [own for own, gradient in zip(values, found) if gradient is not None]
 
 
 class _Constant(torch.autograd.Function):
@@ -196,23 +273,17 @@ class _Again:
     ) -> None:
         self.session, self.sites, self.module, self.what = session, sites, module, what
         self.original, self.block = original, session.block
-        self.site = next(iter(sites.values()))
         self.raw = (args, kwargs)
         self.before = _State(session, self.raw)
         self.inputs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, self.raw)
         # The first run may change them: running statistics, the vectors of spectral_norm.
-        self.buffers = {
-            (owner, name): value.clone()
-            for owner in module.modules()
-            for name, value in owner._buffers.items()
-            if value is not None
-        }
+        self.buffers = _buffers(module)
         self.autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {session.layout.seq.device.type, "cpu"}
         }
 
-    def outputs(self, values: list[Tensor]) -> list[Tensor]:
+    def outputs(self, values: dict[str, Tensor]) -> list[Tensor]:
         """The floating outputs, as functions of the parameters alone."""
         kind = self.session.layout.seq.device.type
         enabled, dtype = self.autocast[kind]
@@ -224,7 +295,7 @@ class _Again:
                 torch.enable_grad(),
                 torch.autocast(kind, dtype=dtype, enabled=enabled),
                 _with_buffers(self.buffers),
-                substituted(self.module, dict(zip(self.sites, values))),
+                substituted(self.module, values),
             ):
                 out = self.original(*self.inputs[0], **self.inputs[1])
         finally:
@@ -232,6 +303,10 @@ class _Again:
             now.restore()
         leaves, _ = tree_flatten(out)
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+    @property
+    def site(self) -> Site:
+        return next(iter(self.sites.values()))
 
     def weighted(self, grad: Tensor) -> Tensor:
         """A[seq] g: each position's gradient times the advantage of its sequence."""
@@ -257,6 +332,15 @@ class _Again:
         return weights.view(-1, *[1] * (grad.dim() - 1))
 
 
+def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    return {
+        (owner, name): value.clone()
+        for owner in module.modules()
+        for name, value in owner._buffers.items()
+        if value is not None
+    }
+
+
 @contextmanager
 def _with_buffers(values: dict[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
     """Let buffers have other values for a while."""
@@ -276,8 +360,10 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: _Again, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.again, ctx.count = again, count
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[count:])
-        return tuple(x.view_as(x) for x in tensors[:count])
+        # Copies: autograd lets nobody change views in place, and models do.
+        return tuple(x.clone() for x in tensors[:count])
 
     @staticmethod
     @once_differentiable
@@ -287,7 +373,7 @@ class _Beside(torch.autograd.Function):
         values: list[Tensor] = [nn.Parameter(v.detach()) for v in ctx.saved_tensors]
         pairs = [
             (out, _place.with_channels_last(again.module, grad, again.weighted))
-            for out, grad in zip(again.outputs(values), grads)
+            for out, grad in zip(again.outputs(dict(zip(again.sites, values))), grads)
             if grad is not None and out.requires_grad
         ]
         found: tuple[Tensor | None, ...] = (None,) * len(values)

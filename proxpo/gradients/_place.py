@@ -59,7 +59,7 @@ def _axes(
         + (
             " (or packed, 1 x T), with a length that differs from the number of heads"
             if found
-            else " and let every layer see all positions (no logits_to_keep)"
+            else " and let every layer see all positions (no logits_to_keep), or freeze it"
         )
         + (", in this order (batch_first=True)" if lead == shape[::-1] != shape else "")
     )
@@ -84,7 +84,7 @@ def broadcast(x: Tensor, shape: tuple[int, ...], trailing: int) -> Tensor:
     """
     lead = tuple(x.shape[: x.dim() - trailing])
     padded = (1,) * (len(shape) - len(lead)) + lead
-    shared = len(padded) == len(shape) and padded != tuple(shape)
+    shared = len(padded) == len(shape) and padded != tuple(shape) and padded[-1] == shape[-1]
     if shared and all(have in (1, want) for have, want in zip(padded, shape)):
         return x.expand(*shape, *x.shape[x.dim() - trailing :])
     return x

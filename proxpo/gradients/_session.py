@@ -221,6 +221,9 @@ class Session:
         self.closed = True
         self.audit: "Audit | None" = None
         self.quiet = False  # while an unknown module is run again, its children stay as they are
+        self.called: set[int] | None = None  # modules called, while a module above asks
+        self.covered: set[int] = set()  # modules whose parameters a running module above handles
+        self.fits: dict[int, Callable[..., bool]] = {}  # can a module place its input?
         self.block = 0
         self._known: tuple[Tensor | None, int] = (None, 0)
         self._drawing = 0  # how many sites have a row in the table of overlap sets

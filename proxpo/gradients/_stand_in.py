@@ -8,6 +8,7 @@ refuses it. Therefore no use of a parameter can lose its gradient without a word
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +29,19 @@ class Unfamiliar(BaseException):
     """
 
 
-class Own(NamedTuple):
+@dataclass
+class Own:
     """A parameter of a tracked module: its value, its name there, and its unit."""
 
     session: Session
     unit: Unit
     attribute: str
     value: Tensor
+    inside: bool = True  # while the module's forward runs
+
+    @property
+    def name(self) -> str:
+        return self.unit.sites[self.attribute].name
 
 
 class StandIn(torch.Tensor):
@@ -57,6 +64,7 @@ class StandIn(torch.Tensor):
         if this is not None and name in _VIEWS and not _by_tensor(args[1:]):
             shown = func(this.shown, *args[1:], **kwargs)
             return _derived(this, shown, func, args, kwargs)
+        _stay_inside(args, kwargs)
         use = _USES.get(func)
         if use is None:
             raise Unfamiliar(name or str(func))
@@ -68,7 +76,7 @@ class StandIn(torch.Tensor):
 
 def stand_in(own: Own) -> StandIn:
     """A stand-in for a whole parameter."""
-    guarded = _Guard.apply(own.value, own.unit.sites[own.attribute].name)
+    guarded = _Guard.apply(own.value, own.name)
     made: Any = guarded.as_subclass(StandIn)
     made.own, made.shown = own, own.value.detach()
     made._is_param = True  # so that isinstance(…, nn.Parameter) is as ever
@@ -121,6 +129,15 @@ def _value(x: Any) -> Any:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.detach().as_subclass(torch.Tensor)
+
+
+def _stay_inside(args: Any, kwargs: Any) -> None:
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, StandIn) and not x.own.inside:
+            raise ProxpoError(
+                f"gradients.applied: {x.own.name} is handed out by its module and used elsewhere, "
+                "which has no per-sequence form; freeze it with requires_grad_(False)"
+            )
 
 
 def _by_tensor(args: Any) -> bool:
@@ -297,6 +314,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Tensor:
     if kwargs or len(args) != 2 or all(isinstance(x, StandIn) for x in args):
         raise Unfamiliar(func.__name__)
     ((x, vector),) = (pair for pair in (args, args[::-1]) if isinstance(pair[1], StandIn))
+    if vector.dim() == 0:
+        raise Unfamiliar(func.__name__)
     same = isinstance(x, torch.Tensor) and x.dim() > 1 and x.shape[-1] == vector.shape[-1]
     if not same or vector.dim() > x.dim():
         raise Unfamiliar(func.__name__)

@@ -49,7 +49,7 @@ def written(folder, text: str) -> str:
         ("gradient_checkpointing=true", "model.gradient_checkpointing", True),
         ("p=-0.5", "recipe", {"p": -0.5}),
         ("recipe.p=-0.5", "recipe", {"p": -0.5}),
-        ("norm=sketch", "recipe", {"norm": "sketch"}),
+        ("overlap=32", "recipe", {"overlap": 32}),
         ("gradient.overlap=32", "recipe", {"gradient.overlap": 32}),
         ("recipe.gradient.overlap=32", "recipe", {"gradient.overlap": 32}),
         ("filter+=not_truncated", "recipe", {"filter+": "not_truncated"}),

@@ -1,0 +1,235 @@
+"""Layers with weights that are computed, recurrent, convolved or used by the module above."""
+
+import warnings
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCAB, hf, nll, padded
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.testing import assert_close
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients import isopo
+
+A = torch.tensor([1.0, -0.6, 0.3]).double()
+LENGTHS = [5, 7, 4]
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+pytestmark = pytest.mark.filterwarnings("ignore:gradients.applied. no per-sequence form")
+
+
+class Around(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.middle = middle
+        self.head = nn.Linear(6, 13)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.middle(self.embed(ids))
+        return self.head(h[0] if isinstance(h, tuple) else h)
+
+
+def assert_plain(model: nn.Module, forward, names: list[str]) -> None:
+    """Σ A_i V_i for some parameters, twice in a row."""
+    ids, seq = padded(LENGTHS, 13)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    transform, found = isopo(overlap="all"), []
+    for _ in range(2):
+        model.load_state_dict(before, strict=False)
+        model.zero_grad()
+        with transform.applied(model, sequences=seq, advantages=A):
+            nll(forward(ids), ids, seq).sum().backward()
+        found.append({name: model.get_parameter(name).grad for name in names})
+    model.load_state_dict(before, strict=False)
+    model.zero_grad()
+    (A @ nll(forward(ids), ids, seq).sum(1)).backward()
+    want = {name: model.get_parameter(name).grad for name in names}
+    assert_close(found[0], want, **EXACT)
+    assert_close(found[1], want, **EXACT)
+
+
+def made(middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return Around(middle).double()
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_parametrized_weight(norm):
+    model = made(norm(nn.Linear(6, 6)))
+    names = [f"middle.{name}" for name, _ in model.middle.named_parameters()]
+    assert len(names) >= 2
+    assert_plain(model, model, names)
+
+
+@pytest.mark.parametrize("norm", [old_weight_norm, old_spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.* is deprecated")
+def test_a_weight_computed_in_a_hook_is_refused_with_the_reason(norm):
+    model = made(norm(nn.Linear(6, 6)))
+    ids, seq = padded(LENGTHS, 13)
+    reason = rf"middle \(Linear\) computes its weight in a hook of torch.nn.utils.{norm.__name__}"
+    with (
+        pytest.raises(ProxpoError, match=reason),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        model(ids)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_a_recurrent_layer(kind):
+    model = made(kind(6, 6, num_layers=2, batch_first=True))
+    assert_plain(model, model, [f"middle.{name}" for name, _ in model.middle.named_parameters()])
+    model, (ids, seq) = made(kind(6, 6)), padded(LENGTHS, 13)
+    with (
+        pytest.raises(ProxpoError, match=r"positions before sequences; build it with batch_first"),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        model(ids)
+
+
+class Convolved(nn.Module):
+    def __init__(self, called: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(6, 6, 3, padding=2, groups=2)
+        self.called = called
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mT
+        if self.called:
+            return self.conv(x)[..., : x.shape[-1]].mT
+        return F.conv1d(F.pad(x, (2, 0)), self.conv.weight, self.conv.bias, groups=2).mT
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_convolution_called_or_used_by_the_module_above(called):
+    model = made(Convolved(called))
+    assert_plain(model, model, ["middle.conv.weight", "middle.conv.bias"])
+
+
+def test_batch_norm_is_refused_with_the_reason():
+    model = made(nn.Sequential(nn.Unflatten(-1, (6, 1)), nn.BatchNorm2d(5)))
+    _, seq = padded(LENGTHS, 13)
+    with (
+        pytest.raises(ProxpoError, match=r"middle\.1 \(BatchNorm2d\) mixes the sequences"),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        pass
+
+
+def test_a_linear_layer_whose_output_is_changed_in_place():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+            self.gru = nn.GRU(6, 6, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mix(x)
+            y += x
+            z, _ = self.gru(y)
+            z *= 2
+            return z
+
+    model = made(InPlace())
+    assert_plain(model, model, ["middle.gru.weight_ih_l0"])
+
+
+def test_dora():
+    model = hf("qwen3")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_alpha=8, use_dora=True)
+    model = peft.get_peft_model(model, config).double()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.3)
+    ids, seq = padded(LENGTHS, VOCAB)
+    found = {}
+    for kind, transform in {"p = 0": isopo(p=0.0), "isopo": isopo(overlap="all")}.items():
+        model.zero_grad()
+        with transform.applied(model, sequences=seq, advantages=A):
+            nll(model(input_ids=ids).logits, ids, seq).sum().backward()
+        found[kind] = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    (A @ nll(model(input_ids=ids).logits, ids, seq).sum(1)).backward()
+    for name, value in model.named_parameters():
+        if value.requires_grad:
+            # The norms of the model compute in float32.
+            assert_close(found["p = 0"][name], value.grad, rtol=1e-4, atol=1e-6)
+            same = torch.allclose(found["isopo"][name], value.grad, rtol=1e-4, atol=1e-6)
+            assert same == ("magnitude" in name)
+
+
+def test_a_key_value_cache_is_filled_once():
+    """GPT-OSS runs its attention again for the gradient of the sinks, with its cache."""
+    import conformance
+
+    with conformance.precise(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = conformance.build("gpt_oss")
+        ids, seq = padded(LENGTHS, VOCAB)
+        grads = []
+        for use_cache in (False, True):
+            model.zero_grad()
+            with isopo(overlap="all").applied(model, sequences=seq, advantages=A):
+                out = model(input_ids=ids, use_cache=use_cache)
+                nll(out.logits, ids, seq).sum().backward()
+            grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert out.past_key_values.get_seq_length() == ids.shape[1]
+    assert_close(grads[1], grads[0], **EXACT)
+
+
+def test_a_child_called_by_another_method_of_its_module_is_normalised():
+    class Methods(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+            self.scale = nn.Parameter(torch.rand(()))
+
+        def predict(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.mix(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.methods = Methods()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.methods(self.methods.predict(x))
+
+    model, (ids, seq) = made(Both()), padded(LENGTHS, 13)
+    with (
+        pytest.warns(UserWarning, match=r"middle\.methods \(Methods: scale\)"),
+        isopo(overlap="all").applied(model, sequences=seq, advantages=A),
+    ):
+        nll(model(ids), ids, seq).sum().backward()
+    found = model.middle.methods.mix.weight.grad.clone()
+    model.zero_grad()
+    (A @ nll(model(ids), ids, seq).sum(1)).backward()
+    assert not torch.allclose(found, model.middle.methods.mix.weight.grad, rtol=1e-2)
+
+
+def test_a_layer_applied_to_a_constant_keeps_its_shape_and_is_refused_with_the_reason():
+    class Delayed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.mix(x.new_zeros(len(x), 1, 6))
+            return torch.cat([first, self.mix(x)[:, :-1]], 1)
+
+    model, (ids, seq) = made(Delayed()), padded(LENGTHS, 13)
+    with (
+        pytest.raises(
+            ProxpoError, match=r"middle\.mix is applied to a constant of shape \(3, 1, 6\)"
+        ),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        nll(model(ids), ids, seq).sum().backward()

@@ -101,12 +101,18 @@ def parse_value(text: str) -> Any:
 
 
 def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, option: str) -> None:
-    """Refuse an option of the method that leaves every stage as it would be without it."""
+    """Refuses an option of the method that no stage reads, whatever its value.
+
+    A value that comes to the same as the default ("auto" that stands for it) is not refused.
+    """
     value = recipe.options[option]
     if value == entry.defaults[option] or _matters(entry, options, option):
         return
-    others = {name: recipe.options[name] for name in entry.defaults if name != option}
     kinds = typing.get_type_hints(inspect.unwrap(entry.make))
+    near = variations(kinds.get(option), value)
+    if any(_matters(entry, {**options, option: other}, option) for other in near):
+        return
+    others = {name: recipe.options[name] for name in entry.defaults if name != option}
     acting = (
         f"{name}={str(other).lower() if isinstance(other, bool) else other}"
         for name, present in others.items()

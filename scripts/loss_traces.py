@@ -22,7 +22,6 @@ from proxpo.train.loop import train
 
 SETTINGS = [
     "train.steps=4",
-    "train.lr=1e-4",
     "prompts_per_step=4",
     "samples_per_prompt=4",
     "rollout.max_tokens=5",
@@ -50,6 +49,8 @@ MEASURED = ("time", "duration", "per_second")  # differ from run to run
 def trace(slug: str, folder: Path) -> dict[str, Any]:
     """Metrics of each step and a hash of the final weights."""
     settings = [*SETTINGS, *OF_THEIR_OWN.get(slug, [])]
+    if slug != "trpo":  # it has a radius instead of a rate
+        settings.append("train.lr=1e-4")
     if slug == "text2grad":
         (folder / "spans.py").write_text(SPANS)
         settings.append(f"task.reward={folder / 'spans.py'}:score")

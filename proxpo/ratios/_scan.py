@@ -40,7 +40,7 @@ def kalman_gains(
     1e-6 (q < 1e-12 v, or the first token at q = 1e-6 and p0 = 0) becomes the constant 1e-6, and
     q = p0 = 0 no longer means ρ = 0. float64. Kalman Policy Optimization, arXiv:2602.10609.
     """
-    _check_variances(q=q, v=v, p0=p0)
+    check_variances(q=q, v=v, p0=p0)
     n = torch.arange(1, tokens + 1, dtype=torch.float64)
     # Numerator and denominator are both divided by 1 + x, so that x may be infinite.
     prior = 1.0 / (1.0 + v / p0) if p0 > 0.0 else 0.0
@@ -57,7 +57,8 @@ def kalman_gains(
     return gains.clamp(*CLAMP) if clamp else gains.clamp(max=1.0)
 
 
-def _check_variances(*, q: float, v: float, p0: float) -> None:
+def check_variances(*, q: float, v: float, p0: float) -> None:
+    """Raises for variances from which no gain within [0, 1] follows."""
     if not (0.0 <= q < math.inf):
         raise ProxpoError(f"kalman: q (process noise) must be finite and >= 0, got {q}")
     if not (0.0 < v < math.inf):

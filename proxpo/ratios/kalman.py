@@ -1,24 +1,15 @@
 """Log-ratios smoothed along the response by a causal filter with precomputed gains."""
 
-import math
 from typing import Literal
 
 from proxpo.errors import ProxpoError
-from proxpo.ratios._scan import filter_fixed, filter_log_ratio
+from proxpo.ratios._scan import check_variances, filter_fixed, filter_log_ratio
 from proxpo.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
 MaskMode = Literal["zero", "skip"]
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
-
-
-def check_noise(name: str, q: float, v: float, p0: float) -> None:
-    """Refuse variances from which no gain within [0, 1] follows."""
-    if not all(0 <= x < math.inf for x in (q, v, p0)) or not q + v + p0 > 0:
-        raise ProxpoError(
-            f"{name}: q, v and p0 are finite, not negative and not all 0, got {q:g}, {v:g}, {p0:g}"
-        )
 
 
 def own_token_ratio(
@@ -45,7 +36,7 @@ def kalman(
     counts as an observation of 0 (released code); "skip": it is passed over. clamp holds the gains
     within [1e-6, 1-1e-6].
     """
-    check_noise("kalman", q, v, p0)
+    check_variances(q=q, v=v, p0=p0)
 
     def ratio(batch: Batch, ctx: Context) -> Result:
         z = (batch.logp - batch.old_logp).detach()
@@ -71,7 +62,7 @@ def ema(
     mode="scheduled": α_t = K_t(q, v, p0), the Kalman gains from P_{-1} = p0 = 1; p0 = 0 gives KPO.
     mode="fixed": the constant `alpha`.
     """
-    check_noise("ema", q, v, p0)
+    check_variances(q=q, v=v, p0=p0)
     if not 0 <= alpha <= 1:
         raise ProxpoError(f"ema: alpha must be in [0, 1], got {alpha:g}")
 

@@ -126,7 +126,7 @@ def of_budget(stage: Stage) -> Iterator[Any]:
     right = torch.arange(8).repeat(5) < torch.tensor([0, 4, 4, 4, 7]).repeat_interleave(8)
     for visit in range(3):
         batch = make_batch(visit, groups=5, size=8, tokens=20, holes=False)
-        batch = batch.replace(correct=right if visit else ~right, truncated=None)
+        batch = batch.replace(correct=right if visit else ~right, truncated=None, turn=None)
         budget = Budget(
             prompt_id=batch.prompt_id.unique(),
             samples=torch.full((5,), 8),

@@ -131,7 +131,9 @@ def has_effect(kind: str, name: str, option: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(("kind", "name", "option"), OPTIONS, ids=".".join)
+@pytest.mark.parametrize(
+    ("kind", "name", "option"), OPTIONS, ids=[".".join(one) for one in OPTIONS]
+)
 def test_every_option_of_every_stage_has_an_effect(kind: str, name: str, option: str) -> None:
     listed = f"{kind}={name}.{option}" in ELSEWHERE
     assert has_effect(kind, name, option) != listed

@@ -75,8 +75,9 @@ def test_every_recipe_trains_the_model_in_the_box(slug, tmp_path):
     file = tmp_path / "marks.py"
     file.write_text(MARKS)
     marks = (f"task.reward={file}:score",) if slug == "text2grad" else ()
-    special = (*SPECIAL.get(slug, ()), *marks)
-    train(config_of(tmp_path, *special, "train.steps=30", "train.lr=1e-5", method=slug))
+    rate = () if slug == "trpo" else ("train.lr=1e-5",)  # TRPO has a radius instead
+    special = (*SPECIAL.get(slug, ()), *marks, *rate)
+    train(config_of(tmp_path, *special, "train.steps=30", method=slug))
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == list(range(31))
     assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows[1:])

@@ -109,12 +109,6 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
                 f"recipe {recipe.name}: {stage.kind}={stage.name} follows every optimizer step by "
                 "its numbers, which TRL hands to no one after the step"
             )
-    if recipe.rescale is not None:
-        raise ProxpoError(
-            f"recipe {recipe.name}: rescale={recipe.rescale.name} scales the gradient after a "
-            "second backward pass, for which TRL has no place: recipe_options={'rescale': None} "
-            "leaves it out"
-        )
     _check_options(recipe, args)
     _check_updates(recipe, args)
     if recipe.prompts:

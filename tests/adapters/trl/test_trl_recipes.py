@@ -169,7 +169,6 @@ BAD = [
         {},
         "regularisers=kl_dual follows every optimizer step by its numbers",
     ),
-    ("grpo", {"rescale": "clipping_bias"}, {}, "rescale=clipping_bias scales the gradient after"),
 ]
 
 

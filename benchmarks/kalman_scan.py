@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from proxpo.ratios._scan import ema_scan, kalman_gains, scan_table
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
+from proxpo.stages.ratio._scan import ema_scan, kalman_gains, scan_table
 
 SHAPES = ((8, 4_096), (8, 65_536))
 

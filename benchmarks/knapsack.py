@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from proxpo.budgets import allocate
+from proxpo.stages.budget import allocate
 
 
 def main() -> None:

@@ -3,10 +3,10 @@
 import torch
 
 import proxpo
+from proxpo.sampler import inputs, make_rollout
+from proxpo.stages.gradient import objective, per_response
 from proxpo.train.models import load_policy
-from proxpo.train.rollouts import inputs, make_rollout
 from proxpo.train.tasks import make_task
-from proxpo.transforms import objective, per_response
 
 METHOD = "isopo"  # or "ema-kpo", or any other of `proxpo methods`
 STEPS, UPDATES, LR = 8, 2, 5e-4

@@ -28,40 +28,32 @@ _WHERE = {
     "stage": "proxpo.stages",
     "register": "proxpo.recipes",
     "methods": "proxpo.recipes",
-    "over_ranks": "proxpo.sums",
-    "over_microbatches": "proxpo.sums",
+    "over_ranks": "proxpo.ops.sums",
+    "over_microbatches": "proxpo.ops.sums",
     "token_logp": "proxpo.logp",
     "model_logp": "proxpo.logp",
     "make_optimizer": "proxpo.optimizers",
 }
 _MODULES = (
-    "advantages",
-    "aggregate",
     "compose",
-    "filters",
+    "exact",
     "gradients",
-    "kl",
-    "masked",
+    "ops",
     "optimizers",
-    "ratios",
     "recipes",
-    "reference",
-    "regularisers",
-    "rewards",
-    "trust",
+    "stages",
     "types",
-    "weights",
 )
 
 if TYPE_CHECKING:
     from proxpo.compose import loss_fn, policy_loss, prepare
     from proxpo.errors import ProxpoError
     from proxpo.logp import model_logp, token_logp
+    from proxpo.ops.sums import over_microbatches, over_ranks
     from proxpo.optimizers import make_optimizer
     from proxpo.recipes import methods, register
     from proxpo.settings import make_recipe
     from proxpo.stages import make_stage, stage
-    from proxpo.sums import over_microbatches, over_ranks
     from proxpo.types import Batch, Context, Denominators, Loss, Recipe, Stage
 
 

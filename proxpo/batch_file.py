@@ -18,8 +18,8 @@ import torch
 
 from proxpo.errors import ProxpoError, nearest
 from proxpo.fields import as_tensor, check_finite
-from proxpo.files import write_whole
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
+from proxpo.runs.files import write_whole
 from proxpo.types import Batch
 
 MAX_JSON_BYTES = 256 * 2**20

@@ -15,9 +15,9 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.fields import check_rollout
-from proxpo.masked import spread
-from proxpo.pairs import best_and_worst
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.masked import spread
+from proxpo.ops.pairs import best_and_worst
+from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import check
 from proxpo.types import (
     AllSum,

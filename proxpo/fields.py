@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
 
 BOOLS = ("mask", "step_end", "correct", "truncated", "void", "refresh", "gate")
 INTEGERS = ("tokens", "turn", "group", "prompt_id", "pair")

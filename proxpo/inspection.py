@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from proxpo.compose import Prepared, left_out, policy_loss, prepare
-from proxpo.kl import kl_estimate
-from proxpo.masked import masked_mean
-from proxpo.rescaling import logp_norm, rescaling_of
-from proxpo.shapes import Bool, Float, Tensor
-from proxpo.trust.ess import ess
+from proxpo.ops.kl import kl_estimate
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.stages.rescale import logp_norm, rescaling_of
+from proxpo.stages.trust.ess import ess
 from proxpo.types import Batch, Context, Recipe
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxpo.errors import ProxpoError, nearest, resolve
-from proxpo.options import brief, coerce
+from proxpo.stages._options import brief, coerce
 
 ALONE = ("adamw", "soap")  # optimizers of every parameter, without an AdamW for the rest
 PLAIN = (bool, int, float, str, type(None))

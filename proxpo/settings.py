@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
-from proxpo.options import variations
 from proxpo.recipes._registry import Method, method
 from proxpo.stages import STAGES, check, load_all, make_stage
+from proxpo.stages._options import variations
 from proxpo.types import KINDS, MANY, Recipe, Stage
 
 Settings = Mapping[str, Any] | Iterable[tuple[str, Any]]

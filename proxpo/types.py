@@ -16,7 +16,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.fields import ROWS, fit, fitted
-from proxpo.shapes import Bool, Float, Int, Num, Shaped, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
 State = dict[str, Tensor]
@@ -64,7 +64,7 @@ FIELDS: dict[str, str] = {
     "tokens": "token ids of the response, from the sampler",
     "turn": "number of the turn each token belongs to, from the environment",
     "span_rewards": "+1, -1 or 0 on tokens inside spans that a critique marked, from a critique "
-    "model through proxpo.rewards.spans",
+    "model through proxpo.stages.reward.spans",
     "hidden": "hidden state that produced each token's distribution, from the trainer's forward "
     "pass",
     "features": "mean over a response of d log π/d hidden, from proxpo.logp.score_features on the "

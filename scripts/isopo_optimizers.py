@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from toy_policy import ToyPolicy, response_logp, sample
 
 from proxpo import gradients
+from proxpo.exact.policy import token_kl
 from proxpo.optimizers import NAMES, make_optimizer
-from proxpo.reference.policy import token_kl
 
 PROMPT, ANSWER, TUNING_SEED = 2, 2, 100
 PAIRS = torch.cartesian_prod(torch.arange(10), torch.arange(10))

@@ -8,14 +8,15 @@ from helpers import close, f64, loss_and_gradients, make_batch, method, policy_g
 
 import proxpo
 from proxpo import ProxpoError, Recipe, compose
-from proxpo.aggregate import token_mean
 from proxpo.compose import count
-from proxpo.filters import not_truncated
-from proxpo.ratios import none, token
-from proxpo.regularisers import kl_to_ref
 from proxpo.stages import stage
-from proxpo.trust import ppo_clip, score_function
-from proxpo.weights import probability_split, tis
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.filter import not_truncated
+from proxpo.stages.ratio import none, token
+from proxpo.stages.regularisers import kl_to_ref
+from proxpo.stages.select import probability_split
+from proxpo.stages.trust import ppo_clip, score_function
+from proxpo.stages.weights import tis
 
 
 def test_given_advantages_are_used_as_they_are() -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from proxpo.files import write_whole
+from proxpo.runs.files import write_whole
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

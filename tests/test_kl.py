@@ -7,7 +7,7 @@ import torch
 from helpers import close, f64, make_batch, method, policy_gradient
 from torch import Tensor
 
-from proxpo.kl import kl_estimate
+from proxpo.ops.kl import kl_estimate
 
 NAMES = ("k1", "abs", "k2", "k3", "k1+", "k2+", "k3+")
 D = torch.linspace(-2.0, 2.0, 9).double()

@@ -5,7 +5,7 @@ from helpers import close, f64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxpo.memory import blank, recall, remember
+from proxpo.ops.prompt_memory import blank, recall, remember
 
 visits = st.lists(st.tuples(st.integers(-9, 9), st.floats(-5, 5)), max_size=12)
 

@@ -115,7 +115,7 @@ def test_a_recipe_whose_stages_do_not_fit_is_refused_when_made() -> None:
     @register("broken", paper="none")
     def broken() -> Recipe:
         """A clip without a ratio."""
-        return proxpo.make_recipe("reinforce").replace(trust=proxpo.trust.ppo_clip())
+        return proxpo.make_recipe("reinforce").replace(trust=proxpo.stages.trust.ppo_clip())
 
     with pytest.raises(ValueError, match="broken: trust=ppo_clip works on ratio"):
         broken()

@@ -7,10 +7,10 @@ from helpers import close, loss_and_gradients, make_batch
 
 import proxpo
 from proxpo import Batch, ProxpoError, Recipe, Stage, make_recipe, methods
-from proxpo.ratios import kalman
 from proxpo.recipes._registry import METHODS
 from proxpo.settings import parse_setting
-from proxpo.weights import tis
+from proxpo.stages.ratio import kalman
+from proxpo.stages.weights import tis
 
 
 def from_strings(*texts: str) -> list:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from proxpo.batch_file import read_batch
 from proxpo.cli.named import named_recipes
-from proxpo.files import write_whole
 from proxpo.inspection import as_json as entry
 from proxpo.inspection import inspect_batch
+from proxpo.runs.files import write_whole
 
 
 def inspect_methods(

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from proxpo.errors import ProxpoError
-from proxpo.files import write_whole
+from proxpo.runs.files import write_whole
 from proxpo.train.config import ConfigDumper, read_yaml
 
 VERSION = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from proxpo.compare.plan import REWARD, SCORE
-from proxpo.files import write_whole
+from proxpo.runs.files import write_whole
 
 SUMMARY, FAILURE, METRICS, LOG = "summary.json", "failure.json", "metrics.jsonl", "log.txt"
 TAIL = 1 << 17  # bytes of metrics.jsonl that are looked at: some eighty steps

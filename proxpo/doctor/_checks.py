@@ -203,13 +203,13 @@ def _policy(**options: Any) -> Any:
 
 
 def _rollout(name: str, policy: Any, **options: Any) -> Any:
-    from proxpo.train.rollouts import make_rollout
+    from proxpo.sampler import make_rollout
 
     return make_rollout(name, policy, **options)
 
 
 def _agreement(policy: Any, rollout: Any) -> str:
-    from proxpo.train.rollouts import agreement
+    from proxpo.sampler import agreement
 
     rollout = _rollout(rollout, policy) if isinstance(rollout, str) else rollout
     prompts = [list(policy.tokenizer.encode(text)) for text in SUMS]

@@ -16,7 +16,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._session import capturing
-from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 if TYPE_CHECKING:
     from proxpo.gradients._session import Session, Site

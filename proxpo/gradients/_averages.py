@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.shapes import Float, Tensor
 
 DECAY = 0.9
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from proxpo.errors import ProxpoError
 from proxpo.gradients._session import Rule
 from proxpo.gradients._shard import Shard, spread
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
 
 _WHERE = "gradients.applied: "
 

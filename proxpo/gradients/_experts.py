@@ -12,7 +12,7 @@ from proxpo.gradients._functions import _autocast, _no_autocast
 from proxpo.gradients._layout import Layout
 from proxpo.gradients._rows import Dense, Outer
 from proxpo.gradients._session import AnyRows, Session, Unit
-from proxpo.shapes import Int, Tensor
+from proxpo.ops.shapes import Int, Tensor
 
 _MARKS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
 

@@ -18,7 +18,7 @@ from proxpo.gradients import _place
 from proxpo.gradients._layout import Layout, accumulator
 from proxpo.gradients._rows import Dense, OneHot, Outer
 from proxpo.gradients._session import AnyRows, Session, Unit
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

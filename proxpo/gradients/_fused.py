@@ -12,7 +12,7 @@ import triton.language as tl
 from proxpo.gradients._layout import Layout, matmul
 from proxpo.gradients._norms import Picks
 from proxpo.gradients._rows import Dense, Outer
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.shapes import Float, Tensor
 
 _COLUMNS = 1024
 _MAX_PICKS = 512

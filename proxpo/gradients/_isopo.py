@@ -15,7 +15,7 @@ from proxpo.gradients import _norms, _plan
 from proxpo.gradients._layout import Layout
 from proxpo.gradients._rows import Dense, OneHot, Outer, at
 from proxpo.gradients._session import AnyRows, Session, Site
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 
 class Lengths(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from proxpo.shapes import Float, Int, Shaped, Tensor
+from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 
 if TYPE_CHECKING:
     from proxpo.gradients._shard import Shard

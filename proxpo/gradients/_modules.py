@@ -25,7 +25,7 @@ from proxpo.errors import ProxpoError
 from proxpo.gradients import _experts, _owned
 from proxpo.gradients._functions import Linear, Norm, Shared, embedding, expand, placed
 from proxpo.gradients._session import Session
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
 
 Forward = Callable[..., Any]
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -15,7 +15,7 @@ import torch
 
 from proxpo.gradients._layout import Layout, accumulator, matmul
 from proxpo.gradients._rows import Dense, OneHot, Outer, Rows, at, gathered
-from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 # Entries of one block of Gram products or of stacked sequence gradients (64 MiB in float32).
 BLOCK = 1 << 24

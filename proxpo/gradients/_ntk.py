@@ -13,7 +13,7 @@ from proxpo.gradients._isopo import _kernels
 from proxpo.gradients._layout import Layout
 from proxpo.gradients._rows import Dense, OneHot, Outer
 from proxpo.gradients._session import AnyRows, Session, Site
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.shapes import Float, Tensor
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Int, Tensor
+from proxpo.ops.shapes import Int, Tensor
 
 
 class Order:

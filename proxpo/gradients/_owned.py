@@ -14,7 +14,7 @@ from proxpo.errors import ProxpoError
 from proxpo.gradients import _place
 from proxpo.gradients._session import Session, Site
 from proxpo.gradients._stand_in import Own, StandIn, Unfamiliar, stand_in
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.shapes import Float, Tensor
 
 Forward = Callable[..., Any]
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from torch import nn
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
 
 
 class Shape(tuple[int, ...]):

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from proxpo.gradients._layout import Layout, accumulator, matmul
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 
 @runtime_checkable

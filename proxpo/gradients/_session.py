@@ -14,7 +14,7 @@ from proxpo.gradients._norms import Picks
 from proxpo.gradients._place import Shape
 from proxpo.gradients._rows import AnyRows, join
 from proxpo.gradients._shard import Shard
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 if TYPE_CHECKING:
     from proxpo.gradients._audit import Audit

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._layout import Layout
-from proxpo.shapes import Int, Shaped, Tensor
+from proxpo.ops.shapes import Int, Shaped, Tensor
 
 
 @dataclass(frozen=True)

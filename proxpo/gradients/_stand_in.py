@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from proxpo.errors import ProxpoError
 from proxpo.gradients._functions import Linear, Shared, embedding, expand
 from proxpo.gradients._session import Session, Unit
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
 
 
 class Unfamiliar(BaseException):

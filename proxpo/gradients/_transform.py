@@ -16,7 +16,7 @@ from proxpo.gradients._averages import Averages
 from proxpo.gradients._modules import Fitting, fingerprint
 from proxpo.gradients._order import Order
 from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, Unit, capturing
-from proxpo.shapes import Shaped, Tensor
+from proxpo.ops.shapes import Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
 

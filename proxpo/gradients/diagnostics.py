@@ -18,12 +18,7 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients import _norms
-from proxpo.gradients._isopo import Isopo
-from proxpo.gradients._layout import Layout
-from proxpo.gradients._session import AnyRows, Rule, Session, Site
-from proxpo.gradients.proma import overlaps
-from proxpo.reference import (
+from proxpo.exact import (
     Policy,
     Samples,
     fisher_exact,
@@ -31,7 +26,12 @@ from proxpo.reference import (
     policy_gradient,
     scores,
 )
-from proxpo.shapes import Float, Tensor
+from proxpo.gradients import _norms
+from proxpo.gradients._isopo import Isopo
+from proxpo.gradients._layout import Layout
+from proxpo.gradients._session import AnyRows, Rule, Session, Site
+from proxpo.gradients.proma import overlaps
+from proxpo.ops.shapes import Float, Tensor
 
 
 @dataclass

@@ -20,7 +20,7 @@ from proxpo.gradients._ntk import Ntk
 from proxpo.gradients._rows import Dense, Outer
 from proxpo.gradients._session import AnyRows, Session, Site
 from proxpo.gradients._transform import Transform
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.shapes import Float, Tensor
 
 VARIANTS = ("accumulation", "intra", "both")
 SOLVERS = ("exact", "solve", "sweep")

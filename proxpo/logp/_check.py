@@ -3,7 +3,7 @@
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
 
 
 def check_shapes(

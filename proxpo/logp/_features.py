@@ -3,7 +3,7 @@
 import torch
 
 from proxpo.logp._token import token_logp
-from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 
 def score_features(

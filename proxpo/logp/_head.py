@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from proxpo.logp._tile import Pull, Stats, Warp, absorb, blocks, logit_grad, tile_shape
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 
 class Rows(NamedTuple):

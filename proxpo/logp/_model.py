@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from proxpo.errors import ProxpoError
 from proxpo.logp._token import LogpEntropy, token_logp
-from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 # Small ones show a scale, the largest a soft cap, the others that it is nothing else.
 _PROBES = (1.0, -1.0, 8.0, -30.0, 100.0, 1e6)

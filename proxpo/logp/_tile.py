@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 # e^q is 0 long before this; products such as 0 · (q + H) then stay 0 where a logit is -inf.
 FLOOR = -1e4

@@ -10,7 +10,7 @@ from proxpo.logp._check import check_ids, check_options, check_shapes
 from proxpo.logp._head import Head, Rows, pull_back, softmax_stats
 from proxpo.logp._tile import Pull, Warp
 from proxpo.logp._treatment import Treatment, find
-from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 
 class LogpEntropy(NamedTuple):

@@ -22,7 +22,7 @@ from proxpo.gradients._rows import Outer
 from proxpo.gradients._session import Site
 from proxpo.logp._head import Head, Rows, add_matmul_, pull_back
 from proxpo.logp._tile import blocks
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 Pulled = tuple[Float[Tensor, "tok dim"] | None, list[Float[Tensor, "vocab _"]]]
 

@@ -11,7 +11,7 @@ from proxpo.gradients import Layout, Session, Site, active
 from proxpo.gradients._session import Call, Unit
 from proxpo.logp._head import Head, Rows
 from proxpo.logp._treated import Pulled, Scored, Spot, treated
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 
 @dataclass(frozen=True)

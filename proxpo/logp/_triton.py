@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from proxpo.logp._tile import FLOOR, Pull, Stats, Warp
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 _BLOCK = 4096
 _FLOOR = tl.constexpr(FLOOR)

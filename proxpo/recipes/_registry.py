@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
-from proxpo.options import bind
 from proxpo.stages import check
+from proxpo.stages._options import bind
 from proxpo.types import KINDS, Recipe
 
 CONFIDENCE = ("official code", "framework code", "paper formulas", "reconstructed")

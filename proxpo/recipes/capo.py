@@ -1,12 +1,12 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
 from proxpo.recipes._registry import register
 from proxpo.recipes.dr_grpo import dr_grpo
 from proxpo.recipes.grpo import grpo
 from proxpo.recipes.reinforce import reinforce
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.select import curvature_mask
 from proxpo.types import Recipe
-from proxpo.weights import curvature_mask
 
 # Bounds on the shift of the policy and of the objective, as run on each host.
 BOUNDS = {"grpo": (1e-4, 0.01), "dr-grpo": (1e-3, 5e-4), "reinforce": (1e-5, 0.1)}

@@ -1,9 +1,9 @@
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.filters.filters import informative_prompts
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.trust import clip_cov as clip_cov_trust
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.prompts import informative_prompts
+from proxpo.stages.ratio import token
+from proxpo.stages.trust import clip_cov as clip_cov_trust
 from proxpo.types import Recipe
 
 

@@ -1,8 +1,8 @@
 from typing import Literal
 
-from proxpo.filters import largest_advantages
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
+from proxpo.stages.prune import largest_advantages
 from proxpo.types import Recipe
 
 

@@ -1,13 +1,13 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import prompt_mean, token_mean
-from proxpo.filters import informative, not_truncated
-from proxpo.filters.filters import informative_prompts
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.rewards import overlong_penalty
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import prompt_mean, token_mean
+from proxpo.stages.filter import informative, not_truncated
+from proxpo.stages.prompts import informative_prompts
+from proxpo.stages.ratio import token
+from proxpo.stages.reward import overlong_penalty
+from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
 

@@ -1,11 +1,11 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import smooth_standardised
-from proxpo.aggregate import seq_sum_token_mean, token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.trust import dynamic_clip
+from proxpo.stages.advantage import smooth_standardised
+from proxpo.stages.aggregate import seq_sum_token_mean, token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.trust import dynamic_clip
 from proxpo.types import Recipe
 
 

@@ -1,15 +1,15 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.filters import fresh_enough
-from proxpo.ratios import token
-from proxpo.ratios.proximal import Proximal
 from proxpo.recipes._registry import register
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.filter import fresh_enough
+from proxpo.stages.ratio import token
+from proxpo.stages.ratio.proximal import Proximal
+from proxpo.stages.trust import ppo_clip
+from proxpo.stages.weights import behaviour
 from proxpo.types import Recipe
-from proxpo.weights import behaviour
 
 
 @register("decoupled-ppo", paper="arXiv:2505.24298")

@@ -1,9 +1,9 @@
 from typing import Literal
 
-from proxpo.aggregate import pairwise_logistic
-from proxpo.ratios import log_ratio_to_ref
 from proxpo.recipes._registry import register
-from proxpo.trust import log_ratio
+from proxpo.stages.aggregate import pairwise_logistic
+from proxpo.stages.ratio import log_ratio_to_ref
+from proxpo.stages.trust import log_ratio
 from proxpo.types import Recipe
 
 

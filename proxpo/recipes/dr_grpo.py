@@ -1,9 +1,9 @@
-from proxpo.advantages import group_relative
-from proxpo.aggregate import constant_length
-from proxpo.filters import not_truncated
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import constant_length
+from proxpo.stages.filter import not_truncated
+from proxpo.stages.ratio import token
+from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
 

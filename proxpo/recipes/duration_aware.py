@@ -1,7 +1,7 @@
 from proxpo.recipes._registry import register
 from proxpo.recipes.ppo import ppo
+from proxpo.stages.weights import by_duration
 from proxpo.types import Recipe
-from proxpo.weights import by_duration
 
 
 @register("duration-aware", paper="arXiv:2509.01684", confidence="paper formulas")
@@ -24,8 +24,8 @@ def duration_aware(
 
     For asynchronous collection, where an action that runs for Δt is sampled π/Δt times as often:
     the weight removes that bias. Collected in lockstep, slow actions would be favoured instead. A
-    time-out counts with the time it took. proxpo.rewards.progress_reward gives failed programs
-    partial credit for how far they came.
+    time-out counts with the time it took. `proxpo.stages.reward.progress_reward` gives failed
+    programs partial credit for how far they came.
 
     Departures: the critic's loss is not weighed and only the environment's time counts, both open
     in the paper. max_weight and min_duration are additions, off by default.

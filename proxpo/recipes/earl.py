@@ -1,10 +1,10 @@
 from typing import Literal
 
-from proxpo.aggregate import token_mean
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.weights import entropy_gate, top_entropy
 from proxpo.types import Recipe
-from proxpo.weights import entropy_gate, top_entropy
 
 
 @register("earl", paper="arXiv:2511.12033", confidence="reconstructed")

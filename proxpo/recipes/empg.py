@@ -1,8 +1,8 @@
 from typing import Literal
 
-from proxpo.advantages import entropy_modulated
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
+from proxpo.stages.advantage import entropy_modulated
 from proxpo.types import Recipe
 
 

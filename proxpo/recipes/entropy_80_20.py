@@ -2,8 +2,8 @@ from typing import Literal
 
 from proxpo.recipes._registry import register
 from proxpo.recipes.dapo import dapo
+from proxpo.stages.weights import top_entropy
 from proxpo.types import Recipe
-from proxpo.weights import top_entropy
 
 
 @register("entropy-80-20", paper="arXiv:2506.01939")

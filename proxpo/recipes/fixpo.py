@@ -1,13 +1,13 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import entropy_bonus, kl_dual
-from proxpo.schedules import fixup
-from proxpo.trust import unclipped
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import entropy_bonus, kl_dual
+from proxpo.stages.schedule import fixup
+from proxpo.stages.trust import unclipped
 from proxpo.types import Recipe
 
 

@@ -1,11 +1,11 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.filters import informative
-from proxpo.ratios import sequence, token
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
-from proxpo.rewards import gradient_novelty
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.filter import informative
+from proxpo.stages.ratio import sequence, token
+from proxpo.stages.reward import gradient_novelty
 from proxpo.types import Recipe
 
 

@@ -1,11 +1,11 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import seq_mean_token_mean
-from proxpo.ratios import geometric_clip
 from proxpo.recipes._registry import register
-from proxpo.regularisers import kl_to_ref
-from proxpo.trust import unclipped
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import seq_mean_token_mean
+from proxpo.stages.ratio import geometric_clip
+from proxpo.stages.regularisers import kl_to_ref
+from proxpo.stages.trust import unclipped
 from proxpo.types import Recipe
 
 

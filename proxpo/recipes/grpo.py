@@ -1,13 +1,13 @@
 from typing import Literal
 
-from proxpo.advantages import group_process, group_relative
-from proxpo.aggregate import seq_mean_token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import kl_to_ref
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_process, group_relative
+from proxpo.stages.aggregate import seq_mean_token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import kl_to_ref
+from proxpo.stages.trust import ppo_clip
+from proxpo.stages.weights import off_policy_mask
 from proxpo.types import Recipe
-from proxpo.weights import off_policy_mask
 
 
 @register("grpo", paper="arXiv:2402.03300", confidence="framework code")

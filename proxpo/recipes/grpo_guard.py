@@ -1,14 +1,14 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.filters import noisy_steps
-from proxpo.ratios import gaussian, recentred, token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import gaussian_kl, kl_to_ref
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.filter import noisy_steps
+from proxpo.stages.ratio import gaussian, recentred, token
+from proxpo.stages.regularisers import gaussian_kl, kl_to_ref
+from proxpo.stages.trust import ppo_clip
+from proxpo.stages.weights import inverse_step
 from proxpo.types import Recipe
-from proxpo.weights import inverse_step
 
 
 @register("grpo-guard", paper="arXiv:2510.22319", confidence="framework code")

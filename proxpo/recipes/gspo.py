@@ -1,11 +1,11 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import seq_mean_token_mean, seq_mean_token_sum
-from proxpo.ratios import sequence
 from proxpo.recipes._registry import register
-from proxpo.regularisers import kl_to_ref
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import seq_mean_token_mean, seq_mean_token_sum
+from proxpo.stages.ratio import sequence
+from proxpo.stages.regularisers import kl_to_ref
+from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
 

@@ -1,12 +1,12 @@
 import math
 
-from proxpo.advantages import entropy_penalised
-from proxpo.aggregate import seq_mean_token_mean, seq_sum_token_mean
-from proxpo.ratios import current
 from proxpo.recipes._registry import register
-from proxpo.trust import unclipped
+from proxpo.stages.advantage import entropy_penalised
+from proxpo.stages.aggregate import seq_mean_token_mean, seq_sum_token_mean
+from proxpo.stages.ratio import current
+from proxpo.stages.trust import unclipped
+from proxpo.stages.weights import conflict_tokens
 from proxpo.types import Recipe
-from proxpo.weights import conflict_tokens
 
 
 @register("gtpo", paper="arXiv:2508.03772")

@@ -1,11 +1,11 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_sum
-from proxpo.ratios import none
 from proxpo.recipes._registry import register
 from proxpo.stages import make_stage
-from proxpo.trust import score_function
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_sum
+from proxpo.stages.ratio import none
+from proxpo.stages.trust import score_function
 from proxpo.types import Recipe, Stage
 
 Preset = Literal["fisher", "nearest-npg", "figure4", "euclidean", "reinforce"]

@@ -1,10 +1,10 @@
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.filters.filters import informative_prompts
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import covariance_penalty
-from proxpo.trust import unclipped
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.prompts import informative_prompts
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import covariance_penalty
+from proxpo.stages.trust import unclipped
 from proxpo.types import Recipe
 
 

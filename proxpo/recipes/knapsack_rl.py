@@ -1,9 +1,9 @@
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.budgets import knapsack
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.budget import knapsack
+from proxpo.stages.ratio import token
+from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
 

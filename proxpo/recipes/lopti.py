@@ -1,13 +1,14 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import kl_to_ref
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import kl_to_ref
+from proxpo.stages.select import probability_split
+from proxpo.stages.trust import ppo_clip
+from proxpo.stages.weights import probability_reweight
 from proxpo.types import Recipe
-from proxpo.weights import probability_reweight, probability_split
 
 
 @register("lopti", paper="arXiv:2505.12929")

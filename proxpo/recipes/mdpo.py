@@ -1,13 +1,13 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import mirror_kl
-from proxpo.schedules import inner_steps
-from proxpo.trust import unclipped
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import mirror_kl
+from proxpo.stages.schedule import inner_steps
+from proxpo.stages.trust import unclipped
 from proxpo.types import Recipe
 
 
@@ -33,7 +33,7 @@ def mdpo(
 
     Departures: written for continuous control with GAE advantages; here they are GRPO's. The floor
     of t_k is ours. The released schedule is 1 - (k-1)/K (anneal="code"). The off-policy variant is
-    a function, proxpo.reference.off_policy_actor_loss.
+    a function, proxpo.exact.off_policy_actor_loss.
 
     Reference: Tomar et al., arXiv:2005.09814 sections 4-5.
     """

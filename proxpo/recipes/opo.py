@@ -1,9 +1,9 @@
-from proxpo.advantages import length_weighted_baseline
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.schedules import single_update
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import length_weighted_baseline
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.schedule import single_update
+from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
 

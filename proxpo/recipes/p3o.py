@@ -1,11 +1,11 @@
 import math
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import entropy_bonus, ess_kl_from_old, kl_to_ref
-from proxpo.trust import ess_cap
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import entropy_bonus, ess_kl_from_old, kl_to_ref
+from proxpo.stages.trust import ess_cap
 from proxpo.types import Recipe, Scope, Stage
 
 

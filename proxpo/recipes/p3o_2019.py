@@ -1,15 +1,15 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import gae
-from proxpo.aggregate import token_mean
-from proxpo.ratios import none, token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import entropy_bonus, ess_kl_from_old, ess_kl_full
-from proxpo.schedules import poisson_replay
-from proxpo.trust import ess_cap, score_function
+from proxpo.stages.advantage import gae
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import none, token
+from proxpo.stages.regularisers import entropy_bonus, ess_kl_from_old, ess_kl_full
+from proxpo.stages.schedule import poisson_replay
+from proxpo.stages.trust import ess_cap, score_function
+from proxpo.stages.value import value_loss
 from proxpo.types import Recipe
-from proxpo.values import value_loss
 
 
 @register("p3o-2019", paper="arXiv:1905.01756")

@@ -1,12 +1,12 @@
 import math
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
 from proxpo.recipes.p3o import optional_terms
-from proxpo.regularisers import two_anchor_kl
-from proxpo.trust import two_anchor_ess_cap
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import two_anchor_kl
+from proxpo.stages.trust import two_anchor_ess_cap
 from proxpo.types import Recipe, Scope
 
 

@@ -1,10 +1,10 @@
 from typing import Literal
 
-from proxpo.advantages import signed_labels
-from proxpo.ratios import log_ratio as against_old
 from proxpo.recipes._registry import register
-from proxpo.supervised import labelled_scores
-from proxpo.trust import log_ratio
+from proxpo.stages.advantage import signed_labels
+from proxpo.stages.aggregate.labelled import labelled_scores
+from proxpo.stages.ratio import log_ratio as against_old
+from proxpo.stages.trust import log_ratio
 from proxpo.types import Recipe
 
 

@@ -1,7 +1,7 @@
-from proxpo.budgets import length_budget
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
-from proxpo.rewards import fail_truncated
+from proxpo.stages.budget import length_budget
+from proxpo.stages.reward import fail_truncated
 from proxpo.types import Recipe
 
 

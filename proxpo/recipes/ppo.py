@@ -1,14 +1,14 @@
 from typing import Literal
 
-from proxpo.advantages import gae
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import entropy_bonus
-from proxpo.rewards import kl_in_reward
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import gae
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import entropy_bonus
+from proxpo.stages.reward import kl_in_reward
+from proxpo.stages.trust import ppo_clip
+from proxpo.stages.value import value_loss
 from proxpo.types import Recipe
-from proxpo.values import value_loss
 
 
 @register("ppo", paper="arXiv:1707.06347", confidence="framework code")

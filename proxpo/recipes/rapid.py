@@ -1,12 +1,12 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import reweighted_baseline
-from proxpo.aggregate import seq_mean_token_sum
-from proxpo.ratios import sequence, token
 from proxpo.recipes._registry import register
-from proxpo.schedules import inner_steps
-from proxpo.trust import score_function
+from proxpo.stages.advantage import reweighted_baseline
+from proxpo.stages.aggregate import seq_mean_token_sum
+from proxpo.stages.ratio import sequence, token
+from proxpo.stages.schedule import inner_steps
+from proxpo.stages.trust import score_function
 from proxpo.types import Recipe
 
 

@@ -3,7 +3,7 @@ from typing import Literal
 
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
-from proxpo.rewards import dither
+from proxpo.stages.reward import dither
 from proxpo.types import Recipe
 
 

@@ -1,10 +1,10 @@
 from typing import Literal
 
-from proxpo.advantages import discounted_return, group_relative
-from proxpo.aggregate import seq_mean_token_sum
-from proxpo.ratios import none, sequence, token
 from proxpo.recipes._registry import register
-from proxpo.trust import score_function, unclipped
+from proxpo.stages.advantage import discounted_return, group_relative
+from proxpo.stages.aggregate import seq_mean_token_sum
+from proxpo.stages.ratio import none, sequence, token
+from proxpo.stages.trust import score_function, unclipped
 from proxpo.types import Recipe
 
 

@@ -1,10 +1,10 @@
-from proxpo.advantages import discounted_return
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import kl_to_ref
-from proxpo.rewards import kl_in_reward
-from proxpo.trust import ppo_clip
+from proxpo.stages.advantage import discounted_return
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import kl_to_ref
+from proxpo.stages.reward import kl_in_reward
+from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
 

@@ -1,12 +1,12 @@
 from typing import Literal
 
-from proxpo.advantages import greedy_baseline
-from proxpo.aggregate import token_mean
-from proxpo.ratios import none
 from proxpo.recipes._registry import register
-from proxpo.rewards import kl_in_reward
-from proxpo.schedules import single_update
-from proxpo.trust import score_function
+from proxpo.stages.advantage import greedy_baseline
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import none
+from proxpo.stages.reward import kl_in_reward
+from proxpo.stages.schedule import single_update
+from proxpo.stages.trust import score_function
 from proxpo.types import Recipe
 
 

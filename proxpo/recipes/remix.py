@@ -1,10 +1,10 @@
-from proxpo.advantages import group_relative
-from proxpo.aggregate import token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.regularisers import entropy_bonus, kl_convex
-from proxpo.schedules import reincarnation
-from proxpo.trust import mixed_clip
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.regularisers import entropy_bonus, kl_convex
+from proxpo.stages.schedule import reincarnation
+from proxpo.stages.trust import mixed_clip
 from proxpo.types import Recipe
 
 

@@ -1,12 +1,12 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import leave_one_out
-from proxpo.aggregate import seq_mean_token_mean, seq_mean_token_sum
-from proxpo.ratios import none, sequence
 from proxpo.recipes._registry import register
-from proxpo.rewards import clip_reward, kl_in_reward
-from proxpo.trust import ppo_clip, score_function
+from proxpo.stages.advantage import leave_one_out
+from proxpo.stages.aggregate import seq_mean_token_mean, seq_mean_token_sum
+from proxpo.stages.ratio import none, sequence
+from proxpo.stages.reward import clip_reward, kl_in_reward
+from proxpo.stages.trust import ppo_clip, score_function
 from proxpo.types import Recipe
 
 

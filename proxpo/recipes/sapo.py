@@ -1,10 +1,10 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import seq_mean_token_mean
-from proxpo.ratios import sequence, token
 from proxpo.recipes._registry import register
-from proxpo.trust import soft_gate
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import seq_mean_token_mean
+from proxpo.stages.ratio import sequence, token
+from proxpo.stages.trust import soft_gate
 from proxpo.types import Recipe
 
 

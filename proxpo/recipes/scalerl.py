@@ -1,9 +1,9 @@
-from proxpo.advantages import group_relative
-from proxpo.aggregate import prompt_mean
-from proxpo.filters import informative
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.trust import clipped_weight
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import prompt_mean
+from proxpo.stages.filter import informative
+from proxpo.stages.ratio import token
+from proxpo.stages.trust import clipped_weight
 from proxpo.types import Recipe
 
 

@@ -1,6 +1,6 @@
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
-from proxpo.schedules import fast_slow
+from proxpo.stages.schedule import fast_slow
 from proxpo.types import Recipe
 
 

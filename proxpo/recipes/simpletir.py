@@ -1,10 +1,12 @@
 from typing import Literal
 
-from proxpo.aggregate import token_mean
-from proxpo.filters import not_truncated, void_turns, within_reach
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
-from proxpo.rewards import usable_only
+from proxpo.stages.aggregate import token_mean
+from proxpo.stages.filter import not_truncated
+from proxpo.stages.prompts import within_reach
+from proxpo.stages.prune import void_turns
+from proxpo.stages.reward import usable_only
 from proxpo.types import Recipe
 
 
@@ -26,10 +28,11 @@ def simpletir(
         A_i = (r_i - mean_g)/(std_g + δ),   M_it = m_it·[no turn of i is void]
         L = Σ M max(-A r, -A clip(r, 1-0.2, 1+0.28)) / Σ M,   held below 3|A| where A < 0
 
-    A turn is void if it neither holds a complete code block nor an answer (proxpo.filters.is_void);
-    such turns carry very improbable tokens. Void responses stay in the group's statistics
-    (statistics="nonvoid": they do not), those without a token do not; drop_truncated also takes out
-    over-long ones. group_filter="resample": the released recipe's choice of prompts.
+    A turn is void if it neither holds a complete code block nor an answer
+    (`proxpo.stages.prune.is_void`); such turns carry very improbable tokens. Void responses stay in
+    the group's statistics (statistics="nonvoid": they do not), those without a token do not;
+    drop_truncated also takes out over-long ones. group_filter="resample": the released recipe's
+    choice of prompts.
 
     Departures: the token mean is that of the whole step, the released one of a micro-batch. The
     paper filters responses out; the released code, followed here, zeroes their loss.

@@ -1,12 +1,12 @@
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import seq_mean_token_mean, token_mean
-from proxpo.ratios import token, turn
 from proxpo.recipes._registry import register
 from proxpo.recipes.ppo import ppo
-from proxpo.regularisers import kl_to_ref
-from proxpo.rescaling import clipping_bias
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import seq_mean_token_mean, token_mean
+from proxpo.stages.ratio import token, turn
+from proxpo.stages.regularisers import kl_to_ref
+from proxpo.stages.rescale import clipping_bias
 from proxpo.types import Recipe
 
 

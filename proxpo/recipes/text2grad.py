@@ -1,12 +1,12 @@
 from typing import Literal
 
-from proxpo.advantages import gae
-from proxpo.aggregate import guarded_token_mean, token_mean
 from proxpo.recipes._registry import register
 from proxpo.recipes.ppo import ppo
-from proxpo.rewards import kl_in_reward, span_reward
+from proxpo.stages.advantage import gae
+from proxpo.stages.aggregate import guarded_token_mean, token_mean
+from proxpo.stages.reward import kl_in_reward, span_reward
+from proxpo.stages.value import value_loss
 from proxpo.types import Recipe
-from proxpo.values import value_loss
 
 
 @register("text2grad", paper="arXiv:2505.22338")
@@ -34,9 +34,10 @@ def text2grad(
         δV_t = ρ_t + γ V_{t+1} - V_t,   A_t = δV_t + γλ A_{t+1}, whitened over all valid tokens
         L = token mean of max(-A r, -A clip(r, 1±ε)) + c ½ max((V-R)², (V_clip-R)²)
 
-    proxpo.rewards.span_values turns marked text into δ. No credit crosses a masked token (holes=
-    "skip": it does). A step whose mean ratio is above max_ratio counts for nothing. outcome=True
-    adds the response's reward. entropy_coef is in the paper, not in the released trainer.
+    `proxpo.stages.reward.span_values` turns marked text into δ. No credit crosses a masked token
+    (holes="skip": it does). A step whose mean ratio is above max_ratio counts for nothing.
+    outcome=True adds the response's reward. entropy_coef is in the paper, not in the released
+    trainer.
 
     KL_t is over the whole vocabulary (`ref_kl`), as in the scripts, or estimated from the sampled
     token ("k1", "abs", "k2"; "k3" is ours).

@@ -1,11 +1,11 @@
 from typing import Literal
 
-from proxpo.filters import reject
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
 from proxpo.recipes.grpo import grpo
+from proxpo.stages.filter import reject
+from proxpo.stages.ratio import token
+from proxpo.stages.weights import tis as tis_weights
 from proxpo.types import Recipe
-from proxpo.weights import tis as tis_weights
 
 
 @register("tis", paper="Yao et al. 2025", confidence="framework code")

@@ -1,12 +1,12 @@
 import math
 from typing import Literal
 
-from proxpo.advantages import group_relative
-from proxpo.aggregate import seq_mean_token_sum, token_mean
-from proxpo.ratios import token
 from proxpo.recipes._registry import register
-from proxpo.schedules import line_search
-from proxpo.trust import unclipped
+from proxpo.stages.advantage import group_relative
+from proxpo.stages.aggregate import seq_mean_token_sum, token_mean
+from proxpo.stages.ratio import token
+from proxpo.stages.schedule import line_search
+from proxpo.stages.trust import unclipped
 from proxpo.types import Recipe
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from proxpo.compare.plan import PLAN, Arm
 from proxpo.errors import ProxpoError
-from proxpo.files import write_whole
 from proxpo.report.analysis import Analysis, analyse
 from proxpo.report.comparable import matters
 from proxpo.report.facts import one_line
 from proxpo.report.runs import Comparison, Run, read_comparison, read_run
+from proxpo.runs.files import write_whole
 
 OWN = ("seed", "out")  # differ between seeds of one arm
 

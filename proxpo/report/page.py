@@ -9,7 +9,8 @@ import torch
 
 from proxpo.batch_file import BatchFile
 from proxpo.inspection import Inspection
-from proxpo.masked import row_mean, spread
+from proxpo.ops.masked import row_mean, spread
+from proxpo.ops.shapes import Tensor
 from proxpo.recipes import methods
 from proxpo.report.facts import (
     FIGURES,
@@ -23,7 +24,6 @@ from proxpo.report.facts import (
     short,
 )
 from proxpo.report.template import fill
-from proxpo.shapes import Tensor
 
 MOST_ROWS, MOST_TOKENS = 256, 4096
 GLOSSARY = (

@@ -14,8 +14,8 @@ from proxpo.compare.plan import Arm, Choice, PlannedRun, read_plan, read_tree
 from proxpo.compare.state import measured, parsed
 from proxpo.errors import ProxpoError
 from proxpo.report.facts import count, one_line
+from proxpo.runs.sinks import missing_steps
 from proxpo.train._schema import SECTIONS
-from proxpo.train.sinks import missing_steps
 
 MOST_STEPS = 10_000_000  # a step beyond is no step of a run
 Row = Mapping[str, float]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Tensor
+from proxpo.ops.shapes import Tensor
 
 
 class StoredWeights(Mapping[str, Tensor]):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Bool, Tensor
+from proxpo.ops.shapes import Bool, Tensor
 
 
 def train_only(

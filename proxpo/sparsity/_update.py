@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Bool, Float, Tensor
+from proxpo.ops.shapes import Bool, Float, Tensor
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64", "stored"]
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")

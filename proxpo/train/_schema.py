@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from proxpo.errors import ProxpoError, nearest, resolve
-from proxpo.options import brief, coerce
+from proxpo.stages._options import brief, coerce
 from proxpo.types import KINDS, Recipe
 
 Optimizer = Literal["adamw", "muon", "soap", "shampoo", "kfac"]

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.sampler import Rollout
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.experience import Experience, join
 from proxpo.train.grading import grade, span_rewards, verdicts
 from proxpo.train.learner import needs
 from proxpo.train.models import Policy
 from proxpo.train.rewards import Logged, Outcome, RewardPool
-from proxpo.train.rollouts import Rollout
 from proxpo.train.streams import derive, generator, turn_seed
 from proxpo.train.tasks import Lazy, Problem, Task
 from proxpo.types import Batch, Budget, Clock, Context, Recipe, State

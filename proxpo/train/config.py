@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from proxpo.errors import ProxpoError, resolve
-from proxpo.files import write_whole
 from proxpo.recipes import Method, method
+from proxpo.runs.files import write_whole
 from proxpo.settings import parse_setting
 from proxpo.train._schema import (
     SECTIONS,

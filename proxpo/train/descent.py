@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 from proxpo.compose import count, policy_loss
-from proxpo.metering import combined
-from proxpo.rescaling import measured_loss
-from proxpo.shapes import Tensor
-from proxpo.sums import over_microbatches
+from proxpo.ops.metering import combined
+from proxpo.ops.shapes import Tensor
+from proxpo.ops.sums import over_microbatches
+from proxpo.stages.gradient import objective, per_response
+from proxpo.stages.rescale import measured_loss
 from proxpo.train.experience import Experience
 from proxpo.train.learner import (
     VOCABULARY,
@@ -22,7 +23,6 @@ from proxpo.train.learner import (
     vocabulary,
     widened,
 )
-from proxpo.transforms import objective, per_response
 from proxpo.types import ROWS, AllSum, Batch, Clock, Loss, Metrics, Reach, Recipe, local
 
 

@@ -9,12 +9,12 @@ from itertools import repeat
 import torch
 from torch import nn
 
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.sampler import Rollout
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.grading import grade, verdicts
 from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardPool
-from proxpo.train.rollouts import Rollout
 from proxpo.train.streams import turn_seed
 from proxpo.train.tasks import Problem, Task
 

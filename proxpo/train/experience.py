@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.nn.functional import pad
 
-from proxpo.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 WHOLE = ("input_ids", "attention_mask")  # fields over the prompt and the response
 

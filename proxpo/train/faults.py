@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.runs.folder import write_failure
 from proxpo.train.config import Config, explain
-from proxpo.train.folder import write_failure
 
 _NO_MEMORY = re.compile(
     r"out of memory|not enough memory|can(?:'t|not) allocate memory|alloc_failed|bad_alloc", re.I

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.kl import kl_exact
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.kl import kl_exact
+from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.train.config import Config
 from proxpo.train.experience import Experience
 from proxpo.train.job import Job

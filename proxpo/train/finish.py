@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from proxpo.runs.folder import write_summary
+from proxpo.runs.sinks import missing_steps, read_rows
 from proxpo.train.config import as_dict
-from proxpo.train.folder import write_summary
 from proxpo.train.job import Job
 from proxpo.train.learner import needs
 from proxpo.train.picture import write_pictures
-from proxpo.train.sinks import missing_steps, read_rows
 
 MOVED = "proxpo/budget/moved"
 Examined = tuple[dict[str, float], list[dict]]

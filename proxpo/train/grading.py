@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from proxpo.rewards.spans import token_values
-from proxpo.shapes import Float, Tensor
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages.reward.spans import token_values
 from proxpo.train.episodes import Episodes
 from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardItem, RewardPool

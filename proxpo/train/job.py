@@ -12,8 +12,9 @@ from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import make_optimizer
+from proxpo.runs.checkpoint import Checkpoint, save_checkpoint
+from proxpo.sampler import Rollout, make_rollout
 from proxpo.settings import at_length
-from proxpo.train.checkpoint import Checkpoint, save_checkpoint
 from proxpo.train.collect import Source
 from proxpo.train.config import Change, Config, as_dict
 from proxpo.train.evaluate import Examination
@@ -23,7 +24,6 @@ from proxpo.train.learner import Learner, needs
 from proxpo.train.models import Policy, load_policy, save_policy
 from proxpo.train.refusals import check_fields
 from proxpo.train.rewards import RewardPool
-from proxpo.train.rollouts import Rollout, make_rollout
 from proxpo.train.streams import derive, generator
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.types import Clock, Recipe

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from proxpo.logp import model_logp, score_features, token_logp
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.sampler.prefix import shares_prompts, states_before
 from proxpo.train.experience import Experience
 from proxpo.train.models import Policy
-from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.types import Recipe, State
 
 VOCABULARY = {"vocab_logp", "old_vocab_logp"}

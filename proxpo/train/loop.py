@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.train import folder
-from proxpo.train.checkpoint import (
+from proxpo.runs import folder
+from proxpo.runs.checkpoint import (
     Checkpoint,
     Overdue,
     StopRequest,
     load_latest,
     stop_on_signal,
 )
+from proxpo.runs.sinks import JsonLines, Sinks, make_sinks, public_names
+from proxpo.sampler import agreement
 from proxpo.train.collect import Collected, Sampler, Sampling, collect
 from proxpo.train.config import Change, Config, as_dict, check_resume, write_config
 from proxpo.train.config import build as build_config
@@ -24,8 +26,6 @@ from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import Examined, finish
 from proxpo.train.job import Job, build, restore, save, splits
 from proxpo.train.refusals import remarks
-from proxpo.train.rollouts import agreement
-from proxpo.train.sinks import JsonLines, Sinks, make_sinks, public_names
 from proxpo.train.update import update
 
 Told = Callable[[str, int, int], None]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from proxpo.files import write_whole
+from proxpo.runs.files import write_whole
 
 Rows = Sequence[Mapping[str, Any]]
 INK, GRID = "#1f2430", "#d9dde5"

@@ -2,7 +2,7 @@
 
 import torch
 
-from proxpo.shapes import Int, Tensor
+from proxpo.ops.shapes import Int, Tensor
 from proxpo.train.experience import Experience, join
 
 

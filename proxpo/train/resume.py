@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.train.checkpoint import DAMAGE, checkpoints, read_info, verify
+from proxpo.runs.checkpoint import DAMAGE, checkpoints, read_info, verify
 from proxpo.train.config import build, find, read_yaml, write_config
 
 

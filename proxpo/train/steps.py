@@ -1,4 +1,4 @@
-"""One rollout in the hands of a schedule: the trainer's side of `proxpo.schedules.Updates`."""
+"""`proxpo.stages.schedule.Updates` of the trainer: one rollout in the hands of a schedule."""
 
 import copy
 import math
@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from proxpo.compose import prepare
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.reference.policy import Policy, Samples
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.exact.policy import Policy, Samples
+from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.train.config import Config
 from proxpo.train.descent import gradients
 from proxpo.train.experience import Experience, join

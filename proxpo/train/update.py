@@ -1,6 +1,6 @@
 """All optimizer steps on one rollout: the recipe's schedule decides, `Steps` makes them."""
 
-from proxpo.schedules import Updates
+from proxpo.stages.schedule import Updates
 from proxpo.train.experience import Experience
 from proxpo.train.job import Job
 from proxpo.train.replay import remembered, replaced

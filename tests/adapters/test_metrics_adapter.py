@@ -8,7 +8,7 @@ import pytest
 from trl.trainer import grpo_trainer
 
 from proxpo.adapters.metrics import TRL_TO_VERL, VERL_TO_TRL, to_trl, to_verl
-from proxpo.train.sinks import public_name
+from proxpo.runs.sinks import public_name
 
 # Logged by transformers' Trainer, whose `log` adds them to every row.
 TRANSFORMERS = {"grad_norm", "learning_rate", "step", "step_time"}

@@ -7,9 +7,9 @@ from torch.testing import assert_close
 
 from proxpo import gradients
 from proxpo.errors import ProxpoError
+from proxpo.exact import Policy, Samples, mean_kl, scores
 from proxpo.gradients.diagnostics import Seen, cosine_to_npg, watch
 from proxpo.gradients.proma import proma
-from proxpo.reference import Policy, Samples, mean_kl, scores
 
 VOCAB, LENGTH, ROWS = 5, 6, 4
 

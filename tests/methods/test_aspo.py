@@ -5,7 +5,7 @@ import torch
 from helpers import close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
 import proxpo
-from proxpo.masked import row_quantile
+from proxpo.ops.masked import row_quantile
 
 SLUG = "aspo"
 PLAIN = {"kl_coef": 0.0}

@@ -6,8 +6,8 @@ from helpers import close, crafted, f64, make_batch, method, on_policy, policy_g
 
 import proxpo
 from proxpo import Batch
-from proxpo.trust import balanced_clip
-from proxpo.trust.balanced import _sums
+from proxpo.stages.trust import balanced_clip
+from proxpo.stages.trust.balanced import _sums
 from proxpo.types import Context
 
 SLUG = "bapo"

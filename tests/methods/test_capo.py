@@ -8,8 +8,15 @@ from safetensors.torch import load_file, save_file
 
 import proxpo
 from proxpo import Batch
+from proxpo.stages.select.curvature import (
+    Candidates,
+    adam_step,
+    candidates,
+    gradient,
+    sgd_step,
+    shifts,
+)
 from proxpo.types import Clock, Context
-from proxpo.weights.curvature import Candidates, adam_step, candidates, gradient, sgd_step, shifts
 
 PLACE = "select.curvature_mask"
 
@@ -231,7 +238,7 @@ def test_the_plain_model_has_no_memory(batch: Batch) -> None:
 def test_tokens_at_a_time(tokens: Candidates, monkeypatch: pytest.MonkeyPatch) -> None:
     how = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
     whole = adam_step(tokens, moments(tokens), **how)
-    monkeypatch.setattr("proxpo.weights.curvature.MOST", 30)
+    monkeypatch.setattr("proxpo.stages.select.curvature.MOST", 30)
     close(adam_step(tokens, moments(tokens), **how), whole, atol=0.0)
 
 

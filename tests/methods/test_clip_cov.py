@@ -10,7 +10,7 @@ from helpers import (
 )
 
 import proxpo
-from proxpo.trust.covariance import covariance
+from proxpo.stages.trust.covariance import covariance
 
 ALL = {"share": 1.0, "cov_low": 0.1, "cov_high": 5.0}
 

@@ -6,7 +6,7 @@ from helpers import advantages, close, f64, loss_and_gradients, make_batch, meth
 
 import proxpo
 from proxpo import Batch
-from proxpo.filters.prune import keep_best
+from proxpo.stages.prune.largest import keep_best
 from proxpo.types import Context
 
 SLUG = "cppo"

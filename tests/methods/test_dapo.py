@@ -16,8 +16,8 @@ from helpers import (
 
 import proxpo
 from proxpo import Batch
-from proxpo.rewards import overlong_penalty
 from proxpo.settings import at_length
+from proxpo.stages.reward import overlong_penalty
 from proxpo.types import Context
 
 

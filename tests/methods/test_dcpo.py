@@ -7,7 +7,7 @@ from helpers import policy_gradient as gradient_of
 
 import proxpo
 from proxpo import Batch
-from proxpo.trust.dynamic import dynamic_bounds
+from proxpo.stages.trust.dynamic import dynamic_bounds
 
 SLUG = "dcpo"
 

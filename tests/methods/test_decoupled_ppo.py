@@ -14,7 +14,7 @@ from helpers import (
 )
 
 import proxpo
-from proxpo.ratios import proximal_logp
+from proxpo.stages.ratio import proximal_logp
 
 SLUG = "decoupled-ppo"
 UNCLIPPED = {"trust": "unclipped"}

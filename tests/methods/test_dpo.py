@@ -5,7 +5,7 @@ import torch
 from helpers import close, f64, loss_and_gradients, make_batch, method, policy_gradient
 
 from proxpo import Batch
-from proxpo.pairs import best_and_worst
+from proxpo.ops.pairs import best_and_worst
 
 
 def pair(h: float, *, tokens: int = 3) -> Batch:

@@ -13,8 +13,8 @@ from helpers import (
 
 import proxpo
 from proxpo import Batch
-from proxpo.rewards import progress_reward
-from proxpo.rewards.progress import MILESTONES
+from proxpo.stages.reward import progress_reward
+from proxpo.stages.reward.progress import MILESTONES
 
 
 def weights_of(batch: Batch, **options: object) -> torch.Tensor:

@@ -3,7 +3,7 @@ import torch
 from helpers import close, crafted, f64, make_batch, method, policy_gradient
 
 import proxpo
-from proxpo.ratios import ema, kalman
+from proxpo.stages.ratio import ema, kalman
 
 RNG = torch.Generator().manual_seed(1)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import proxpo
 from proxpo import Batch
-from proxpo.extremes import batch_max, batch_min
+from proxpo.ops.extremes import batch_max, batch_min
 
 SLUG = "empg"
 

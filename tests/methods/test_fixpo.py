@@ -7,9 +7,9 @@ from helpers import close, gradients, make_batch, method, with_leaves
 import proxpo
 from methods.toy_updates import ToyUpdates, run
 from proxpo.errors import ProxpoError
-from proxpo.regularisers import kl_dual
-from proxpo.regularisers.dual import divergence_from_old
-from proxpo.schedules.fixup import kl_alone
+from proxpo.stages.regularisers import kl_dual
+from proxpo.stages.regularisers.dual import divergence_from_old
+from proxpo.stages.schedule.fixup import kl_alone
 from proxpo.types import Context
 
 SLUG = "fixpo"

@@ -7,8 +7,8 @@ from helpers import close, f64, loss_and_gradients, make_batch, method
 import proxpo
 from proxpo import Batch
 from proxpo.logp import score_features
-from proxpo.rewards import gradient_novelty
-from proxpo.rewards.novelty import novelty
+from proxpo.stages.reward import gradient_novelty
+from proxpo.stages.reward.novelty import novelty
 from proxpo.types import Context
 
 RIGHT_AND_WRONG = f64([1, -1, 1, -1, 1, -1, -1, 1, 1])

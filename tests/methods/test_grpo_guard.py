@@ -5,7 +5,7 @@ from torch import Tensor
 
 import proxpo
 from proxpo import Batch
-from proxpo.ratios import gaussian, recentred
+from proxpo.stages.ratio import gaussian, recentred
 from proxpo.types import Context
 
 SLUG = "grpo-guard"

@@ -11,7 +11,7 @@ from helpers import (
     policy_gradient,
 )
 
-from proxpo.ratios import sequence
+from proxpo.stages.ratio import sequence
 from proxpo.types import Context
 
 WIDE = {"clip_low": 5.0, "clip_high": 5.0}

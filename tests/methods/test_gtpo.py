@@ -7,7 +7,7 @@ from helpers import advantages, close, f64, make_batch, method, policy_gradient
 
 import proxpo
 from proxpo import Batch
-from proxpo.weights.conflict import conflict_runs
+from proxpo.stages.weights.conflict import conflict_runs
 
 SLUG = "gtpo"
 

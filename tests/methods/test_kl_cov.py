@@ -3,7 +3,7 @@ import torch
 from helpers import close, loss_and_gradients, make_batch, method, on_policy, policy_gradient
 
 import proxpo
-from proxpo.trust.covariance import covariance
+from proxpo.stages.trust.covariance import covariance
 
 TOKEN_MEAN = {"aggregate": "token_mean"}
 

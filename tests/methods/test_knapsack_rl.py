@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxpo import Batch, Context
-from proxpo.budgets import allocate, knapsack_value
+from proxpo.stages.budget import allocate, knapsack_value
 from proxpo.types import Budget
 
 SLUG = "knapsack-rl"

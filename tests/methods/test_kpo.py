@@ -3,7 +3,7 @@ import torch
 from helpers import close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
 import proxpo
-from proxpo.ratios import kalman
+from proxpo.stages.ratio import kalman
 
 RNG = torch.Generator().manual_seed(0)
 

@@ -5,9 +5,9 @@ from helpers import policy_gradient as gradient_of
 
 import proxpo
 from proxpo import Batch
-from proxpo.kl import kl_exact
-from proxpo.reference import mirror_step, off_policy_actor_loss, off_policy_value_target
-from proxpo.regularisers.mirror import mirror_step_size
+from proxpo.exact import mirror_step, off_policy_actor_loss, off_policy_value_target
+from proxpo.ops.kl import kl_exact
+from proxpo.stages.regularisers.mirror import mirror_step_size
 from proxpo.types import Clock
 
 SLUG = "mdpo"

@@ -16,7 +16,7 @@ from helpers import (
 )
 
 import proxpo
-from proxpo.trust import ess
+from proxpo.stages.trust import ess
 
 
 def size(batch: object) -> torch.Tensor:

@@ -7,8 +7,8 @@ from helpers import close, crafted, f64, loss_and_gradients, make_batch, method,
 import proxpo
 from methods.toy_updates import ToyUpdates, run
 from proxpo.errors import ProxpoError
-from proxpo.schedules import poisson_replay
-from proxpo.trust import ess
+from proxpo.stages.schedule import poisson_replay
+from proxpo.stages.trust import ess
 from proxpo.types import Context
 
 SLUG = "p3o-2019"

@@ -3,8 +3,8 @@ import torch
 from helpers import advantages, close, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
-from proxpo.kl import kl_estimate
-from proxpo.trust import ess
+from proxpo.ops.kl import kl_estimate
+from proxpo.stages.trust import ess
 
 
 @pytest.mark.checks("p4o", "prox = logp: equal to P3O (to 1e-8, from the constant in ESS)")

@@ -16,8 +16,8 @@ from helpers import (
 
 import proxpo
 from proxpo import Batch
-from proxpo.supervised import Members
-from proxpo.supervised import scores as supervised_scores
+from proxpo.stages.aggregate.labelled import Members
+from proxpo.stages.aggregate.labelled import scores as supervised_scores
 from proxpo.types import local
 
 SLUG = "pacs"

@@ -16,8 +16,8 @@ from helpers import (
 )
 
 import proxpo
-from proxpo.advantages import raw_gae, token_rewards
 from proxpo.errors import ProxpoError
+from proxpo.stages.advantage import raw_gae, token_rewards
 
 RATIOS = f64([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 2.9, 3.1])
 

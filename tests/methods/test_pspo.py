@@ -3,7 +3,7 @@ import torch
 from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, on_policy
 from helpers import policy_gradient as gradient_of
 
-from proxpo.ratios import smoothed
+from proxpo.stages.ratio import smoothed
 from proxpo.types import Batch, Context
 
 SLUG = "pspo"

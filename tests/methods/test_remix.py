@@ -4,7 +4,7 @@ from helpers import close, loss_and_gradients, make_batch, method, policy_gradie
 
 import proxpo
 from methods.toy_updates import ToyUpdates, run
-from proxpo.regularisers.convex import base_share
+from proxpo.stages.regularisers.convex import base_share
 from proxpo.types import Clock
 
 SLUG = "remix"

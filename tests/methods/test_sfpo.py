@@ -3,7 +3,7 @@ import torch
 from helpers import close, f64, method
 
 from methods.toy_updates import ToyUpdates, run
-from proxpo.schedules.fast_slow import between, z_score
+from proxpo.stages.schedule.fast_slow import between, z_score
 
 SLUG = "sfpo"
 CURVATURE = f64([0.5, 1.0, 3.0])

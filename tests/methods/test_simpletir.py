@@ -4,7 +4,8 @@ from helpers import advantages, close, loss_and_gradients, make_batch, method, p
 
 import proxpo
 from proxpo import Batch
-from proxpo.filters import has_void, is_void, within_reach
+from proxpo.stages.prompts import within_reach
+from proxpo.stages.prune import has_void, is_void
 from proxpo.types import Context
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 import proxpo
 from proxpo import Batch, Recipe
 from proxpo.inspection import inspect_batch
-from proxpo.ratios import sequence, turn
-from proxpo.rescaling import clipping_bias, logp_norm, measured_loss
+from proxpo.stages.ratio import sequence, turn
+from proxpo.stages.rescale import clipping_bias, logp_norm, measured_loss
 from proxpo.types import Context
 
 SLUG = "st-ppo"

@@ -4,8 +4,8 @@ from helpers import advantages, close, f64, loss_and_gradients, make_batch, meth
 
 import proxpo
 from proxpo import Batch
-from proxpo.kl import kl_exact
-from proxpo.rewards import find_span, span_values, token_values
+from proxpo.ops.kl import kl_exact
+from proxpo.stages.reward import find_span, span_values, token_values
 
 TEXT = "First we add 3 and 4, which gives 8.  Then we double it."
 
@@ -142,7 +142,7 @@ def test_outcome(batch: Batch) -> None:
 
 
 def test_what_is_missing_is_said(batch: Batch) -> None:
-    with pytest.raises(proxpo.ProxpoError, match=r"'span_rewards'.*proxpo.rewards.spans"):
+    with pytest.raises(proxpo.ProxpoError, match=r"'span_rewards'.*proxpo.stages.reward.spans"):
         proxpo.loss_fn(method("text2grad"))(batch.replace(span_rewards=None))
     spared = batch.replace(rewards=None)
     close(advantages(method("text2grad"), spared), advantages(method("text2grad"), batch))

@@ -14,8 +14,8 @@ from helpers import (
 )
 
 import proxpo
-from proxpo.filters import reject
-from proxpo.weights import tis
+from proxpo.stages.filter import reject
+from proxpo.stages.weights import tis
 
 CONTEXT = proxpo.Context()
 

@@ -11,8 +11,8 @@ from polgrad import Aggregation, ClipConfig, KLEstimator, RatioKind, SurrogateKi
 
 import proxpo
 from proxpo import aggregate, kl, ratios, regularisers, trust, weights
-from proxpo.advantages import raw_gae, token_rewards, whiten
 from proxpo.compose import prepare
+from proxpo.stages.advantage import raw_gae, token_rewards, whiten
 
 AGGREGATES = {
     Aggregation.TOKEN_MEAN: aggregate.token_mean(),

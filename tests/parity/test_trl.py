@@ -24,7 +24,7 @@ from trl_side import MAX_TOKENS, trl_loss, trl_scores
 import proxpo
 from proxpo import aggregate, ratios, regularisers, trust, weights
 from proxpo.compose import prepare
-from proxpo.rewards import overlong_penalty
+from proxpo.stages.reward import overlong_penalty
 
 
 def agree(recipe: proxpo.Recipe, kind: str = "plain", **changes) -> None:

@@ -30,7 +30,7 @@ from verl_cases import (
 import proxpo
 from proxpo import advantages, kl, ratios, trust, weights
 from proxpo.compose import policy_loss, prepare
-from proxpo.filters import reject
+from proxpo.stages.filter import reject
 from proxpo.types import Denominators
 
 ALONE = 11  # the response without siblings of the batch with holes

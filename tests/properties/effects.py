@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from proxpo import Batch, ProxpoError, Recipe, Stage
 from proxpo.compose import policy_loss, prepare
-from proxpo.reference import Policy, Samples
-from proxpo.sums import over_microbatches
+from proxpo.exact import Policy, Samples
+from proxpo.ops.sums import over_microbatches
 from proxpo.train.collect import _factor
 from proxpo.types import MANY, Budget, Clock, Context
 

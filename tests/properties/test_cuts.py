@@ -29,7 +29,7 @@ from properties.ranks import SEED, run_case
 from properties.strategies import Spec, specs
 from proxpo import Batch, Recipe
 from proxpo.errors import ProxpoError
-from proxpo.metering import combined
+from proxpo.ops.metering import combined
 from proxpo.types import Denominators, Loss, local
 
 pytestmark = pytest.mark.long  # the shapes of every case are checked in tests/methods

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from proxpo import ProxpoError, Recipe, make_recipe, methods
 from proxpo.compose import policy_loss, prepare
-from proxpo.options import variations
 from proxpo.settings import _same, parse_setting
 from proxpo.stages import STAGES, load_all
+from proxpo.stages._options import variations
 from proxpo.train.config import load_config
 from proxpo.types import KINDS, MANY
 

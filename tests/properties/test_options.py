@@ -13,9 +13,9 @@ from helpers import method
 
 from properties.effects import WATCHED, Watched, hosts, of_loss, stage_of, with_stage
 from proxpo import ProxpoError, Recipe, Stage, make_recipe, methods
-from proxpo.options import variations
 from proxpo.settings import _same, parse_setting
 from proxpo.stages import STAGES, check, load_all, make_stage
+from proxpo.stages._options import variations
 from proxpo.types import Context
 
 pytestmark = pytest.mark.long

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from proxpo.ratios._scan import (
+from proxpo.stages.ratio._scan import (
     _cached_table,
     ema_scan,
     filter_fixed,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from proxpo.reference import Policy, Samples
+from proxpo.exact import Policy, Samples
 
 VOCAB, LENGTH = 4, 3
 

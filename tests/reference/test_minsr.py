@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
-from proxpo.reference import (
+from proxpo.exact import (
     fisher_sequence,
     minsr,
     minsr_damping,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
-from proxpo.reference import (
+from proxpo.exact import (
     Policy,
     Samples,
     fisher_exact,

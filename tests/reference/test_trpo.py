@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
-from proxpo.reference import (
+from proxpo.exact import (
     Samples,
     conjugate_gradient,
     fisher_exact,
@@ -13,7 +13,7 @@ from proxpo.reference import (
     scores,
     trpo_step,
 )
-from proxpo.reference.trpo import damped, row_weights, weighted_kl
+from proxpo.exact.trpo import damped, row_weights, weighted_kl
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])

@@ -7,9 +7,9 @@ import torch
 from train_runs import job_of, sample
 
 import proxpo.train.learner as module
-from proxpo.budgets.visits import visits
 from proxpo.errors import ProxpoError
 from proxpo.stages import STAGES, stage
+from proxpo.stages.budget.visits import visits
 from proxpo.train.config import load_config
 from proxpo.train.descent import gradients
 from proxpo.train.fields import batch_of

@@ -22,15 +22,15 @@ from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import make_optimizer
-from proxpo.train import checkpoint
-from proxpo.train.checkpoint import (
+from proxpo.runs.checkpoint import (
     checkpoints,
     load_latest,
     save_checkpoint,
     stop_on_signal,
     verify,
 )
-from proxpo.train.trees import flatten, unflatten
+from proxpo.runs.trees import flatten, unflatten
+from proxpo.train import checkpoint
 
 
 def equal(a, b) -> bool:
@@ -367,7 +367,7 @@ def test_the_trainers_own_mistakes_pass_through(tmp_path):
 WRITER = """
     import sys, torch
     from pathlib import Path
-    from proxpo.train.checkpoint import load_latest, save_checkpoint
+    from proxpo.runs.checkpoint import load_latest, save_checkpoint
     root = Path(sys.argv[1])
     found = load_latest(root)
     step = 0 if found is None else found.step
@@ -412,7 +412,7 @@ def test_kill_9_at_any_moment_loses_at_most_the_step_being_written(tmp_path):
 
 FORKING = """
     import json, os, signal, sys, time
-    import proxpo.train.checkpoint, torch
+    import proxpo.runs.checkpoint, torch
     torch.set_num_threads(1)
     root, writer = sys.argv[1:]
     for line in sys.stdin:
@@ -436,7 +436,7 @@ FORKING = """
 def test_sigterm_sets_a_flag_and_a_second_one_ends():
     code = """
         import os, signal, sys, time
-        from proxpo.train.checkpoint import stop_on_signal
+        from proxpo.runs.checkpoint import stop_on_signal
         with stop_on_signal() as stop:
             assert not stop.requested
             os.kill(os.getpid(), signal.SIGTERM)

@@ -9,9 +9,9 @@ from train_runs import SMALL
 
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
+from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, load_all
-from proxpo.train.checkpoint import load_latest, save_checkpoint
 from proxpo.train.config import load_config
 from proxpo.train.job import _learner, build
 from proxpo.train.loop import _sample

@@ -21,8 +21,8 @@ from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
 from proxpo.report.quantities import SCORE, pick
 from proxpo.report.runs import read_run
-from proxpo.train import folder
-from proxpo.train.checkpoint import load_latest
+from proxpo.runs import folder
+from proxpo.runs.checkpoint import load_latest
 from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
 from proxpo.train.models import TINY

@@ -8,7 +8,7 @@ from train_runs import job_of, sample
 
 import proxpo.train.steps as steps_module
 from proxpo.errors import ProxpoError
-from proxpo.kl import kl_exact
+from proxpo.ops.kl import kl_exact
 from proxpo.train.descent import gradients
 from proxpo.train.fields import reference_kl
 from proxpo.train.learner import Pass, vocabulary

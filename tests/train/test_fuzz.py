@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from train_runs import job_of
 
 from proxpo.errors import ProxpoError
-from proxpo.train.checkpoint import load_latest, save_checkpoint
+from proxpo.runs.checkpoint import load_latest, save_checkpoint
+from proxpo.runs.sinks import JsonLines, missing_steps
 from proxpo.train.config import Config, as_dict, build, explain, load_config, to_yaml
 from proxpo.train.job import RESERVED
 from proxpo.train.resume import own_config
-from proxpo.train.sinks import JsonLines, missing_steps
 
 PATHS = [one.path for one in explain()]
 WORDS = (

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import proxpo.train.models as module
 from proxpo.errors import ProxpoError
+from proxpo.sampler import make_rollout
 from proxpo.train.models import SUMS, TINY, load_policy, verify_tiny
-from proxpo.train.rollouts import make_rollout
 from proxpo.train.tasks.arithmetic import arithmetic
 
 

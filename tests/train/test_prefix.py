@@ -21,10 +21,10 @@ from transformers import (
 import proxpo.train.learner as learner_module
 from proxpo import gradients
 from proxpo.recipes.reinforce import reinforce
+from proxpo.sampler.prefix import shares_prompts, states_before
 from proxpo.train.experience import Experience
 from proxpo.train.learner import Learner, Pass, forward
 from proxpo.train.models import Policy
-from proxpo.train.prefix import shares_prompts, states_before
 
 SHAPE = {
     "vocab_size": 30,
@@ -145,7 +145,7 @@ def test_a_prompt_is_run_once(monkeypatch):
     seen = []
     embedding = torch.nn.functional.embedding
     monkeypatch.setattr(
-        "proxpo.train.rollouts._lean.embedding",
+        "proxpo.sampler._lean.embedding",
         lambda ids, weight: seen.append(len(ids)) or embedding(ids, weight),
     )
     rows = make_rows(prompts=[6, 6], samples=[8, 8], lengths=[3, 5])

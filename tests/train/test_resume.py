@@ -16,7 +16,7 @@ from train_runs import config_of, job_of, rows_of
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import NAMES
-from proxpo.train.checkpoint import Checkpoint, load_latest
+from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.train.config import as_dict, build, check_resume, differences, explain
 from proxpo.train.job import Job, restore, save
 from proxpo.train.loop import train

@@ -11,8 +11,8 @@ import proxpo.train.descent as descent_module
 import proxpo.train.learner as learner_module
 import proxpo.train.steps as steps_module
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.kl import kl_exact
-from proxpo.schedules import Updates
+from proxpo.ops.kl import kl_exact
+from proxpo.stages.schedule import Updates
 from proxpo.train.replay import mixture, remembered
 from proxpo.train.steps import MOST_SKIPPED, Steps
 from proxpo.train.update import update

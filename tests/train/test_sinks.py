@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.train.sinks import JsonLines, make_sinks, public_names
+from proxpo.runs.sinks import JsonLines, make_sinks, public_names
 
 
 def rows(run: Path) -> list[dict]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.sampler import agreement, make_rollout
 from proxpo.train import loop
 from proxpo.train.config import load_config
 from proxpo.train.job import Job
-from proxpo.train.rollouts import agreement, make_rollout
 
 STEPS = 5
 SETTINGS = [

@@ -9,9 +9,9 @@ from torch import nn
 
 from proxpo.compose import States
 from proxpo.errors import ProxpoError
-from proxpo.files import write_whole
 from proxpo.gradients import Transform
-from proxpo.train.trees import flatten, unflatten
+from proxpo.runs.files import write_whole
+from proxpo.runs.trees import flatten, unflatten
 from proxpo.types import Recipe
 
 NAME = "proxpo_recipe"

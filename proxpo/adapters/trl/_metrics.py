@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from proxpo.kl import kl_estimate
-from proxpo.masked import masked_mean
-from proxpo.shapes import Bool, Float, Tensor
+from proxpo.ops.kl import kl_estimate
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.types import Batch, Metrics, Recipe
 
 LENGTHS = {"F2": "gradient/fisher", "N2": "gradient/norm", "R2": "gradient/ratio"}

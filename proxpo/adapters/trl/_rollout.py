@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from proxpo.compose import States, count, prepare, tokens_of_group
-from proxpo.shapes import Int, Tensor
+from proxpo.ops.shapes import Int, Tensor
 from proxpo.types import Batch, Clock, Denominators, Metrics, Recipe
 
 Gather = Callable[[Tensor], Tensor]

@@ -10,7 +10,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from proxpo.adapters.trl._rollout import Window
 from proxpo.logp import model_logp
-from proxpo.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.types import AllSum, Batch, Metrics, Reach, Recipe
 
 ROW = "proxpo_row"  # travels with each completion: its number in the whole generation batch
@@ -21,7 +21,7 @@ class Step:
     """The micro-batches of this process that one optimizer step accumulates.
 
     sums: batch-wide statistics, for the recipe with and without its regularisers
-    seen: metrics so far, as proxpo.metering combines them
+    seen: metrics so far, as proxpo.ops.metering combines them
     """
 
     recipe: Recipe

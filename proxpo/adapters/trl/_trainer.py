@@ -43,13 +43,13 @@ from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
 from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.compose import States, policy_loss
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.metering import combined, joined
+from proxpo.ops.metering import combined, joined
+from proxpo.ops.sums import over_microbatches, over_ranks
 from proxpo.settings import Settings, at_length
-from proxpo.sums import over_microbatches, over_ranks
+from proxpo.stages.gradient import objective, per_response
 from proxpo.train.learner import needs
 from proxpo.train.steps import MOST_SKIPPED
 from proxpo.train.streams import generator
-from proxpo.transforms import objective, per_response
 from proxpo.types import AllSum, Batch, Clock, Loss, Metrics, Recipe, local
 
 

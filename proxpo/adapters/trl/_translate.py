@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from proxpo.shapes import Bool, Float, Tensor
+from proxpo.ops.shapes import Bool, Float, Tensor
 
 IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),

@@ -9,10 +9,10 @@ import torch
 from proxpo.adapters.verl._host import tell
 from proxpo.adapters.verl._recipes import NO_CLOCK, PREFIX, group_recipe, plain, verl_name
 from proxpo.compose import prepare
-from proxpo.masked import last_valid
+from proxpo.ops.masked import last_valid
+from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.recipes import methods
 from proxpo.settings import at_length
-from proxpo.shapes import Float, Int, Shaped, Tensor
 from proxpo.stages import STAGES, load_all
 from proxpo.types import Batch, Recipe
 

@@ -9,15 +9,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from proxpo import aggregate
 from proxpo.adapters.verl._host import tell
 from proxpo.adapters.verl._recipes import LOSS_KINDS, NO_CLOCK, loss_recipe, verl_name
 from proxpo.adapters.verl._settings import changed, tell_own_numbers
 from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
-from proxpo.masked import masked_mean
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Bool, Float, Shaped, Tensor
 from proxpo.recipes import methods
-from proxpo.shapes import Bool, Float, Shaped, Tensor
+from proxpo.stages import aggregate
 from proxpo.types import AllSum, Batch, Denominators, Loss, Recipe, Stage
 
 AVERAGES = {

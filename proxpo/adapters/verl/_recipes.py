@@ -9,11 +9,11 @@ import torch
 
 from proxpo.adapters.verl._host import our_engine
 from proxpo.adapters.verl._settings import honoured
-from proxpo.aggregate import token_mean
 from proxpo.compose import count, policy_loss
 from proxpo.errors import ProxpoError, fold, nearest
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
+from proxpo.stages.aggregate import token_mean
 from proxpo.types import FIELDS, Batch, Clock, Recipe, Stage
 
 PREFIX = "proxpo_"

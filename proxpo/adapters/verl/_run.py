@@ -22,9 +22,9 @@ from proxpo.adapters.verl._recipes import (
     verl_name,
 )
 from proxpo.adapters.verl._settings import PLACES, WHERE, changed, number_at, place_of, values
-from proxpo.advantages import gae, group_relative, leave_one_out, length_weighted_baseline
 from proxpo.errors import ProxpoError, nearest
 from proxpo.settings import make_recipe
+from proxpo.stages.advantage import gae, group_relative, leave_one_out, length_weighted_baseline
 from proxpo.types import KINDS, Recipe, Stage
 
 Half = tuple[Stage, ...]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from proxpo.files import write_whole
+from proxpo.runs.files import write_whole
 
 NAME = "proxpo_transform.safetensors"
 

@@ -43,8 +43,8 @@ from proxpo.adapters.verl._recipes import slug_of
 from proxpo.adapters.verl._state import load_state, save_state
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import Transform
-from proxpo.shapes import Int, Tensor
-from proxpo.transforms import objective, per_response
+from proxpo.ops.shapes import Int, Tensor
+from proxpo.stages.gradient import objective, per_response
 from proxpo.types import Batch, Recipe
 
 OURS = ["fsdp", "fsdp2"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold, resolve
-from proxpo.options import bind
+from proxpo.stages._options import bind
 from proxpo.train.tasks._types import (
     Lazy,
     Messages,

@@ -13,15 +13,15 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig
 
 import proxpo
-from proxpo import aggregate
 from proxpo.adapters.verl import _host, _losses
 from proxpo.adapters.verl._losses import length
 from proxpo.adapters.verl._recipes import group_refusal, loss_refusal, verl_name
 from proxpo.compose import policy_loss, prepare
 from proxpo.errors import ProxpoError
-from proxpo.masked import last_valid
+from proxpo.ops.masked import last_valid
 from proxpo.recipes import methods
 from proxpo.settings import at_length
+from proxpo.stages import aggregate
 
 MODES = {
     "token-mean": aggregate.token_mean(),

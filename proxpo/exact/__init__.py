@@ -1,0 +1,45 @@
+"""Exact references for small models: natural policy gradient, MinSR, TRPO.
+
+Slow and plain on purpose: tests hold the fast transforms against them, and they answer "what would
+the exact step have been" on a model of a few thousand parameters.
+"""
+
+from proxpo.exact.mdpo import mirror_step, off_policy_actor_loss, off_policy_value_target
+from proxpo.exact.minsr import minsr, minsr_damping, minsr_weights
+from proxpo.exact.npg import (
+    fisher_exact,
+    fisher_sequence,
+    fisher_token,
+    kl_step,
+    mean_kl,
+    natural_gradient,
+    natural_gradient_batch,
+    policy_gradient,
+)
+from proxpo.exact.policy import Policy, Samples, scores, token_scores
+from proxpo.exact.trpo import TrpoStep, conjugate_gradient, fisher_product, trpo_step
+
+__all__ = [
+    "Policy",
+    "Samples",
+    "TrpoStep",
+    "conjugate_gradient",
+    "fisher_exact",
+    "fisher_product",
+    "fisher_sequence",
+    "fisher_token",
+    "kl_step",
+    "mean_kl",
+    "minsr",
+    "minsr_damping",
+    "minsr_weights",
+    "mirror_step",
+    "natural_gradient",
+    "natural_gradient_batch",
+    "off_policy_actor_loss",
+    "off_policy_value_target",
+    "policy_gradient",
+    "scores",
+    "token_scores",
+    "trpo_step",
+]

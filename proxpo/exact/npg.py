@@ -1,0 +1,99 @@
+"""The natural policy gradient, exactly: the yardstick for ISOPO, MinSR and TRPO on small models.
+
+    g = E[A ∇ log π(o|q)],   F = E[∇ log π ∇ log πᵀ],   d = F⁻¹ g,   KL(π_θ ‖ π_θ+v) ≈ ½ vᵀ F v
+
+Sequences are summed over tokens and averaged over the batch. F costs P² memory: thousands of
+parameters, not millions; `natural_gradient_batch` needs only n × P. Kakade, NeurIPS 2001.
+"""
+
+import math
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.exact.policy import Policy, Samples, token_kl, vocab_scores
+from proxpo.ops.shapes import Float, Tensor
+
+
+def policy_gradient(
+    scores: Float[Tensor, "seq param"], advantages: Float[Tensor, " seq"]
+) -> Float[Tensor, " param"]:
+    """g = Jᵀ A / n."""
+    return scores.T @ advantages / len(advantages)
+
+
+def fisher_exact(policy: Policy, samples: Samples) -> Float[Tensor, "param param"]:
+    """F = (1/n) Σ_i Σ_t Z_tᵀ (diag p_t - p_t p_tᵀ) Z_t: only the contexts are sampled.
+
+    Written as Σ_v p(v) ∇log p(v) ∇log p(v)ᵀ, which is the same matrix and positive semi-definite
+    by construction. The sampled actions matter only through the contexts they lead to.
+    """
+    rows = vocab_scores(policy, samples)
+    return rows.T @ rows / len(samples.mask)
+
+
+def fisher_sequence(scores: Float[Tensor, "seq param"]) -> Float[Tensor, "param param"]:
+    """F̂ = JᵀJ / n: unbiased for samples of the policy itself, biased for stale ones."""
+    return scores.T @ scores / len(scores)
+
+
+def fisher_token(
+    token_scores: Float[Tensor, "action param"], *, sequences: int
+) -> Float[Tensor, "param param"]:
+    """Σ of token-score outer products over n: the cross terms it drops vanish in expectation."""
+    return token_scores.T @ token_scores / sequences
+
+
+def natural_gradient(
+    fisher: Float[Tensor, "param param"],
+    gradient: Float[Tensor, " param"],
+    *,
+    damping: float = 0.0,
+) -> Float[Tensor, " param"]:
+    """d = (F + λI)⁻¹ g; the pseudo-inverse when λ = 0, because a softmax has null directions."""
+    return solve_psd(fisher, gradient, shift=damping)
+
+
+def natural_gradient_batch(
+    scores: Float[Tensor, "seq param"],
+    advantages: Float[Tensor, " seq"],
+    *,
+    damping: float = 0.0,
+) -> Float[Tensor, " param"]:
+    """The same d for F̂ = JᵀJ/n and g = JᵀA/n, by an n × n solve: d = Jᵀ (JJᵀ + nλI)⁻¹ A."""
+    shift = len(scores) * damping
+    return scores.T @ solve_psd(scores @ scores.T, advantages, shift=shift)
+
+
+def kl_step(
+    direction: Float[Tensor, " param"], gradient: Float[Tensor, " param"], *, delta: float
+) -> Float[Tensor, " param"]:
+    """√(2δ / g·d) d: the step along d = F⁻¹g whose predicted KL is δ; no step where g·d = 0."""
+    slope = float(gradient @ direction)
+    if slope <= 0.0:
+        return torch.zeros_like(direction)
+    return math.sqrt(2.0 * delta / slope) * direction
+
+
+def mean_kl(
+    policy: Policy,
+    samples: Samples,
+    theta_p: Float[Tensor, " param"],
+    theta_q: Float[Tensor, " param"],
+) -> Float[Tensor, ""]:
+    """(1/n) Σ_i Σ_t KL(π_p(·|s_t) ‖ π_q(·|s_t)) over the whole vocabulary, contexts as sampled."""
+    kl = token_kl(policy.log_probs(theta_p, samples), policy.log_probs(theta_q, samples))
+    return kl.sum() / len(kl)
+
+
+def solve_psd(
+    matrix: Float[Tensor, "n n"], rhs: Float[Tensor, " n"], *, shift: float
+) -> Float[Tensor, " n"]:
+    """(M + shift·I)⁻¹ b in float64: Cholesky when shifted, pseudo-inverse when shift = 0."""
+    if shift < 0.0:
+        raise ProxpoError(f"damping must not be negative, got {shift}")
+    m, b = matrix.double(), rhs.double()
+    if shift == 0.0:
+        return (torch.linalg.pinv(m, hermitian=True) @ b).to(rhs.dtype)
+    factor = torch.linalg.cholesky(m + shift * torch.eye(len(m), dtype=m.dtype, device=m.device))
+    return torch.cholesky_solve(b[:, None], factor)[:, 0].to(rhs.dtype)

@@ -1,0 +1,1 @@
+"""Tensor functions that stages are made of."""

@@ -1,0 +1,74 @@
+"""Estimators of a KL divergence from the sampled token alone. d = log π - log π_other.
+
+    name   value            ∂/∂log π       remark (tokens drawn from π)
+    k1     d                1              unbiased value; as a loss it regularises nothing
+    abs    |d|              sign d
+    k2     d²/2             d              gradient of KL(π‖π_other), biased value
+    k3     e^{-d} - 1 + d   1 - e^{-d}     unbiased value, gradient of KL(π_other‖π)
+    k1+    k1               d              straight-through: the value of k1, the gradient of k2
+    k3+    k3               d              straight-through: the value of k3, the gradient of k2
+
+Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
+"""
+
+from typing import Literal, get_args
+
+import torch
+
+from proxpo.errors import ProxpoError, nearest
+from proxpo.ops.shapes import Float, Tensor
+
+Plain = Literal["k1", "abs", "k2", "k3", "kl", "mse", "low_var_kl"]
+Through = Literal["k1+", "abs+", "k2+", "k3+", "kl+", "mse+", "low_var_kl+"]
+Estimator = Plain | Through
+NAMES = (*get_args(Plain), *get_args(Through))
+Clamp = Literal["none", "verl", "openrlhf", "dr-grpo", "p3o"]
+ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def kl_estimate(
+    logp: Float[Tensor, "*shape"],
+    other: Float[Tensor, "*shape"],
+    *,
+    estimator: str = "k3",
+    clamp: str = "none",
+) -> Float[Tensor, "*shape"]:
+    """Per-token estimate of KL(π‖π_other), differentiable in `logp`.
+
+    clamp="verl" bounds k3's exponent to ±20 and its value to ±10; "openrlhf" bounds the value of
+    every estimator to ±10; "dr-grpo" bounds k3's exponent to ±40; "p3o" to ±10. The gradient of a
+    bounded term is 0 outside.
+    """
+    if estimator not in NAMES:
+        raise ProxpoError(f"unknown KL estimator '{estimator}'{nearest(estimator, NAMES)}")
+    estimator = ALIASES.get(estimator, estimator)
+    if clamp not in get_args(Clamp):
+        raise ProxpoError(f"unknown KL clamp '{clamp}'{nearest(clamp, get_args(Clamp))}")
+    if estimator.endswith("+"):
+        value = kl_estimate(logp, other, estimator=estimator[:-1], clamp=clamp).detach()
+        slope = kl_estimate(logp, other, estimator="k2", clamp=clamp)
+        return value + slope - slope.detach()
+    d = logp - other
+    value = {
+        "k1": lambda: d,
+        "abs": d.abs,
+        "k2": lambda: d.square() / 2,
+        "k3": lambda: _k3(d, clamp),
+    }[estimator]()
+    return value.clamp(-10.0, 10.0) if clamp == "openrlhf" else value
+
+
+def kl_exact(
+    logp: Float[Tensor, "*shape vocab"], other: Float[Tensor, "*shape vocab"]
+) -> Float[Tensor, "*shape"]:
+    """KL(π‖π_other) = Σ_a π (log π - log π_other) over the whole vocabulary; 0·log 0 = 0."""
+    p = logp.exp()
+    return torch.where(p > 0, p * (logp - other), 0.0).sum(-1)
+
+
+def _k3(d: Tensor, clamp: str) -> Tensor:
+    if clamp == "verl":
+        d = d.clamp(-20.0, 20.0)
+        return (torch.expm1(-d) + d).clamp(-10.0, 10.0)
+    limit = {"dr-grpo": 40.0, "p3o": 10.0}.get(clamp)
+    return torch.expm1(-d if limit is None else (-d).clamp(-limit, limit)) + d

@@ -1,0 +1,60 @@
+"""What a stage remembers about prompts: columns of its state, one row per prompt seen so far.
+
+The rows are sorted by `prompt_id`, and the table grows. Each process remembers the prompts that it
+has seen.
+"""
+
+import torch
+
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.types import State
+
+
+def blank(*columns: str) -> State:
+    """A table without rows."""
+    empty = {name: torch.zeros(0, dtype=torch.float64) for name in columns}
+    return {"prompt_id": torch.zeros(0, dtype=torch.int64), **empty}
+
+
+def recall(
+    state: State, column: str, prompt_id: Int[Tensor, " row"], *, default: float = 0.0
+) -> Float[Tensor, " row"]:
+    """The column's entry for each prompt, in float64; `default` for prompts not seen before."""
+    place, known = find(state["prompt_id"].to(prompt_id.device), prompt_id)
+    column_values = state[column].to(prompt_id.device)
+    found = torch.full(prompt_id.shape, default, dtype=torch.float64, device=prompt_id.device)
+    found[known] = column_values[place[known]]
+    return found
+
+
+def remember(
+    state: State, prompt_id: Int[Tensor, " row"], columns: dict[str, Float[Tensor, " row"]]
+) -> State:
+    """The table with these entries written or added; of a prompt given twice the last one counts.
+
+    Columns not named keep their entries, and are 0 for new prompts.
+    """
+    given = prompt_id.cpu()
+    prompts = torch.cat([state["prompt_id"], given]).unique()
+    before, _ = find(prompts, state["prompt_id"])
+    now, _ = find(prompts, given)
+    table: State = {"prompt_id": prompts}
+    for name in state.keys() - {"prompt_id"}:
+        table[name] = torch.zeros(len(prompts), dtype=torch.float64)
+        table[name][before] = state[name]
+        if name in columns:
+            table[name][now] = columns[name].double().cpu()
+    return table
+
+
+def find(
+    known: Int[Tensor, " n"], wanted: Int[Tensor, "*shape"]
+) -> tuple[Int[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
+    """Row of each wanted number among the known ones, which are sorted, and whether it is there."""
+    if not len(known):
+        return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+    place = torch.searchsorted(known, wanted).clamp(max=len(known) - 1)
+    return place, known[place] == wanted
+
+
+__all__ = ["blank", "find", "recall", "remember"]

@@ -1,0 +1,84 @@
+"""Batch-wide sums when the batch is cut: over data-parallel ranks and over micro-batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from proxpo.ops.shapes import Tensor
+from proxpo.types import AllSum, Batch, Reach, local
+
+
+def over_ranks(group: Any = None) -> AllSum:
+    """Sum over the processes of a torch.distributed group.
+
+    Losses built with it share global denominators: the gradients of the ranks are to be ADDED.
+    Engines that average gradients over D ranks multiply each rank's loss by D.
+    """
+
+    def all_sum(x: Tensor, scope: Reach = "batch") -> Tensor:
+        if scope == "rank":
+            return x
+        total = x.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return all_sum
+
+
+def over_microbatches(
+    loss: Callable[..., Any], microbatches: Sequence[Batch], *, ranks: AllSum = local
+) -> AllSum:
+    """An `all_sum` that knows the totals of all `microbatches`, for statistics of the whole batch.
+
+    `loss(batch, all_sum=...)` is run without gradient over the micro-batches, once for every
+    statistic a recipe asks for, each time with the totals found so far; the k-th call inside a
+    loss then answers with the k-th total. Recipes without batch statistics cost one such run.
+    """
+    totals: list[Tensor] = []
+    with torch.no_grad():
+        while True:
+            found = [_Probe(totals, ranks) for _ in microbatches]
+            for probe, microbatch in zip(found, microbatches):
+                loss(microbatch, all_sum=probe)
+            if any(probe.next_sum is None for probe in found):
+                return _Replay(totals, ranks)
+            parts = [probe.next_sum for probe in found if probe.next_sum is not None]
+            totals.append(ranks(torch.stack(parts).sum(0), found[0].scope))
+
+
+class _Probe:
+    """Answers with the known totals and keeps the first sum whose total is not known yet."""
+
+    def __init__(self, totals: list[Tensor], ranks: AllSum):
+        self.totals, self.ranks, self.calls = list(totals), ranks, 0
+        self.next_sum: Tensor | None = None
+        self.scope: Reach = "batch"
+
+    def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor:
+        if scope == "microbatch":
+            return self.ranks(x, scope)
+        self.calls += 1
+        if self.calls <= len(self.totals):
+            return self.totals[self.calls - 1]
+        if self.calls == len(self.totals) + 1:
+            self.next_sum, self.scope = x.detach(), scope
+        return x
+
+
+class _Replay:
+    """Answers call k of each loss with total k; a loss makes the same calls in the same order."""
+
+    def __init__(self, totals: list[Tensor], ranks: AllSum):
+        self.totals, self.ranks, self.calls = totals, ranks, 0
+
+    def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor:
+        if scope == "microbatch" or not self.totals:
+            return self.ranks(x, scope)
+        total = self.totals[self.calls % len(self.totals)]
+        self.calls += 1
+        return total
+
+
+__all__ = ["over_microbatches", "over_ranks"]

@@ -1,0 +1,185 @@
+"""The Llama family in plain tensor operations: the model's numbers, less overhead.
+
+`run` is the model without its attention, over tokens in one flat list: `prefill` and `decode` give
+it the attention of a sampler. Rows are padded on the left, so that all of them write the same slot
+of the cache at each step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
+
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.sampler._weights import Layer, Weights
+
+# Number of the layer, queries [tok heads width], keys and values [tok kv width] -> [tok out].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of every layer, `slot` positions for each row, and the rows' padding."""
+
+    keys: list[Float[Tensor, "row kv slot width"]]
+    values: list[Float[Tensor, "row kv slot width"]]
+    pad: Int[Tensor, " row"]
+
+    def head(self, rows: int, slots: int) -> "Cache":
+        """A view of the first rows and slots."""
+        return Cache(
+            [k[:rows, :, :slots] for k in self.keys],
+            [v[:rows, :, :slots] for v in self.values],
+            self.pad[:rows],
+        )
+
+    def keep(self, index: Int[Tensor, " kept"], slots: int) -> None:
+        """Move the rows of `index` to the front."""
+        n = len(index)
+        for buffer in (*self.keys, *self.values):
+            buffer[:n, :, :slots] = buffer[index, :, :slots]
+        self.pad[:n] = self.pad[index]
+
+
+def empty_cache(weights: Weights, rows: int, slots: int) -> Cache:
+    """Zeros, not garbage: a masked slot still meets a weight of 0, and 0 · NaN is NaN."""
+    like = weights.embed
+    shape = (rows, weights.kv_heads, slots, weights.width)
+
+    def buffers() -> list[Tensor]:
+        return [like.new_zeros(shape) for _ in weights.layers]
+
+    return Cache(buffers(), buffers(), torch.zeros(rows, dtype=torch.int64, device=like.device))
+
+
+def prefill(
+    weights: Weights, ids: Int[Tensor, "row tok"], pad: Int[Tensor, " row"]
+) -> tuple[Float[Tensor, "row vocab"], Cache]:
+    """Logits after each prompt, and a cache that holds the prompts alone."""
+    rows, length = ids.shape
+    cache = empty_cache(weights, rows, length)
+    cache.pad.copy_(pad)
+    bias = additive(causal(pad, length), weights.embed.dtype)
+
+    def attend(number: int, *qkv: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (rows, length)) for x in qkv)
+        cache.keys[number].copy_(k.transpose(1, 2))
+        cache.values[number].copy_(v.transpose(1, 2))
+        return attention(q, k, v, bias)
+
+    hidden = run(weights, ids.flatten(), places(pad, length).flatten(), attend)
+    return _logits(weights, hidden[length - 1 :: length]), cache
+
+
+def decode(
+    weights: Weights,
+    token: Int[Tensor, " row"],
+    cache: Cache,
+    slot: int | Int[Tensor, ""],
+    *,
+    padded: bool = True,
+) -> Float[Tensor, "row vocab"]:
+    """Logits after one more token, written to `slot`; a number on the CPU, a tensor in a graph.
+
+    With a number, only the slots up to it are read, and no mask is needed if no row is padded.
+    """
+    bias, positions = None, slot - cache.pad[: len(token)]
+    if isinstance(slot, int):
+        cache = cache.head(len(token), slot + 1)
+    if padded or not isinstance(slot, int):
+        at = torch.arange(cache.keys[0].shape[2], device=token.device)
+        seen = (at >= cache.pad[:, None]) & (at <= slot)
+        bias = additive(seen[:, None, None], weights.embed.dtype)
+    else:
+        positions = positions[:1]  # the same for all
+
+    def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries that share a key head stand side by side, as if they were several positions."""
+        keys, values = cache.keys[number], cache.values[number]
+        _put(keys, k, slot)
+        _put(values, v, slot)
+        grouped = q.unflatten(1, (k.shape[1], -1))
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=bias).flatten(1)
+
+    return _logits(weights, run(weights, token, positions, attend))
+
+
+def run(
+    weights: Weights, ids: Int[Tensor, " tok"], positions: Int[Tensor, " place"], attend: Attend
+) -> Float[Tensor, "tok dim"]:
+    """Hidden states, ready for the head; a single position stands for that of all tokens."""
+    x = embedding(ids, weights.embed).to(weights.norm.dtype)
+    turn = weights.cos[positions][:, None], weights.sin[positions][:, None]
+    for number, layer in enumerate(weights.layers):
+        h = rms_norm(x, x.shape[-1:], layer.before_attention, weights.eps)
+        q, k, v = _qkv(weights, layer, h, turn)
+        x = layer.out.onto(x, attend(number, q, k, v))
+        h = rms_norm(x, x.shape[-1:], layer.before_mlp, weights.eps)
+        gate, up = layer.gate_up(h.to(layer.gate_up.weight.dtype)).chunk(2, dim=-1)
+        x = layer.down.onto(x, silu(gate) * up)
+    return rms_norm(x, x.shape[-1:], weights.norm, weights.eps)
+
+
+def _qkv(
+    weights: Weights, layer: Layer, h: Float[Tensor, "tok dim"], turn: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv, width = weights.heads, weights.kv_heads, weights.width
+    qkv = layer.qkv(h.to(layer.qkv.weight.dtype)).unflatten(1, (heads + 2 * kv, width))
+    qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
+    if layer.qk_norm is not None:
+        qk = rms_norm(qk, (width,), None, weights.eps) * layer.qk_norm
+    cos, sin = turn
+    qk = torch.addcmul(qk * cos, qk.roll(width // 2, dims=-1), sin).to(qkv.dtype)
+    return qk[:, :heads], qk[:, heads:], v
+
+
+def attention(
+    q: Float[Tensor, "row tok heads width"],
+    k: Float[Tensor, "row slot kv width"],
+    v: Float[Tensor, "row slot kv width"],
+    bias: Float[Tensor, "#row 1 tok slot"],
+) -> Float[Tensor, "row*tok out"]:
+    """Queries that share a key head stand side by side, as if there were more positions."""
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    q = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    o = scaled_dot_product_attention(
+        q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias.repeat(1, 1, groups, 1)
+    )
+    return o.unflatten(2, (groups, length)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+
+
+def places(pad: Int[Tensor, " row"], length: int) -> Int[Tensor, "row tok"]:
+    """Positions counted from the first token that is not padding."""
+    return (torch.arange(length, device=pad.device) - pad[:, None]).clamp(min=0)
+
+
+def causal(pad: Int[Tensor, " row"], length: int) -> Bool[Tensor, "row 1 tok slot"]:
+    """What each position sees. Padding sees itself: seeing nothing would be NaN, and spread."""
+    at = torch.arange(length, device=pad.device)
+    real = at >= pad[:, None, None]
+    return (real & (at <= at[:, None]) | (at == at[:, None]))[:, None]
+
+
+def additive(seen: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    zeros = torch.zeros((), dtype=dtype, device=seen.device)
+    return torch.where(seen, zeros, float("-inf"))
+
+
+def _put(
+    cache: Float[Tensor, "row kv slot width"],
+    new: Float[Tensor, "row kv width"],
+    slot: int | Tensor,
+) -> None:
+    if isinstance(slot, int):
+        cache[:, :, slot] = new
+    else:
+        cache.index_copy_(2, slot.view(1), new[:, :, None])
+
+
+def _logits(weights: Weights, hidden: Float[Tensor, "row dim"]) -> Float[Tensor, "row vocab"]:
+    """In float32 where the device can sum half-precision products in it."""
+    hidden = hidden.to(weights.head.dtype)
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, weights.head.t(), out_dtype=torch.float32)
+    return hidden @ weights.head.t()

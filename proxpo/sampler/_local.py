@@ -1,0 +1,128 @@
+"""`local`: proxpo's own sampler, in the training process."""
+
+import torch
+from torch import nn
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.sampler._draw import draw, uniforms
+from proxpo.sampler._engines import Engine, LeanEngine, ModelEngine
+from proxpo.sampler._types import Progress, Samples, check_request, finish, join
+from proxpo.sampler._weights import readable
+from proxpo.train.models import Policy
+
+
+class LocalRollout:
+    """Samples from a copy of the policy's weights, `max_rows` rows at a time.
+
+    lean: True and False choose the engine, None takes the lean one where it fits the model.
+    """
+
+    def __init__(self, policy: Policy, *, max_rows: int = 512, lean: bool | None = None) -> None:
+        if max_rows < 1:
+            raise ProxpoError(f"rollout 'local': max_rows is {max_rows}, expected at least 1")
+        bare = policy.bare
+        if lean and not readable(bare):
+            raise ProxpoError(
+                f"rollout 'local': lean=true does not fit this {type(bare).__name__};"
+                " leave it out to use the model's own forward pass"
+            )
+        self._policy, self._max_rows = policy, max_rows
+        self._ends = torch.tensor(policy.eos_ids, device=policy.device)
+        with torch.inference_mode():
+            self._engine = _make_engine(policy, bare, readable(bare) if lean is None else lean)
+
+    @property
+    def context(self) -> int:
+        return self._policy.context
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int],
+        max_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        progress: Progress | None = None,
+    ) -> Samples:
+        check_request(
+            prompts,
+            seeds=seeds,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            context=self.context,
+        )
+        parts = []
+        for first in range(0, len(prompts), self._max_rows):
+            wave = slice(first, first + self._max_rows)
+            with torch.inference_mode():
+                u = uniforms(seeds[wave], max_tokens, self._policy.device)
+                tell = _from(progress, first, len(prompts))
+                tokens, logp = self._run(prompts[wave], u, temperature, top_p, tell)
+            parts.append(finish(prompts[wave], tokens, logp, self._ends, self._policy.pad_id))
+        return join(parts, self._policy.pad_id)
+
+    def sync(self) -> None:
+        with torch.inference_mode():
+            self._engine.sync(self._policy.bare)
+
+    def close(self) -> None:
+        del self._engine
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        u: Tensor,
+        temperature: float,
+        top_p: float,
+        progress: Progress | None,
+    ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
+        """Token by token; rows that have ended may run on, and what they say is cut off later."""
+        engine = self._engine
+        tokens = torch.full(u.shape, self._policy.pad_id, device=u.device)
+        logp = torch.zeros(u.shape, device=u.device)
+        rows = torch.arange(len(u), device=u.device)
+        ended = torch.zeros(len(u), dtype=torch.bool, device=u.device)
+        distinct, which = _distinct(prompts, u.device)
+        logits = engine.start(distinct, which, u.shape[1])
+        for t in range(u.shape[1]):
+            token, token_logp = draw(logits, u[:, t], temperature=temperature, top_p=top_p)
+            tokens[rows, t], logp[rows, t] = token, token_logp
+            ended |= torch.isin(token, self._ends)
+            if (t + 1) % engine.every == 0:
+                alive = len(rows) - int(ended.sum())
+                if progress is not None:
+                    progress(len(tokens) - alive, len(tokens))
+                if alive == 0:
+                    break
+                if (size := engine.fit(alive, len(rows))) < len(rows):
+                    kept = ended.argsort(stable=True)[:size]
+                    rows, ended, token, u = rows[kept], ended[kept], token[kept], u[kept]
+                    engine.keep(kept)
+            if t + 1 < u.shape[1]:
+                logits = engine.step(token)
+        return tokens, logp
+
+
+def _make_engine(policy: Policy, bare: nn.Module, lean: bool) -> Engine:
+    if lean:
+        return LeanEngine(bare, policy.dtype, policy.context)
+    return ModelEngine(bare, policy.dtype)
+
+
+def _distinct(
+    prompts: list[list[int]], device: torch.device
+) -> tuple[list[list[int]], Int[Tensor, " row"]]:
+    """The prompts without repetition, and which of them each row has."""
+    number: dict[tuple[int, ...], int] = {}
+    which = [number.setdefault(tuple(prompt), len(number)) for prompt in prompts]
+    return [list(prompt) for prompt in number], torch.tensor(which, device=device)
+
+
+def _from(progress: Progress | None, first: int, total: int) -> Progress | None:
+    """Progress of one wave as progress of the whole."""
+    if progress is None:
+        return None
+    return lambda done, _: progress(first + done, total)

@@ -1,0 +1,150 @@
+"""What a sampler takes and gives back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.nn.functional import pad
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+
+Progress = Callable[[int, int], None]  # rows finished, rows
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Responses, one row per prompt given, in that order.
+
+    prompts: token ids of each row's prompt
+    tokens: response ids, padded on the right
+    logp: log-probability of each token at the sampling temperature (at 1 when greedy), over the
+        whole vocabulary even where top-p cut the draw; 0 at padding
+    mask: the response's tokens, the one that ended it included
+    finished: the row ended by itself; otherwise it was cut at `max_tokens`
+    """
+
+    prompts: list[list[int]]
+    tokens: Int[Tensor, "seq tok"]
+    logp: Float[Tensor, "seq tok"]
+    mask: Bool[Tensor, "seq tok"]
+    finished: Bool[Tensor, " seq"]
+
+
+@runtime_checkable
+class Rollout(Protocol):
+    """A sampler with a copy of the policy's weights, which `sync` brings up to date."""
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its response together."""
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int],
+        max_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        progress: Progress | None = None,
+    ) -> Samples:
+        """One response per prompt; temperature 0 takes the likeliest token each time."""
+
+    def sync(self) -> None:
+        """Take over the current weights of the model being trained."""
+
+    def close(self) -> None:
+        """Give memory back; the sampler is not used again."""
+
+
+def check_request(
+    prompts: list[list[int]],
+    *,
+    seeds: list[int],
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    context: int,
+) -> None:
+    """One clear line for what no sampler can do."""
+    if not prompts:
+        raise ProxpoError("rollout: no prompts given, expected at least one")
+    if len(seeds) != len(prompts):
+        raise ProxpoError(f"rollout: {len(seeds)} seeds for {len(prompts)} prompts, expected equal")
+    if max_tokens < 1:
+        raise ProxpoError(f"rollout: max_tokens is {max_tokens}, expected at least 1")
+    if not temperature >= 0:
+        raise ProxpoError(f"rollout: temperature is {temperature}, expected 0 (greedy) or more")
+    if not 0 < top_p <= 1:
+        raise ProxpoError(f"rollout: top_p is {top_p}, expected more than 0 and at most 1")
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ProxpoError(f"rollout: prompt {number} is empty, expected at least one token")
+        if len(prompt) + max_tokens > context:
+            raise ProxpoError(
+                f"rollout: prompt {number} has {len(prompt)} tokens; with max_tokens={max_tokens}"
+                f" that exceeds the model's context of {context}"
+            )
+
+
+def finish(
+    prompts: list[list[int]],
+    tokens: Int[Tensor, "seq tok"],
+    logp: Float[Tensor, "seq tok"],
+    ends: Int[Tensor, " eos"],
+    pad_id: int,
+) -> Samples:
+    """Cut each row after its first end-of-sequence token and blank what follows."""
+    is_end = torch.isin(tokens, ends)
+    mask = is_end.cumsum(dim=1) - is_end.long() == 0
+    width = int(mask.sum(dim=1).max())
+    mask, tokens, logp = mask[:, :width], tokens[:, :width], logp[:, :width]
+    logp = logp.masked_fill(~mask, 0.0)
+    if not torch.isfinite(logp).all():
+        raise ProxpoError(
+            "rollout: the policy's log-probabilities are not finite: it has diverged"
+            " (a smaller learning rate or a gradient clip helps)"
+        )
+    return Samples(
+        prompts=prompts,
+        tokens=tokens.masked_fill(~mask, pad_id),
+        logp=logp,
+        mask=mask,
+        finished=is_end.any(dim=1),
+    )
+
+
+def join(parts: list[Samples], pad_id: int) -> Samples:
+    """Waves of rows as one."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens.shape[1] for part in parts)
+
+    def wide(name: str, value: float | int) -> Tensor:
+        columns = [getattr(part, name) for part in parts]
+        return torch.cat([pad(x, (0, width - x.shape[1]), value=value) for x in columns])
+
+    return Samples(
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        tokens=wide("tokens", pad_id),
+        logp=wide("logp", 0.0),
+        mask=wide("mask", False),
+        finished=torch.cat([part.finished for part in parts]),
+    )
+
+
+def reorder(samples: Samples, order: list[int]) -> Samples:
+    """Rows that were drawn in `order`, back in their places."""
+    if order == list(range(len(order))):
+        return samples
+    index = torch.tensor(order).argsort()
+    place = index.to(samples.mask.device)
+    return Samples(
+        prompts=[samples.prompts[i] for i in index.tolist()],
+        tokens=samples.tokens[place],
+        logp=samples.logp[place],
+        mask=samples.mask[place],
+        finished=samples.finished[place],
+    )

@@ -1,0 +1,140 @@
+"""`vllm`: vLLM as the sampler, in the training process, with weights handed over in memory."""
+
+import copy
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.shapes import Tensor
+from proxpo.sampler._types import Progress, Samples, check_request, finish
+from proxpo.sampler._weights import merged_parameters
+from proxpo.train.models import Policy
+
+
+class VllmRollout:
+    """An engine that is built from the policy's weights as they are, adapters merged in.
+
+    memory: GiB of key-value cache on a CPU, share of the device's memory on a GPU
+    max_rows: most sequences at a time; eager: without compilation and graphs
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        memory: float | None = None,
+        max_rows: int = 256,
+        max_length: int | None = None,
+        eager: bool | None = None,
+    ) -> None:
+        on_cpu = policy.device.type == "cpu"
+        vllm = _vllm(memory if on_cpu else None)
+        self._policy, self._make_params = policy, vllm.SamplingParams
+        self.context = min(max_length or policy.context, policy.context)
+        options: dict[str, Any] = (
+            {} if on_cpu or memory is None else {"gpu_memory_utilization": memory}
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            config: Any = copy.deepcopy(policy.bare.config)
+            config.architectures = [type(policy.bare).__name__]
+            # A tied head keeps a packed copy of the old weight on a CPU when the embedding moves.
+            config.tie_word_embeddings = False
+            config.save_pretrained(folder)
+            weights = {name: x.clone() for name, x in self._weights()}
+            save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+            self._llm = vllm.LLM(
+                model=folder,
+                runner="generate",
+                skip_tokenizer_init=True,
+                dtype=str(policy.dtype).removeprefix("torch."),
+                logprobs_mode="processed_logprobs",  # after temperature, as training needs them
+                max_model_len=self.context,
+                max_num_seqs=max_rows,
+                enforce_eager=on_cpu if eager is None else eager,
+                disable_log_stats=True,
+                **options,
+            )
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int],
+        max_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        progress: Progress | None = None,
+    ) -> Samples:
+        check_request(
+            prompts,
+            seeds=seeds,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            context=self.context,
+        )
+        if top_p < 1 and temperature > 0:
+            raise ProxpoError(
+                f"rollout 'vllm': top_p is {top_p}, expected 1: vLLM would report log-probabilities"
+                " of the cut distribution, which the trainer cannot compare; use rollout=local"
+            )
+        params = [
+            self._make_params(
+                temperature=temperature,
+                seed=seed % (1 << 63),
+                max_tokens=max_tokens,
+                logprobs=0,
+                stop_token_ids=self._policy.eos_ids,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        if progress is not None:
+            progress(len(prompts), len(prompts))
+        tokens, logp = self._tensors([output.outputs[0] for output in outputs], max_tokens)
+        ends = torch.tensor(self._policy.eos_ids, device=tokens.device)
+        return finish(prompts, tokens, logp, ends, self._policy.pad_id)
+
+    def sync(self) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights()})
+        self._llm.reset_prefix_cache()  # what it holds was computed with the old weights
+
+    def close(self) -> None:
+        del self._llm
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        with torch.no_grad():
+            yield from merged_parameters(self._policy.bare, self._policy.dtype)
+
+    def _tensors(self, answers: list[Any], width: int) -> tuple[Tensor, Tensor]:
+        device = self._policy.device
+        tokens = torch.full((len(answers), width), self._policy.pad_id)
+        logp = torch.zeros(len(answers), width)
+        for row, answer in enumerate(answers):
+            ids = list(answer.token_ids)
+            scores = [place[token].logprob for token, place in zip(ids, answer.logprobs)]
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            logp[row, : len(ids)] = torch.tensor(scores)
+        return tokens.to(device), logp.to(device)
+
+
+def _vllm(cpu_memory: float | None) -> Any:
+    """vLLM reads these when it is imported: one process, so that weights need not be copied."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if cpu_memory is not None:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cpu_memory)))
+    try:
+        return importlib.import_module("vllm")
+    except ImportError:
+        raise ProxpoError(
+            "rollout 'vllm' needs vLLM: pip install 'proxpo[vllm]' (see requirements/vllm.txt)"
+        ) from None

@@ -1,0 +1,135 @@
+"""Advantages that the policy's entropy changes: per response, or per step of an agent."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.extremes import batch_max, batch_min
+from proxpo.ops.groups import group_sum_over_cuts, numbered
+from proxpo.ops.masked import row_mean, spread
+from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.advantage.group_relative import group_relative
+from proxpo.stages.advantage.returns import next_valid
+from proxpo.stages.ratio.turn import turn_index
+from proxpo.types import Batch, Context, Metrics, State
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+SEEN = "advantage/entropy"
+UNKNOWN = -1.0
+
+
+def _start(options: Mapping[str, Any]) -> State:
+    return {"initial": torch.tensor(UNKNOWN, dtype=torch.float64)}
+
+
+def _keep_first(options: Mapping[str, Any], state: State, batch: Batch, seen: Metrics) -> State:
+    if state["initial"] >= 0 or SEEN not in seen:
+        return state
+    return {"initial": seen[SEEN].detach().double().cpu()}
+
+
+@stage(
+    "advantage",
+    needs=("rewards", "group", "entropy"),
+    live=True,
+    init=_start,
+    update=_keep_first,
+)
+def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool = True):
+    """A'_i = δ_i (r_i - mean_g - γ H_i), δ_i = 1[H_i ≤ most]. GTPO, arXiv:2508.03772.
+
+    H_i is the mean entropy of the response under the current policy, without gradient: each update
+    computes it anew. if_calm=True: δ acts only in a run whose first batch had a mean H at or below
+    `most`. A group of one keeps -γH alone; a response without a reward gets 0.
+    """
+    if gamma < 0 or not most > 0:
+        raise ProxpoError(
+            f"entropy_penalised: gamma must not be negative and most must be positive, "
+            f"got {gamma}, {most}"
+        )
+
+    def advantage(batch: Batch, ctx: Context) -> Result:
+        group = numbered(batch)
+        scored = ~batch.rewards.isnan()
+        one = scored.to(batch.logp.dtype)
+        r = torch.nan_to_num(batch.rewards, nan=0.0).to(batch.logp.dtype)
+        sums = group_sum_over_cuts(torch.stack([one, r], 1), group, all_sum=ctx.all_sum)
+        size, total = sums.unbind(1)
+        h = row_mean(batch.entropy.detach(), batch.mask)
+        filled = batch.mask.any(dim=1).to(h.dtype)
+        seen, rows = ctx.all_sum(torch.stack([h.sum(), filled.sum()]).double())
+        now = seen / rows.clamp(min=1)
+        first = ctx.state.get("initial", torch.tensor(UNKNOWN)).to(now)
+        first = torch.where(first >= 0, first, now)
+        dropped = (h > most) & (not if_calm or bool(first <= most))
+        out = torch.where(scored & ~dropped, r - total / size.clamp(min=1) - gamma * h, 0.0)
+        cut, every = ctx.all_sum(torch.stack([dropped.sum(), filled.new_tensor(len(h))]).double())
+        return spread(out, batch.mask), {SEEN: now, "advantage/dropped": cut / every.clamp(min=1)}
+
+    return advantage
+
+
+Split = Literal["turn", "mask", "response"]
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    base = ("rewards", "group", "entropy")
+    return (*base, "turn") if options["split"] == "turn" else base
+
+
+@stage("advantage", needs=_needs)
+def entropy_modulated(
+    *,
+    k: float = 1.0,
+    k_future: float = 1.0,
+    bonus: float = 0.1,
+    split: Split = "turn",
+    scale: Literal["group", "batch", "centred", "none"] = "group",
+    eps: float = 1e-6,
+    tiny: float = 1e-8,
+):
+    """A_it = A_i g_it + ζ f_i,t+1, centred over all steps t of the batch. EMPG, arXiv:2509.09265.
+
+        H̃ = (H - min)/(max - min + tiny),   g = exp(-k H̃)/(mean exp(-k H̃) + tiny)
+        f = exp(-k' H̃), of the next step; 0 for the last one
+
+    H_it is the mean entropy of a step's tokens; min, max and means run over the steps of the whole
+    batch, each counted once. A_i is group_relative(scale, eps). Steps are the turns of the batch,
+    the maximal runs of valid tokens ("mask"), or whole responses. Responses without a reward are
+    no part of it.
+    """
+    base = group_relative(scale=scale, eps=eps)
+
+    def advantage(batch: Batch, ctx: Context) -> Result:
+        trajectory, _ = base.apply(batch, ctx)
+        index = torch.zeros_like(batch.mask, dtype=torch.int64)
+        index = index if split == "response" else turn_index(batch, split)
+        h, there = _steps(batch, index)
+        high, low = (f(h[there], all_sum=ctx.all_sum) for f in (batch_max, batch_min))
+        scaled = (h - low) / (high - low + tiny)
+        g = (-k * scaled).exp()
+        total, n = ctx.all_sum(torch.stack([g[there].sum(), there.sum().to(g.dtype)]))
+        n = n.clamp(min=1)
+        g = g / (total / n + tiny)
+        clear = next_valid((-k_future * scaled).exp().masked_fill(~there, 0.0), there)
+        a = trajectory.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
+        out = a[:, None] * g + bonus * clear
+        mean = ctx.all_sum(out[there].sum()[None])[0] / n
+        final = torch.where(there, out - mean, 0.0).gather(1, index)
+        return torch.where(batch.mask, final, 0.0), {"advantage/steps": n}
+
+    return advantage
+
+
+def _steps(
+    batch: Batch, index: Tensor
+) -> tuple[Float[Tensor, "seq step"], Bool[Tensor, "seq step"]]:
+    """Mean entropy of each step of each response, and which steps have tokens and a reward."""
+    entropy = batch.entropy.detach().masked_fill(~batch.mask, 0.0)
+    blank = entropy.new_zeros(len(index), int(index.max()) + 1 if index.numel() else 1)
+    length = blank.scatter_add(1, index, batch.mask.to(entropy.dtype))
+    mean = blank.scatter_add(1, index, entropy) / length.clamp(min=1)
+    return mean, (length > 0) & ~batch.rewards.isnan()[:, None]

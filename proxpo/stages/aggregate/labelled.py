@@ -1,0 +1,114 @@
+"""Whole responses as examples of a classifier: their scores come from log-ratios."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.groups import group_sum_over_cuts
+from proxpo.ops.masked import row_mean, row_sum
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import AllSum, Batch, Context, Metrics
+
+Score = Literal["leave_one_out", "standardised", "centred", "plain"]
+Row = Float[Tensor, " seq"]
+NAME = "aggregate=labelled_scores"
+
+
+class Members(NamedTuple):
+    """Who takes part in the group statistics of a cut, and how to add over the group."""
+
+    one: Row
+    n: Row
+    group: Tensor
+    all_sum: AllSum
+
+    def sums(self, *columns: Row) -> tuple[Tensor, ...]:
+        stacked = torch.stack([column * self.one for column in columns], dim=1)
+        return group_sum_over_cuts(stacked, self.group, all_sum=self.all_sum).unbind(1)
+
+
+def scores(r: Row, at: Members, score: Score, eps: float) -> tuple[Row, Row]:
+    """ψ from the proxies r̂ of a group, and the divisor it was made with."""
+    one = torch.ones_like(r)
+    if score == "plain":
+        return r, one
+    (total,) = at.sums(r)
+    if score == "leave_one_out":
+        return r - (total - r) / (at.n - 1).clamp(min=1), one
+    u = r - total / at.n.clamp(min=1)
+    if score == "centred":
+        return u, one
+    (squares,) = at.sums(u.square())
+    s = (squares / (at.n - 1).clamp(min=1)).sqrt() + eps
+    return u / s, s
+
+
+def pulled_back(e: Row, psi: Row, s: Row, at: Members, score: Score, eps: float) -> Row:
+    """Σ_i e_i ∂ψ_i/∂r̂_k for each k: the gradient flows through the statistics too."""
+    if score == "plain":
+        return e
+    total, along = at.sums(e, e * psi)
+    if score == "leave_one_out":
+        return e - (total - e) / (at.n - 1).clamp(min=1)
+    centred = e - total / at.n.clamp(min=1)
+    if score == "centred":
+        return centred
+    std = s - eps
+    bend = torch.where(std > 0, psi * along / ((at.n - 1).clamp(min=1) * std), 0.0)
+    return centred / s - bend
+
+
+def _numbered(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
+    return {"group": batch.require("group", by=NAME).unique(return_inverse=True)[1]}
+
+
+@stage(
+    "aggregate",
+    takes=("log_ratio",),
+    needs=("rewards", "group"),
+    prepare=_numbered,
+    adds=("score/agrees",),
+)
+def labelled_scores(
+    *,
+    beta: float = 1.0,
+    score: Score = "leave_one_out",
+    per: Literal["sum", "mean"] = "sum",
+    eps: float = 1e-6,
+):
+    """(1/B⁺) Σ_i |A_i|·softplus(-sign(A_i)·ψ_i): binary cross-entropy, |A| the class weight.
+
+        r̂_i = β Σ_t log-ratio (per="mean": its mean),   ψ_i = r̂_i - mean of the others' r̂
+        score="standardised": (r̂_i - mean)/(std + eps);  "centred": r̂_i - mean;  "plain": r̂_i
+
+    Nothing is detached. Responses without a reward are no part of their group; empty ones have
+    r̂ = 0 there and no term of their own. Groups may be cut over micro-batches: the sums run over
+    all of them, and each term carries the gradient of the whole loss to its own response.
+    """
+    if not beta > 0:
+        raise ProxpoError(f"labelled_scores: beta must be positive, got {beta}")
+
+    def aggregate(
+        x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
+    ) -> tuple[Float[Tensor, ""], Metrics]:
+        proxy = beta * (row_mean if per == "mean" else row_sum)(x, batch.mask)
+        one = (~batch.require("rewards", by=NAME).isnan()).to(x.dtype)
+        blank = Members(one, one, batch.require("group", by=NAME), ctx.all_sum)
+        at = blank._replace(n=blank.sums(one)[0])
+        a = row_mean(batch.require("advantages", by=NAME), batch.mask) * one
+        r = proxy.detach()
+        psi, s = scores(r, at, score, eps)
+        agree = a.sign() * psi
+        e = -a * torch.sigmoid(-agree)
+        pull = pulled_back(e, psi, s, at, score, eps) * one
+        value = a.abs() * torch.nn.functional.softplus(-agree) + pull * (proxy - r)
+        rows = ctx.counts.sequences.clamp(min=1).to(x.dtype)
+        return value.sum() / rows, {"score/agrees": (agree > 0).to(x.dtype).sum() / rows}
+
+    return aggregate
+
+
+__all__ = ["labelled_scores"]

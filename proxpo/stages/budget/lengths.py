@@ -1,0 +1,63 @@
+"""How long a response to each prompt may be."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import row_quantile
+from proxpo.ops.prompt_memory import blank, recall, remember
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.budget.visits import Visits, visits
+from proxpo.types import Batch, Budget, Context, Metrics, State
+
+
+def quantile_step(seen: Visits, tau: float) -> Float[Tensor, " prompt"]:
+    """α = Q_1 - Q_{1-τ} of the lengths of each prompt's right responses; 0 without any."""
+    right = seen.right & seen.there & (seen.length > 0)
+    longest = row_quantile(seen.length, right, 1.0)
+    return longest - row_quantile(seen.length, right, 1 - tau)
+
+
+def _start(options: Mapping[str, Any]) -> State:
+    return blank("removed")
+
+
+def _move(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metrics) -> State:
+    """L_q - α where the prompt was solved often enough, L_max else; kept as L_max - L_q."""
+    seen = visits(batch, by="budget=length_budget")
+    rate = (seen.right & seen.there).sum(dim=1) / seen.size.clamp(min=1)
+    removed = recall(state, "removed", seen.prompt_id)
+    shrunk = removed + quantile_step(seen, options["tau"]).ceil()
+    return remember(
+        state, seen.prompt_id, {"removed": torch.where(rate >= options["target"], shrunk, 0.0)}
+    )
+
+
+@stage("budget", needs=("prompt_id",), init=_start, update=_move)
+def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1):
+    """L_q <- L_q - α if the prompt's pass rate was at least `target`, else L_max. arXiv:2510.10168.
+
+        α = Q_1 - Q_{1-τ} of the lengths of its right responses at the last visit
+
+    L_max is the budget that comes in; L_q stays at or above min_tokens and is rounded down. A
+    truncated response is wrong. A prompt not seen before has L_max.
+    """
+    if not 0 <= tau <= 1:
+        raise ProxpoError(f"length_budget: tau must be in [0, 1], got {tau}")
+    if min_tokens < 1:
+        raise ProxpoError(f"length_budget: min_tokens must be 1 or more, got {min_tokens}")
+
+    def apply(budget: Budget, ctx: Context) -> tuple[Budget, Metrics]:
+        most = budget.max_tokens
+        removed = (
+            recall(ctx.state, "removed", budget.prompt_id)
+            if ctx.state
+            else torch.zeros(most.shape, dtype=torch.float64, device=most.device)
+        )
+        tokens = torch.minimum((most - removed).clamp(min=min_tokens).to(most.dtype), most)
+        return budget.replace(max_tokens=tokens), {"budget/tokens": tokens.double().mean()}
+
+    return apply

@@ -1,0 +1,86 @@
+"""Which responses are worth a forward and backward pass, once their advantages are known."""
+
+from typing import Literal
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Metric = Literal["smallest", "largest", "random"]
+Floor = Literal["kept", "removed"]
+
+
+def keep_best(
+    score: Float[Tensor, " seq"],
+    present: Bool[Tensor, " seq"],
+    group: Int[Tensor, " seq"],
+    *,
+    rate: float,
+    floor: Floor = "kept",
+) -> Bool[Tensor, " seq"]:
+    """The ⌊G(1 - rate)⌋ largest scores among the G present rows of each group; first rows win ties.
+
+    floor="removed": all but ⌊G·rate⌋. Rows that are not present take no part and are not kept.
+    """
+    rows = present.nonzero()[:, 0]
+    order = rows[score[rows].argsort(descending=True, stable=True)]
+    order = order[group[order].argsort(stable=True)]
+    _, sizes = group[order].unique_consecutive(return_counts=True)
+    start = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    rank = torch.arange(len(order), device=order.device) - start
+    share = 1 - rate if floor == "kept" else rate
+    count = (sizes.double() * share + 1e-9).floor()  # in floats 6·(1 - 2/3) is a little below 2
+    most = (count if floor == "kept" else sizes - count).repeat_interleave(sizes)
+    kept = torch.zeros_like(present)
+    kept[order[rank < most]] = True
+    return kept
+
+
+@stage(
+    "prune",
+    needs=lambda options: ("group",) if options["pool"] == "question" else (),
+    whole_batch=lambda options: options["pool"] == "question",
+)
+def largest_advantages(
+    *,
+    rate: float = 0.5,
+    pool: Literal["question", "batch"] = "question",
+    prune: Metric = "smallest",
+    floor: Floor = "kept",
+    prompt_factor: float = 1.0,
+):
+    """Keep the ⌊G(1 - P)⌋ responses of largest |A| to each prompt, P the rate. arXiv:2503.22342.
+
+    floor="removed" drops ⌊G·P⌋ instead, which keeps one more where G·P is not a whole number.
+    pool="batch" ranks all responses that this process holds instead. prune="largest" drops the
+    largest, "random" any. |A| is the largest over the tokens; ties go to the earlier row. The
+    others leave every denominator; advantages stay as they are. prompt_factor: how many times the
+    prompts a trainer draws, so that pruned batches are full.
+    """
+    if not 0 <= rate < 1:
+        raise ProxpoError(f"largest_advantages: rate must be in [0, 1), got {rate}")
+    if not prompt_factor >= 1:
+        raise ProxpoError(f"largest_advantages: prompt_factor is at least 1, got {prompt_factor}")
+
+    def keep(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, "seq tok"], Metrics]:
+        present = batch.mask.any(dim=1)
+        group = batch.group if pool == "question" else torch.zeros_like(present, dtype=torch.int64)
+        kept = keep_best(_score(batch, prune, ctx), present, group, rate=rate, floor=floor)
+        share = kept.sum() / present.sum().clamp(min=1)
+        return kept[:, None].expand_as(batch.mask), {"prune/kept": share}
+
+    return keep
+
+
+def _score(batch: Batch, prune: Metric, ctx: Context) -> Float[Tensor, " seq"]:
+    if prune == "random":
+        device = batch.mask.device if ctx.generator is None else ctx.generator.device
+        drawn = torch.rand(len(batch.mask), generator=ctx.generator, device=device)
+        return drawn.to(batch.mask.device)
+    size = batch.advantages.abs()
+    if size.dim() == 2:
+        size = size.masked_fill(~batch.mask, 0.0).amax(dim=1)
+    return size if prune == "smallest" else -size

@@ -1,0 +1,28 @@
+"""Log-probabilities -> importance ratios."""
+
+from proxpo.stages.ratio.gaussian import gaussian, recentred
+from proxpo.stages.ratio.kalman import ema, kalman
+from proxpo.stages.ratio.own import current, log_ratio
+from proxpo.stages.ratio.proximal import PROXIMAL, proximal_logp
+from proxpo.stages.ratio.sequence import geometric_clip, sequence
+from proxpo.stages.ratio.smoothed import smoothed
+from proxpo.stages.ratio.token import log_ratio_to_ref, none, token
+from proxpo.stages.ratio.turn import turn
+
+__all__ = [
+    "PROXIMAL",
+    "current",
+    "ema",
+    "gaussian",
+    "geometric_clip",
+    "kalman",
+    "log_ratio",
+    "log_ratio_to_ref",
+    "none",
+    "proximal_logp",
+    "recentred",
+    "sequence",
+    "smoothed",
+    "token",
+    "turn",
+]

@@ -1,0 +1,34 @@
+"""Log-probabilities of the current policy alone, or held against the old ones without exp."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage("ratio", gives="ratio")
+def current():
+    """r_t = exp(log π - sg[log π]): 1 in value, with the gradient of log π; no old policy."""
+
+    def ratio(batch: Batch, ctx: Context) -> Result:
+        return (batch.logp - batch.logp.detach()).exp(), {}
+
+    return ratio
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("old_logp",) if options["anchor"] == "old" else ()
+
+
+@stage("ratio", needs=_needs, gives="log_ratio")
+def log_ratio(*, anchor: Literal["old", "none"] = "old"):
+    """log π - log π_old per token, or log π itself, for losses that compare whole responses."""
+
+    def ratio(batch: Batch, ctx: Context) -> Result:
+        return (batch.logp - batch.old_logp.detach() if anchor == "old" else batch.logp), {}
+
+    return ratio

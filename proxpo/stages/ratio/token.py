@@ -1,0 +1,67 @@
+"""One ratio per token."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import torch
+
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.ratio.proximal import PROXIMAL, Proximal, proximal_logp, proximal_needs
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+Anchor = Literal["old", "rollout", "ref", "prox"]
+ANCHORS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "prox": "prox_logp"}
+
+
+def bounded_exp(log_ratio: Float[Tensor, "*shape"], limit: float) -> Float[Tensor, "*shape"]:
+    """exp of the log-ratio held within ±limit; beyond it the ratio is constant, its gradient 0."""
+    return log_ratio.clamp(-limit, limit).exp() if limit < math.inf else log_ratio.exp()
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    anchor = options["anchor"]
+    return proximal_needs(anchor) if anchor in PROXIMAL else (ANCHORS[anchor],)
+
+
+@stage("ratio", needs=_needs, gives="ratio")
+def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: float = 0.0):
+    """r_t = exp(log π - log π_anchor), the log-ratio held within ±limit (verl: 20).
+
+    anchor: old, rollout, ref, prox, or a proximal policy computed on the spot (recompute, a3po,
+    areal, linear; see proximal_logp). smooth=ε: π/(π_anchor + ε), as the 2019 code of P3O.
+    """
+
+    def ratio(batch: Batch, ctx: Context) -> Result:
+        if anchor in PROXIMAL:
+            other = proximal_logp(batch, prox=cast(Proximal, anchor))
+        else:
+            other = getattr(batch, ANCHORS[anchor]).detach()
+        other = (other.exp() + smooth).log() if smooth else other
+        return bounded_exp(batch.logp - other, limit), {}
+
+    return ratio
+
+
+@stage("ratio", gives="no ratio")
+def none():
+    """No ratio: the data are taken as drawn from the current policy."""
+
+    def ratio(batch: Batch, ctx: Context) -> Result:
+        return torch.ones((), dtype=batch.logp.dtype, device=batch.logp.device).expand_as(
+            batch.logp
+        ), {}
+
+    return ratio
+
+
+@stage("ratio", needs=("ref_logp",), gives="log_ratio")
+def log_ratio_to_ref():
+    """log π - log π_ref per token, for losses that compare whole responses."""
+
+    def ratio(batch: Batch, ctx: Context) -> Result:
+        return batch.logp - batch.ref_logp.detach(), {}
+
+    return ratio

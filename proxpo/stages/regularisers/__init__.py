@@ -1,0 +1,23 @@
+"""Per-token penalties added to the policy loss, coefficient included."""
+
+from proxpo.stages.regularisers.convex import kl_convex
+from proxpo.stages.regularisers.dual import kl_dual
+from proxpo.stages.regularisers.entropy import covariance_penalty, entropy_bonus
+from proxpo.stages.regularisers.ess import ess_kl_from_old, ess_kl_full, two_anchor_kl
+from proxpo.stages.regularisers.gaussian import gaussian_kl
+from proxpo.stages.regularisers.kl import kl_from_old, kl_to_ref
+from proxpo.stages.regularisers.mirror import mirror_kl
+
+__all__ = [
+    "covariance_penalty",
+    "entropy_bonus",
+    "ess_kl_from_old",
+    "ess_kl_full",
+    "gaussian_kl",
+    "kl_convex",
+    "kl_dual",
+    "kl_from_old",
+    "kl_to_ref",
+    "mirror_kl",
+    "two_anchor_kl",
+]

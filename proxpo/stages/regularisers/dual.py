@@ -1,0 +1,87 @@
+"""A KL penalty whose weight is a Lagrange multiplier. FixPO, arXiv:2312.05405."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.extremes import batch_max
+from proxpo.ops.kl import kl_estimate, kl_exact
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics, State
+
+Statistic = Literal["max", "mean"]
+METRIC = {"max": "kl/old_max", "mean": "kl/old"}
+BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's, for the multiplier
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("vocab_logp", "old_vocab_logp") if options["kl"] == "exact" else ("old_logp",)
+
+
+def _init(options: Mapping[str, Any]) -> State:
+    zero = torch.zeros((), dtype=torch.float64)
+    return {"coef": zero + options["coef"], "m": zero, "v": zero, "t": zero}
+
+
+def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Context) -> State:
+    """One Adam step on β·(ε - C·KL), then β ≥ 0; metrics without the KL leave β as it is."""
+    name, state = METRIC[options["statistic"]], ctx.state
+    if name not in metrics:
+        return state
+    slope = options["radius"] - options["margin"] * float(metrics[name])
+    t = state["t"] + 1
+    m = BETAS[0] * state["m"] + (1 - BETAS[0]) * slope
+    v = BETAS[1] * state["v"] + (1 - BETAS[1]) * slope**2
+    step = (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
+    return {"coef": (state["coef"] - options["lr"] * step).clamp(min=0.0), "m": m, "v": v, "t": t}
+
+
+@stage("regularisers", needs=_needs, init=_init, step=_follow)
+def kl_dual(
+    *,
+    coef: float = 1.0,
+    radius: float = 0.2,
+    margin: float = 2.0,
+    lr: float = 0.01,
+    statistic: Statistic = "max",
+    kl: Literal["exact", "sampled"] = "exact",
+):
+    """β·KL(π_old‖π), β rising while margin·stat(KL) > radius and falling below, never negative.
+
+    kl="exact" is over the whole vocabulary, ∂KL/∂logits = π - π_old; "sampled" is r - 1 - log r on
+    the drawn tokens, which bounds nothing. β starts at `coef` and moves by Adam at `lr`, after
+    every optimizer step.
+    """
+    if coef < 0 or not radius > 0 or margin < 0:
+        raise ProxpoError(
+            f"kl_dual: expected coef >= 0, radius > 0 and margin >= 0, got {coef}, {radius}, "
+            f"{margin}"
+        )
+
+    def penalty(
+        ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
+    ) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+        found = divergence_from_old(batch, exact=kl == "exact")
+        beta = float(ctx.state["coef"]) if "coef" in ctx.state else coef
+        seen = found.detach().masked_fill(~batch.mask, 0.0)
+        return beta * found, {
+            "kl/old": masked_mean(seen, batch.mask, all_sum=ctx.all_sum, scope="microbatch"),
+            "kl/old_max": batch_max(seen[batch.mask], all_sum=ctx.all_sum, scope="microbatch"),
+            "kl/beta": seen.new_tensor(beta),
+        }
+
+    return penalty
+
+
+def divergence_from_old(batch: Batch, *, exact: bool) -> Float[Tensor, "seq tok"]:
+    """KL(π_old‖π) per position: over the vocabulary, or r - 1 - log r on the drawn token."""
+    if exact:
+        return kl_exact(batch.old_vocab_logp.detach(), batch.vocab_logp)
+    return kl_estimate(batch.old_logp.detach(), batch.logp)
+
+
+__all__ = ["divergence_from_old", "kl_dual"]

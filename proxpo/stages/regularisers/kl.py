@@ -1,0 +1,46 @@
+"""KL penalties with a fixed coefficient."""
+
+from proxpo.ops.kl import Clamp, Estimator, kl_estimate
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage(
+    "regularisers",
+    needs=("ref_logp",),
+    takes=lambda options: ("ratio",) if options["ratio_corrected"] else (),
+)
+def kl_to_ref(
+    *,
+    coef: float = 0.001,
+    estimator: Estimator = "k3",
+    clamp: Clamp = "none",
+    ratio_corrected: bool = False,
+):
+    """β·KL(π‖π_ref) by the named estimator. ratio_corrected=True multiplies it by the ratio.
+
+    With the token ratio, r·k3 has the gradient r·d: the unbiased reverse-KL gradient off-policy
+    (arXiv:2512.02556; TRL's default when β > 0).
+    """
+
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        kl = kl_estimate(batch.logp, batch.ref_logp.detach(), estimator=estimator, clamp=clamp)
+        kl = ratio * kl if ratio_corrected else kl
+        return coef * kl, {"kl/ref": masked_mean(kl.detach(), batch.mask)}
+
+    return penalty
+
+
+@stage("regularisers", needs=("old_logp",))
+def kl_from_old(*, coef: float, estimator: Estimator = "k3", clamp: Clamp = "none"):
+    """coef · estimate of KL(π‖π_old) on tokens drawn from π_old."""
+
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        kl = kl_estimate(batch.logp, batch.old_logp.detach(), estimator=estimator, clamp=clamp)
+        return coef * kl, {"kl/old": masked_mean(kl.detach(), batch.mask)}
+
+    return penalty

@@ -1,0 +1,78 @@
+"""The proximal term of mirror descent: a KL to the previous policy over an annealed step size."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.kl import kl_estimate, kl_exact
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Clock, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+Estimator = Literal["sampled", "k3", "exact"]
+Anneal = Literal["linear", "code", "constant"]
+
+
+def mirror_step_size(
+    clock: Clock, *, start: float = 1.0, floor: float = 0.05, anneal: Anneal = "linear"
+) -> float:
+    """t_k = start·(1 - k/K), never below `floor`; start where the run's length K is not known.
+
+    anneal="code": 1 - (k-1)/K, above `start` in the first iteration.
+    """
+    if anneal == "constant" or not clock.steps:
+        return start
+    k = clock.step - 1 if anneal == "code" else clock.step
+    return max(floor, start * (1 - k / clock.steps))
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if options["estimator"] == "exact" and options["tsallis"] is None:
+        return ("vocab_logp", "old_vocab_logp")
+    return ("old_logp",)
+
+
+@stage("regularisers", needs=_needs)
+def mirror_kl(
+    *,
+    estimator: Estimator = "sampled",
+    tsallis: float | None = None,
+    start: float = 1.0,
+    floor: float = 0.05,
+    anneal: Anneal = "linear",
+):
+    """(1/t_k)·KL(π‖π_old), t_k falling over the run. MDPO, arXiv:2005.09814.
+
+    "sampled": r log r - r + 1, unbiased on tokens of π_old, gradient r log r; "k3":
+    log r + 1/r - 1, biased there; "exact": Σ_a π (log π - log π_old) over the vocabulary.
+    tsallis=q ≠ 1 takes instead log_{2-q} π - log_{2-q} π_old of the sampled token, with
+    log_q x = (x^{1-q} - 1)/(1-q).
+    """
+    if not (start > 0 and floor > 0):
+        raise ProxpoError(f"mirror_kl: start and floor must be positive, got {start} and {floor}")
+    if tsallis == 1.0:
+        raise ProxpoError("mirror_kl: tsallis must differ from 1, where it is the plain logarithm")
+
+    def divergence(batch: Batch) -> Float[Tensor, "seq tok"]:
+        if tsallis is not None:
+            power = tsallis - 1  # log_{2-q} x = (x^{q-1} - 1)/(q - 1)
+            return ((power * batch.logp).exp() - (power * batch.old_logp.detach()).exp()) / power
+        if estimator == "exact":
+            return kl_exact(batch.vocab_logp, batch.old_vocab_logp.detach())
+        if estimator == "k3":
+            return kl_estimate(batch.logp, batch.old_logp.detach())
+        d = batch.logp - batch.old_logp.detach()
+        return d * d.exp() - d.expm1()
+
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        t = mirror_step_size(ctx.clock, start=start, floor=floor, anneal=anneal)
+        kl = divergence(batch)
+        seen = {
+            "kl/old": masked_mean(kl.detach(), batch.mask),
+            "trust/step_size": kl.new_tensor(t),
+        }
+        return kl / t, seen
+
+    return penalty

@@ -1,0 +1,142 @@
+"""Terms added to the reward: a KL penalty, a length penalty, a clip."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.kl import Clamp, Estimator, kl_estimate
+from proxpo.ops.masked import row_mean, row_sum
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.advantage.returns import token_rewards
+from proxpo.types import Batch, Context, Metrics, State
+
+Result = tuple[Batch, Metrics]
+OFFICIAL_LENGTH = 20480.0  # of DAPO's runs, with a soft zone of a fifth of it
+
+
+@stage("reward", needs=("rewards",))
+def clip_reward(*, low: float, high: float):
+    """r_i -> clip(r_i, low, high)."""
+
+    def shape(batch: Batch, ctx: Context) -> Result:
+        return batch.replace(rewards=batch.rewards.clamp(low, high)), {}
+
+    return shape
+
+
+@stage("reward", needs=("rewards",), length=OFFICIAL_LENGTH)
+def overlong_penalty(
+    *,
+    max_tokens: float | None = None,
+    cache: float | None = None,
+    factor: float = 1.0,
+    floor: bool = True,
+):
+    """Soft overlong punishment, n the response length. DAPO, arXiv:2503.14476 eq. 13.
+
+    0 if n ≤ L_max - L_c;  ((L_max - L_c) - n)/L_c up to n = L_max;  -1 beyond (floor=False: linear
+    without the floor, as verl). L_c = 0 means no soft zone. max_tokens=None: L_max is the longest
+    response that the host allows, 20480 without a host; cache=None: L_c is a fifth of L_max.
+    """
+    longest = OFFICIAL_LENGTH if max_tokens is None else max_tokens
+    zone = longest / 5 if cache is None else cache
+    if not 0 <= zone <= longest or not longest > 0 or math.isinf(zone):
+        raise ProxpoError(
+            f"overlong_penalty: need 0 ≤ cache ≤ max_tokens, got {zone:g}, {longest:g}"
+        )
+
+    def shape(batch: Batch, ctx: Context) -> Result:
+        length = batch.mask.sum(dim=1).to(batch.rewards.dtype)
+        if zone == 0:
+            penalty = -(length > longest).to(length.dtype)
+        else:
+            penalty = ((longest - zone - length) / zone).clamp(max=0.0)
+            penalty = penalty.clamp(min=-1.0) if floor else penalty
+        share = (penalty < 0).to(length.dtype).mean()
+        return batch.replace(rewards=batch.rewards + factor * penalty), {"reward/overlong": share}
+
+    return shape
+
+
+def _start(options: Mapping[str, Any]) -> State:
+    return {"coef": torch.tensor(float(options["coef"]), dtype=torch.float64)}
+
+
+def _adapt(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metrics) -> State:
+    """The coefficient after a batch whose mean KL was `reward/kl`."""
+    if options["controller"] == "fixed" or "reward/kl" not in metrics:
+        return state
+    kl, target = metrics["reward/kl"].double().cpu(), options["target"]
+    if options["controller"] == "horizon":
+        error = (kl / target - 1).clamp(-0.2, 0.2)
+        n = metrics["reward/responses"].double().cpu()
+        return {"coef": state["coef"] * (1 + error * n / options["horizon"])}
+    if kl < target / 1.5:
+        return {"coef": state["coef"] / 2}
+    return {"coef": state["coef"] * 2 if kl > 1.5 * target else state["coef"]}
+
+
+def _needs_kl(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if not options["coef"]:
+        return ("rewards",)
+    read = ("ref_kl",) if options["estimator"] == "full" else ("old_logp", "ref_logp")
+    return ("rewards", *read)
+
+
+def _instead(options: Mapping[str, Any]) -> dict[str, str]:
+    return {} if options["per"] == "sequence" else {"rewards": "token_rewards"}
+
+
+@stage("reward", needs=_needs_kl, instead=_instead, init=_start, update=_adapt)
+def kl_in_reward(
+    *,
+    coef: float = 0.001,
+    estimator: Estimator | Literal["full"] = "k1",
+    per: Literal["token", "sequence"] = "token",
+    clamp: Clamp = "none",
+    controller: Literal["fixed", "horizon", "doubling"] = "fixed",
+    target: float = 0.1,
+    horizon: float = 10000.0,
+):
+    """ρ_t = score_t - β·k(log π_old - log π_ref)_t, detached.
+
+    estimator="full": KL(π_old‖π_ref) over the whole vocabulary, the batch field `ref_kl`.
+    per="token" leaves it on the tokens (PPO, REINFORCE++); "sequence" subtracts its sum from the
+    response's reward (RLOO). controller="horizon": β ← β(1 + clip(KL/target - 1, ±0.2)·n/horizon)
+    with n responses (Ziegler et al., arXiv:1909.08593); "doubling": halved below target/1.5,
+    doubled above 1.5·target (arXiv:1707.06347 section 4). KL is the mean over responses of their
+    token means.
+    """
+    if estimator == "full" and clamp != "none":
+        raise ProxpoError(f"kl_in_reward: clamp={clamp} bounds an estimate, not estimator=full")
+
+    def divergence(batch: Batch) -> Float[Tensor, "seq tok"]:
+        if estimator == "full":
+            return batch.ref_kl.detach()
+        return kl_estimate(
+            batch.old_logp, batch.ref_logp, estimator=estimator, clamp=clamp
+        ).detach()
+
+    def shape(batch: Batch, ctx: Context) -> Result:
+        if not coef:
+            return batch, {}
+        beta = ctx.state.get("coef", torch.tensor(coef, dtype=torch.float64)).to(batch.logp)
+        kl = divergence(batch)
+        rows = torch.stack([row_mean(kl, batch.mask).sum(), batch.mask.any(dim=1).sum().to(kl)])
+        total, n = ctx.all_sum(rows)  # so that every rank adapts to the same KL
+        seen = {
+            "reward/kl": total / n.clamp(min=1),
+            "reward/kl_coef": beta,
+            "reward/responses": n,
+        }
+        if per == "sequence":
+            penalty = (beta * row_sum(kl, batch.mask)).to(batch.rewards.dtype)
+            return batch.replace(rewards=batch.rewards - penalty), seen
+        kept = batch.replace(rewards=None)
+        return batch.replace(token_rewards=token_rewards(kept) - beta * kl), seen
+
+    return shape

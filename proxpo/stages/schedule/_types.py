@@ -1,0 +1,95 @@
+"""What a schedule is given: one rollout, and everything that may be done with it."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from proxpo.exact.policy import Policy, Samples
+from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.types import Batch, Metrics, Recipe
+
+Weights = list[Tensor]
+
+
+@runtime_checkable
+class Updates(Protocol):
+    """One rollout in the hands of a schedule; a trainer provides it.
+
+    A schedule's function is `apply(updates, ctx) -> (state, metrics)`: it makes the optimizer steps
+    it wants and returns its own next state. `count` is how many the settings ask for, `parts` into
+    how many mini-batches they cut the rollout. A schedule that does not follow these, or makes its
+    steps without the `optimizer`, declares so in `decides`, and a host refuses the settings.
+    """
+
+    count: int
+    parts: int
+    recipe: Recipe
+
+    def step(
+        self,
+        n: int = 1,
+        *,
+        parts: int | None = None,
+        recipe: Recipe | None = None,
+        rows: Int[Tensor, " row"] | None = None,
+        only: bool = False,
+    ) -> Metrics:
+        """n optimizer steps, each on the next mini-batch; the metrics of the last.
+
+        parts=1 takes the whole rollout each time. `rows` takes those rows, `recipe` another loss.
+        only=True promises that no other step follows, which may save a pass of the model.
+        """
+        ...
+
+    def replay(self, *, start: int = 0, batch: float | None = None) -> bool:
+        """One step on replayed data; none, and False, while fewer than `start` responses are kept.
+
+        The data are one earlier rollout, drawn at random, or `batch` times the prompts of a rollout
+        from all that are kept; where that is more than there are, all of them.
+        """
+        ...
+
+    def mix(self, *, share: float, rollouts: int) -> None:
+        """Before the first step: each prompt is, with this chance, one of the last rollouts'."""
+        ...
+
+    def keep(self, *, samples: int = 0, rollouts: int = 0) -> None:
+        """Remember earlier rollouts: this many, or as many as have this many samples."""
+        ...
+
+    def batch(self) -> Batch:
+        """The prepared rollout, with the policy's numbers from before the first step."""
+        ...
+
+    def now(self, rows: Int[Tensor, " row"]) -> Batch:
+        """These rows with the policy's present numbers, without gradient or dropout."""
+        ...
+
+    def add(self, **fields: Float[Tensor, "seq tok"]) -> None:
+        """Further fields of the batch, for the losses of the steps to come."""
+        ...
+
+    def weights(self) -> Weights:
+        """A copy of the trained weights."""
+        ...
+
+    def load(self, weights: Weights) -> None:
+        """Put weights in place; the optimizer keeps its moments."""
+        ...
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """A copy of the optimizer's state."""
+        ...
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Put the optimizer's state back."""
+        ...
+
+    def logp(self, weights: Weights) -> Float[Tensor, "seq tok"]:
+        """Log-probabilities of the rollout under other weights."""
+        ...
+
+    def exact(self) -> tuple[Policy, Samples]:
+        """The model as a function of its parameters, and the rollout it is judged on."""
+        ...
+
+
+__all__ = ["Updates", "Weights"]

@@ -1,0 +1,75 @@
+"""Schedules that only count: how many steps, on how much of the rollout."""
+
+import math
+from typing import Literal
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.stages import stage
+from proxpo.stages.schedule._types import Updates
+from proxpo.types import Context, Metrics, State
+
+Result = tuple[State, Metrics]
+MOST_REPLAYS = 1000  # replayed updates a rollout, on average
+
+
+@stage("schedule", decides=("count", "parts"))
+def single_update():
+    """One update on the whole rollout batch, so that the data are on-policy (OPO, ReMax)."""
+
+    def schedule(updates: Updates, ctx: Context) -> Result:
+        updates.step(1, parts=1, only=True)
+        return {}, {}
+
+    return schedule
+
+
+@stage("schedule", decides=("count", "parts"))
+def inner_steps(*, steps: int = 10, on: Literal["whole", "parts"] = "whole"):
+    """`steps` optimizer steps on each rollout, whatever the trainer's settings say.
+
+    on="whole": each on the whole rollout (MDPO's m inner steps, arXiv:2005.09814). on="parts": each
+    on its own share of the prompts, so that one large rollout feeds many small steps (RAPID's
+    horizon H, arXiv:2510.03515).
+    """
+    if steps < 1:
+        raise ProxpoError(f"inner_steps: steps is at least 1, got {steps}")
+
+    def schedule(updates: Updates, ctx: Context) -> Result:
+        updates.step(steps, parts=1 if on == "whole" else steps, only=True)
+        return {}, {}
+
+    return schedule
+
+
+@stage("schedule")
+def poisson_replay(
+    *, ratio: float = 2.0, capacity: int = 50_000, start: int = 0, batch: float | None = None
+):
+    """After each on-policy update m ~ Poisson(ratio) updates on replayed data. P3O 2019.
+
+    The buffer holds the last `capacity` responses; there is no replay while it holds fewer than
+    `start`. A replayed update takes `batch` times the prompts of a rollout, drawn from the whole
+    buffer; batch=None takes one earlier rollout, whole. The released code counts frames of Atari
+    games: start 15,000, and 6 times the parallel environments.
+    """
+    if not 0 <= ratio <= MOST_REPLAYS or capacity < 1 or not 0 <= start <= capacity:
+        raise ProxpoError(
+            f"poisson_replay: expected ratio in [0, {MOST_REPLAYS}], capacity of at least 1 and "
+            f"start in [0, capacity], got {ratio:g}, {capacity}, {start}"
+        )
+    if batch is not None and not 0 < batch < math.inf:
+        raise ProxpoError(f"poisson_replay: batch is positive and finite, or none, got {batch:g}")
+
+    def schedule(updates: Updates, ctx: Context) -> Result:
+        drawn = int(torch.poisson(torch.tensor(float(ratio)), generator=ctx.generator))
+        updates.keep(samples=capacity)
+        updates.step(updates.count, only=not drawn)
+        made = sum(updates.replay(start=start, batch=batch) for _ in range(drawn))
+        return {}, {"schedule/replayed": torch.tensor(float(made))}
+
+    return schedule
+
+
+__all__ = ["inner_steps", "poisson_replay", "single_update"]

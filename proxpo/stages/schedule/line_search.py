@@ -1,0 +1,68 @@
+"""One line-searched natural-gradient step per rollout: TRPO, arXiv:1502.05477."""
+
+from typing import Literal
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.exact.trpo import trpo_step
+from proxpo.stages import stage
+from proxpo.stages.schedule._types import Updates
+from proxpo.types import Context, Metrics, State
+
+
+@stage("schedule", decides=("count", "parts", "optimizer"))
+def line_search(
+    *,
+    delta: float = 0.01,
+    damping: float = 0.1,
+    cg_iterations: int = 15,
+    cg_tolerance: float = 1e-10,
+    shrink: float = 0.8,
+    searches: int = 10,
+    average: Literal["token", "sequence"] = "token",
+):
+    """max Σ w r A with Σ w KL(π_old‖π) < δ by conjugate gradients and backtracking, no optimizer.
+
+    The surrogate is the importance-weighted one over the whole rollout, whatever the recipe's loss;
+    its advantages and filters are the recipe's. Log-probabilities of the whole vocabulary are held
+    at once: for small models and adapters. A step that the search refuses leaves the weights alone.
+    Conjugate gradients stop at |g - (F + λI)x|² ≤ cg_tolerance · |g|², or after cg_iterations.
+    """
+    if not delta > 0 or damping < 0 or not 0 < shrink < 1 or min(cg_iterations, searches) < 1:
+        raise ProxpoError(
+            f"line_search: expected delta > 0, damping >= 0, shrink in (0, 1) and counts of at "
+            f"least 1, got {delta}, {damping}, {shrink}, {cg_iterations}, {searches}"
+        )
+    if not 0 <= cg_tolerance < 1:
+        raise ProxpoError(f"line_search: cg_tolerance must be in [0, 1), got {cg_tolerance}")
+
+    def schedule(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
+        policy, samples = updates.exact()
+        found = trpo_step(
+            policy,
+            samples,
+            updates.batch().require("advantages", by="schedule=line_search"),
+            delta=delta,
+            damping=damping,
+            cg_iterations=cg_iterations,
+            cg_tolerance=cg_tolerance,
+            shrink=shrink,
+            searches=searches,
+            average=average,
+        )
+        seen = {
+            "loss": -found.old_surrogate,
+            "grad_norm": found.gradient_norm,
+            "trust/accepted": float(found.accepted),
+            "trust/shrinks": found.shrinks,
+            "trust/gain": found.surrogate - found.old_surrogate,
+            "kl/old": found.kl,
+            "schedule/step_norm": float(found.step.norm()),
+        }
+        return {}, {name: torch.tensor(float(value)) for name, value in seen.items()}
+
+    return schedule
+
+
+__all__ = ["line_search"]

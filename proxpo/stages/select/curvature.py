@@ -1,0 +1,249 @@
+"""Tokens whose own step would move objective or policy too far, foreseen from the last layer.
+
+Only the head W moves in this model. A token with advantage A, hidden state h and K candidates of
+probability π among themselves, e the one it drew, has v = e - π and the gradient G = A v hᵀ. A step
+Δ along it, u = Δ h, is foreseen to shift, with the learning rate η,
+
+    objective   m_H = η A (v·u) + (η²/2) A [(v·u)² - uᵀ(diag π - π πᵀ) u]
+    policy      m_F = (η²/2) (v·u)²
+
+CAPO, arXiv:2510.00819.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import masked_mean, row_sum, spread
+from proxpo.ops.prompt_memory import find
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics, State
+
+OFFICIAL_RATE = 1.5e-5  # learning rate of the paper's runs
+MOST = 1 << 24  # entries of token x candidate x unit that exist at once
+
+
+class Candidates(NamedTuple):
+    """Valid tokens: advantage, hidden state, and the K likeliest next tokens: ids, π, v = e - π."""
+
+    advantage: Float[Tensor, " n"]
+    hidden: Float[Tensor, "n dim"]
+    ids: Int[Tensor, "n k"]
+    share: Float[Tensor, "n k"]
+    pull: Float[Tensor, "n k"]
+
+
+class Shifts(NamedTuple):
+    """What each token's own step is foreseen to do."""
+
+    objective: Float[Tensor, " n"]
+    policy: Float[Tensor, " n"]
+
+
+def candidates(batch: Batch, *, k: int) -> Candidates:
+    """π is the softmax over the top k alone; e is 0 where the drawn token is not among them.
+
+    All in the widest dtype of the three: a trainer in float64 may keep its hidden states narrower.
+    """
+    mask = batch.mask
+    values = batch.advantages
+    values = spread(values, mask) if values.dim() == 1 else values
+    kind = torch.promote_types(values.dtype, batch.vocab_logp.dtype)
+    kind = torch.promote_types(kind, batch.hidden.dtype)
+    every = batch.vocab_logp.detach()[mask].to(kind)
+    top, ids = every.topk(min(k, every.shape[-1]), dim=-1)
+    share = top.softmax(dim=-1)
+    drawn = (ids == batch.tokens[mask][:, None]).to(share.dtype)
+    hidden = batch.hidden.detach()[mask].to(kind)
+    return Candidates(values[mask].to(kind), hidden, ids, share, drawn - share)
+
+
+def shifts(tokens: Candidates, u: Float[Tensor, "n k"], *, rate: float) -> Shifts:
+    """m_H and m_F of the module's formulas."""
+    a, along = tokens.advantage, (tokens.pull * u).sum(-1)
+    spread_of_u = (tokens.share * u.square()).sum(-1) - (tokens.share * u).sum(-1).square()
+    curved = along.square() - spread_of_u
+    return Shifts(rate * a * along + rate**2 / 2 * a * curved, rate**2 / 2 * along.square())
+
+
+def sgd_step(tokens: Candidates) -> Float[Tensor, "n k"]:
+    """u of the step Δ = G: A |h|² v."""
+    return (tokens.advantage * tokens.hidden.square().sum(-1))[:, None] * tokens.pull
+
+
+def adam_step(
+    tokens: Candidates, state: State, *, beta1: float, beta2: float, eps: float
+) -> Float[Tensor, "n k"]:
+    """u of the step Adam would make from the moments of each candidate's row, as if G came next.
+
+    Before the first moments there is nothing to divide by: Δ = G.
+    """
+    if not state or not float(state["steps"]):
+        return sgd_step(tokens)
+    t = float(state["steps"]) + 1
+    moments = [state[name].to(tokens.hidden) for name in ("first", "second")]
+    parts = []
+    size = max(1, MOST // max(tokens.ids.shape[1] * tokens.hidden.shape[1], 1))
+    for at in range(0, max(len(tokens.ids), 1), size):
+        some = Candidates(*(x[at : at + size] for x in tokens))
+        place, known = find(state["token_id"].to(some.ids.device), some.ids)
+        first, second = (torch.where(known[..., None], x[place], 0.0) for x in moments)
+        g = gradient(some)
+        first = beta1 * first + (1 - beta1) * g
+        second = beta2 * second + (1 - beta2) * g.square()
+        step = first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + eps)
+        parts.append((step @ some.hidden[..., None])[..., 0])
+    return torch.cat(parts)
+
+
+def gradient(tokens: Candidates) -> Float[Tensor, "n k dim"]:
+    """G = A v hᵀ of each token."""
+    return (tokens.advantage[:, None] * tokens.pull)[..., None] * tokens.hidden[:, None]
+
+
+def _start(options: Mapping[str, Any]) -> State:
+    if options["optimizer"] == "sgd":
+        return {}
+    empty = torch.zeros(0, dtype=torch.float64)
+    ids = torch.zeros(0, dtype=torch.int64)
+    steps = torch.zeros((), dtype=torch.float64)
+    return {"token_id": ids, "first": empty, "second": empty, "steps": steps}
+
+
+def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Context) -> State:
+    """Moments after a step: each row takes the mean of its kept gradients; absent rows rest.
+
+    The mean is over the tokens of all ranks.
+    """
+    if options["optimizer"] == "sgd":
+        return ctx.state
+    keep, tokens, _ = _judge(batch, ctx.state, _rate(options, ctx), options)
+    some = Candidates(*(x[keep] for x in tokens))
+    vocabulary = batch.require("vocab_logp", by="select=curvature_mask").shape[-1]
+    count = ctx.all_sum(torch.bincount(some.ids.flatten(), minlength=vocabulary).double())
+    ids = count.nonzero()[:, 0]
+    row, _ = find(ids, some.ids)
+    total = some.hidden.new_zeros(len(ids), some.hidden.shape[1], dtype=torch.float64)
+    for k in range(some.ids.shape[1]):  # a candidate at a time: no token x candidate x unit
+        part = (some.advantage * some.pull[:, k])[:, None] * some.hidden
+        total.index_add_(0, row[:, k], part.double())
+    mean = ctx.all_sum(total) / count[ids][:, None]
+    return _moved(options, ctx.state, ids.cpu(), mean.cpu())
+
+
+def _rate(options: Mapping[str, Any], ctx: Context) -> float:
+    """η: the option, or the trainer's at this moment, or that of the paper's runs."""
+    for rate in (options["learning_rate"], ctx.clock.learning_rate):
+        if rate is not None:
+            return rate
+    return OFFICIAL_RATE
+
+
+def _moved(options: Mapping[str, Any], state: State, ids: Tensor, mean: Tensor) -> State:
+    every = torch.cat([state["token_id"], ids]).unique()
+    now, _ = find(every, ids)
+    before, _ = find(every, state["token_id"])
+    table: State = {"token_id": every, "steps": state["steps"] + 1}
+    for name, beta, value in (
+        ("first", options["beta1"], mean),
+        ("second", options["beta2"], mean.square()),
+    ):
+        column = mean.new_zeros(len(every), mean.shape[1])
+        column[before] = state[name].reshape(len(before), mean.shape[1])
+        column[now] = beta * column[now] + (1 - beta) * value
+        table[name] = column
+    return table
+
+
+def _judge(
+    batch: Batch, state: State, rate: float, options: Mapping[str, Any]
+) -> tuple[Bool[Tensor, " n"], Candidates, Shifts]:
+    """Which valid tokens stay."""
+    tokens = candidates(batch, k=options["k"])
+    if options["optimizer"] == "sgd":
+        u = sgd_step(tokens)
+    else:
+        adam = {name: options[name] for name in ("beta1", "beta2", "eps")}
+        u = adam_step(tokens, state, **adam)
+    found = shifts(tokens, u, rate=rate)
+    keep = torch.ones_like(found.policy, dtype=torch.bool)
+    if options["tau_policy"]:
+        keep &= found.policy < options["tau_policy"]
+    if options["tau_objective"]:
+        two = options["sides"] == "two"
+        size = found.objective.abs() if two else found.objective
+        keep &= size < options["tau_objective"]
+        keep &= two | (found.objective >= 0)
+    return keep, tokens, found
+
+
+@stage("select", needs=("hidden", "vocab_logp", "tokens"), init=_start, step=_follow)
+def curvature_mask(
+    *,
+    tau_policy: float = 1e-4,
+    tau_objective: float = 0.01,
+    optimizer: Literal["adam", "sgd"] = "adam",
+    sides: Literal["two", "one"] = "two",
+    k: int = 50,
+    learning_rate: float | None = None,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    normalize: Literal["sequence", "all"] = "sequence",
+):
+    """1 on tokens with m_F < tau_policy and |m_H| < tau_objective, else 0. arXiv:2510.00819.
+
+    sides="one": 0 ≤ m_H < tau_objective instead. A bound of 0 is none. normalize="sequence" divides
+    each response by its kept tokens under a mean over them; "all" leaves the divisor.
+    learning_rate=None: η is the trainer's at the moment, 1.5e-5 without a trainer. The Adam model
+    remembers two moments for each row of the head that was a candidate; they move after every
+    optimizer step, by the tokens that all ranks have kept.
+    """
+    for name, bound in (("tau_policy", tau_policy), ("tau_objective", tau_objective)):
+        if not bound >= 0:
+            raise ProxpoError(f"curvature_mask: {name} must not be negative, got {bound}")
+    if k < 1:
+        raise ProxpoError(f"curvature_mask: k must be at least 1, got {k}")
+    options = {
+        "tau_policy": tau_policy,
+        "tau_objective": tau_objective,
+        "optimizer": optimizer,
+        "sides": sides,
+        "k": k,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "learning_rate": learning_rate,
+    }
+
+    def select(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+        rate = _rate(options, ctx)
+        stays, _, found = _judge(batch, ctx.state, rate, options)
+        keep = torch.zeros_like(batch.mask).index_put((batch.mask,), stays)
+        weight = keep.to(batch.logp.dtype)
+        if normalize == "sequence":
+            kept = row_sum(keep, batch.mask).clamp(min=1)
+            weight = weight * (batch.mask.sum(dim=1) / kept).to(weight.dtype)[:, None]
+        largest = found.policy.max() if len(found.policy) else found.policy.sum()
+        seen = {
+            "select/kept": masked_mean(keep, batch.mask),
+            "select/policy_shift_max": largest,
+            "select/learning_rate": torch.tensor(rate, dtype=torch.float64),
+        }
+        return weight, seen
+
+    return select
+
+
+__all__ = [
+    "Candidates",
+    "Shifts",
+    "adam_step",
+    "candidates",
+    "curvature_mask",
+    "sgd_step",
+    "shifts",
+]

@@ -1,0 +1,37 @@
+"""Selection of tokens by their probability."""
+
+from typing import Literal
+
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.quantiles import quantile
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage("select", needs=("old_logp",))
+def probability_split(
+    *,
+    threshold: float = 0.5,
+    part: Literal["low", "high"] = "low",
+    rule: Literal["probability", "quantile"] = "probability",
+):
+    """1 on tokens with π_old < threshold (part="low") or ≥ threshold ("high"): Lopti's two passes.
+
+    rule="quantile": the threshold is a quantile of π_old over the valid tokens of the micro-batch.
+    """
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        p = batch.old_logp.detach().exp()
+        bound: Tensor | float = threshold
+        if rule == "quantile" and batch.mask.any():
+            bound = quantile(p[batch.mask], threshold)
+        chosen = p < bound if part == "low" else p >= bound
+        return chosen.to(p.dtype), {f"select/{part}": masked_mean(chosen, batch.mask)}
+
+    return weights
+
+
+__all__ = ["probability_split"]

@@ -1,0 +1,53 @@
+"""Reciprocal ratios for positive advantages, and a soft ceiling on every weight."""
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import masked_mean, row_quantile
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage("trust", needs=("entropy",), takes=("ratio",), gives="loss")
+def asymmetric_clip(
+    *,
+    clip: float = 0.2,
+    clip_uncertain: float = 0.4,
+    quantile: float = 0.8,
+    cap_pos: float = 3.0,
+    cap_neg: float = 3.0,
+):
+    """x = -A·w·(r/sg r), w = 1/min(r, 1+ε) if A ≥ 0 else max(r, 1-ε). ASPO, arXiv:2510.06062.
+
+    Without gradient beyond 1+ε (A ≥ 0) or below 1-ε (A < 0). Where w > cap: x = -A·cap·log π. ε is
+    `clip_uncertain` on tokens above the response's entropy quantile, else `clip`.
+    """
+    if not (clip >= 0 and clip_uncertain >= 0):
+        raise ProxpoError(f"asymmetric_clip: ε must be >= 0, got {clip} and {clip_uncertain}")
+    if not 0 <= quantile <= 1:
+        raise ProxpoError(f"asymmetric_clip: quantile must be in [0, 1], got {quantile}")
+    if not (cap_pos >= 1 and cap_neg >= 1):
+        raise ProxpoError(f"asymmetric_clip: caps must be at least 1, got {cap_pos}, {cap_neg}")
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        adv, r, entropy = batch.advantages, ratio.detach(), batch.entropy.detach()
+        uncertain = entropy > row_quantile(entropy, batch.mask, quantile)[:, None]
+        # Tensors among the choices: two plain numbers would be rounded to float32.
+        eps = torch.where(uncertain, r.new_full((), clip_uncertain), clip)
+        positive, tiny = adv >= 0, torch.finfo(r.dtype).tiny
+        silent = torch.where(positive, r > 1 + eps, r < 1 - eps)
+        flipped = 1 / r.clamp(min=tiny).clamp(max=1 + eps)
+        weight = torch.where(positive, flipped, r.clamp(min=1 - eps))
+        cap = torch.where(positive, r.new_full((), cap_pos), cap_neg)
+        soft = weight > cap
+        through = torch.where(silent, 1.0, ratio / r.clamp(min=tiny))
+        x = -adv * torch.where(soft, cap * batch.logp, weight * through)
+        return x, {
+            "trust/clipped": masked_mean(silent, batch.mask),
+            "trust/soft": masked_mean(soft, batch.mask),
+        }
+
+    return surrogate

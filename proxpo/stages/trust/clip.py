@@ -1,0 +1,133 @@
+"""The clipped surrogate and its variants."""
+
+from typing import Any
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.trust.covariance import covariance
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+Pair = tuple[Float[Tensor, "seq tok"], Bool[Tensor, "seq tok"]]
+
+
+@stage("trust", takes=("ratio",), gives="loss")
+def unclipped():
+    """x = -A r: the importance-sampled policy gradient, no trust region."""
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return -batch.advantages * ratio, {}
+
+    return surrogate
+
+
+@stage("trust", takes=("ratio",), gives="loss")
+def ppo_clip(
+    *, low: float = 0.2, high: float = 0.2, dual: float | None = None, cap: float | None = None
+):
+    """x = max(-A r, -A clip(r, 1-low, 1+high)). PPO, arXiv:1707.06347 eq. 7.
+
+    dual=c > 1: where A < 0, x is held below c|A| (arXiv:1912.09729). cap=δ: the unclipped branch
+    uses min(r, δ) (two-sided clip of INTELLECT-2).
+    """
+    clipped_loss = clipper(low=low, high=high, dual=dual, cap=cap)
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        x, clipped = clipped_loss(ratio, batch.advantages)
+        return x, {"trust/clipped": masked_mean(clipped, batch.mask)}
+
+    return surrogate
+
+
+def clipper(*, low: float, high: float, dual: float | None = None, cap: float | None = None):
+    """(ratio, A) -> (x, where the clipped branch is the larger loss)."""
+    if low < 0 or high < 0:
+        raise ProxpoError(f"ppo_clip: the clip range must not be negative, got {low} and {high}")
+    check_dual(dual, by="ppo_clip")
+
+    def clipped_loss(ratio: Float[Tensor, "seq tok"], adv: Float[Tensor, "seq tok"]) -> Pair:
+        return clip_between(ratio, adv, 1 - low, 1 + high, dual=dual, cap=cap)
+
+    return clipped_loss
+
+
+def check_dual(dual: float | None, *, by: str) -> None:
+    if dual is not None and dual <= 1:
+        raise ProxpoError(f"{by}: dual must be above 1, got {dual}")
+
+
+def clip_between(
+    ratio: Float[Tensor, "seq tok"],
+    adv: Float[Tensor, "seq tok"],
+    lower: Any,
+    upper: Any,
+    *,
+    dual: float | None = None,
+    cap: float | None = None,
+) -> Pair:
+    """max(-A r, -A clip(r, lower, upper)) and where the clip acts; bounds: numbers or tensors."""
+    free = -adv * (ratio if cap is None else ratio.clamp(max=cap))
+    # Where the bound is the larger loss the clamp is constant, elsewhere both branches agree
+    # or the free one leads: all the gradient there is flows through `free`.
+    bound = -adv * ratio.detach().clamp(lower, upper)
+    clipped = bound > free.detach()
+    x = torch.where(clipped, bound, free)
+    if dual is not None:
+        ceiling = -adv * dual
+        x = torch.where((adv < 0) & (x.detach() > ceiling), ceiling, x)
+    return x, clipped
+
+
+@stage("trust", takes=("ratio",), gives="loss", whole_batch=False)
+def clip_cov(
+    *,
+    share: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    low: float = 1.0,
+    high: float = 1.0,
+    keep_value: bool = False,
+):
+    """PPO clip, then max(1, ⌊share·N⌋) random tokens of high covariance lose their gradient.
+
+    Eligible: not clipped, and cov_low < (A - Ā)(log π - mean log π) < cov_high over the N valid
+    tokens of the micro-batch. Their loss is 0 (official code); keep_value=True keeps its value and
+    only detaches it, as arXiv:2505.22617 eq. 12 writes. Pass a generator for reproducible draws.
+    """
+    if not 0 <= share <= 1:
+        raise ProxpoError(f"clip_cov: share must be between 0 and 1, got {share}")
+    clipped_loss = clipper(low=low, high=high)
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        x, clipped = clipped_loss(ratio, batch.advantages)
+        cov = covariance(batch)
+        eligible = batch.mask & ~clipped & (cov > cov_low) & (cov < cov_high)
+        removed = draw(eligible, max(1, int(share * int(batch.mask.sum()))), ctx.generator)
+        x = torch.where(removed, x.detach() if keep_value else torch.zeros_like(x), x)
+        return x, {
+            "trust/clipped": masked_mean(clipped, batch.mask),
+            "trust/removed": masked_mean(removed, batch.mask),
+        }
+
+    return surrogate
+
+
+def draw(
+    eligible: Bool[Tensor, "seq tok"], most: int, generator: torch.Generator | None
+) -> Bool[Tensor, "seq tok"]:
+    """At most `most` of the eligible tokens, uniformly without replacement."""
+    where = eligible.flatten().nonzero().squeeze(1)
+    if len(where) > most:
+        order = torch.randperm(len(where), generator=generator, device=_device(generator, where))
+        where = where[order[:most].to(where.device)]
+    chosen = torch.zeros_like(eligible).flatten()
+    chosen[where] = True
+    return chosen.view_as(eligible)
+
+
+def _device(generator: torch.Generator | None, like: Tensor) -> torch.device:
+    return like.device if generator is None else generator.device

@@ -1,0 +1,34 @@
+"""A clip centred on how far the policy had moved before the update. ReMix, arXiv:2507.06892."""
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.trust.clip import clip_between
+from proxpo.types import Batch, Context, Metrics
+
+
+@stage("trust", needs=("old_logp", "prox_logp"), takes=("ratio",), gives="loss")
+def mixed_clip(*, clip: float = 0.2):
+    """max(-A r, -A clip(r, c-ε, c+ε)), c = π_k/π_old detached, π_k the policy of `prox_logp`.
+
+    Fresh data have c = 1, the PPO clip. Stale data keep their importance weight c and move ε from
+    there; a negative lower bound never binds.
+    """
+    if clip < 0:
+        raise ProxpoError(f"mixed_clip: the clip range must not be negative, got {clip}")
+
+    def surrogate(
+        ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
+    ) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+        centre = (batch.prox_logp - batch.old_logp).detach().exp()
+        x, clipped = clip_between(ratio, batch.advantages, centre - clip, centre + clip)
+        return x, {
+            "trust/clipped": masked_mean(clipped, batch.mask),
+            "trust/centre": masked_mean(centre, batch.mask),
+        }
+
+    return surrogate
+
+
+__all__ = ["mixed_clip"]

@@ -1,0 +1,68 @@
+"""Score-function losses: the ratio, if any, is a weight without gradient."""
+
+import math
+
+import torch
+
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage("trust", takes=("ratio", "no ratio"), gives="loss")
+def score_function(*, cap: float = math.inf):
+    """x = -sg[min(r, cap)]·A·log π; without a ratio plain REINFORCE, x = -A log π."""
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        weight = ratio.detach()
+        seen: Metrics = {}
+        if cap < math.inf:
+            seen = {"trust/clipped": masked_mean(weight > cap, batch.mask)}
+            weight = weight.clamp(max=cap)
+        return (-weight * batch.advantages) * batch.logp, seen
+
+    return surrogate
+
+
+@stage("trust", takes=("ratio",), gives="loss")
+def clipped_weight(
+    *,
+    low: float = math.inf,
+    high: float = 0.2,
+    absolute: bool = False,
+    mask_low: float | None = None,
+    mask_high: float | None = None,
+):
+    """x = -sg[clip(r, 1-low, 1+high)]·A·log π: CISPO, arXiv:2506.13585 eqs 4-5.
+
+    absolute=True: the cap is `high` itself, not 1+high (TRL's convention, ScaleRL's ε_max).
+    mask_low, mask_high: the unified form (eqs 6-7), which silences A > 0 with r > 1+mask_high and
+    A < 0 with r < 1-mask_low.
+    """
+    ceiling = high if absolute else 1 + high
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        r, adv = ratio.detach(), batch.advantages
+        weight = r.clamp(min=max(1 - low, 0.0), max=ceiling)
+        seen = {"trust/clipped": masked_mean(weight != r, batch.mask)}
+        if mask_low is not None or mask_high is not None:
+            above = (adv > 0) & (r > 1 + (math.inf if mask_high is None else mask_high))
+            below = (adv < 0) & (r < 1 - (math.inf if mask_low is None else mask_low))
+            weight = torch.where(above | below, 0.0, weight)
+            seen["trust/silenced"] = masked_mean(above | below, batch.mask)
+        return (-weight * adv) * batch.logp, seen
+
+    return surrogate
+
+
+@stage("trust", takes=("log_ratio",), gives="log_ratio")
+def log_ratio():
+    """The log-ratio itself, for losses that compare whole responses."""
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+        return ratio, {}
+
+    return surrogate

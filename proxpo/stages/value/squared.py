@@ -1,0 +1,50 @@
+"""The critic's loss, for recipes that train one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.advantage.returns import Holes, raw_gae, rollout_values
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+def _returns(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
+    """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""
+    if batch.returns is not None or (batch.values is None and batch.old_values is None):
+        return {}
+    raw = raw_gae(batch, gamma=options["gamma"], lam=options["lam"], holes=options["holes"])
+    return {"returns": raw + rollout_values(batch, by="value=value_loss")}
+
+
+@stage("value", needs=("values", "returns"), prepare=_returns)
+def value_loss(
+    *,
+    coef: float = 1.0,
+    clip: float | None = 0.5,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    holes: Holes = "skip",
+):
+    """coef·½·max((V - R)², (V_clip - R)²), V_clip = clip(V, V_old ± clip), R = A_raw + V_old.
+
+    clip=None: ½(V - R)². R uses the advantages before whitening, with their γ, λ and
+    holes. verl: clip 0.5; TRL: 0.2 with coefficient 0.1.
+    """
+
+    def loss(batch: Batch, ctx: Context) -> Result:
+        old = rollout_values(batch, by="value=value_loss")
+        error = (batch.values - batch.returns).square()
+        if clip is None:
+            return coef * error / 2, {}
+        held = torch.clamp(batch.values, old - clip, old + clip)
+        bound = (held - batch.returns).square()
+        share = masked_mean((bound > error).detach(), batch.mask)
+        return coef * torch.maximum(error, bound) / 2, {"value/clipped": share}
+
+    return loss

@@ -1,0 +1,119 @@
+"""Importance weights between the policy that sampled and the one the ratio is taken against."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from proxpo.ops.masked import masked_mean, moments, row_mean, row_sum
+from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.stages import stage
+from proxpo.stages.ratio.proximal import Proximal, proximal_logp, proximal_needs
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+Level = Literal["token", "sequence", "geometric"]
+
+
+def level_log_ratio(
+    q: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], level: Level
+) -> Float[Tensor, "seq tok"]:
+    """The log-ratio of each token, of the response (its sum), or its mean over the response."""
+    if level == "token":
+        return q
+    return (row_sum if level == "sequence" else row_mean)(q, mask)[:, None].expand_as(q)
+
+
+@stage("weights", needs=("old_logp", "rollout_logp"))
+def tis(
+    *,
+    mode: Literal["truncate", "mask"] = "truncate",
+    level: Level = "token",
+    cap: float = 2.0,
+    floor: float = 0.0,
+    normalise: bool = False,
+    judge: Level | None = None,
+    truncate_tokens: bool = False,
+):
+    """w = min(exp(log π_old - log π_roll), cap), without gradient: undoes the sampler's mismatch.
+
+    mode="truncate" holds w within [floor, cap]; "mask" keeps w where floor ≤ w ≤ cap and drops the
+    token otherwise (IcePop; the denominators stay). level: per token, per response, or the
+    response's geometric mean. normalise=True divides by the batch mean of w (verl). A NaN sampler
+    log-probability counts as agreement, w = 1. The summed log-ratio is held within ±20.
+
+    judge: the level whose ratio is held against the bounds, where it is not that of the weight:
+    mode="mask", judge="geometric" keeps the token weights of responses whose mean is in bounds
+    (OpenRLHF). truncate_tokens=True bounds the tokens' ratios before they are pooled (verl's GMPO).
+    """
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        q = torch.nan_to_num(batch.old_logp - batch.rollout_logp, nan=0.0).detach()
+        if truncate_tokens:
+            q = q.exp().clamp(max(floor, 1e-10), cap).log()
+        raw = level_log_ratio(q, batch.mask, level).clamp(-20.0, 20.0).exp()
+        judged = raw if judge is None else level_log_ratio(q, batch.mask, judge).exp()
+        outside = (judged < floor) | (judged > cap)
+        w = raw.clamp(floor, cap) if mode == "truncate" else torch.where(outside, 0.0, raw)
+        if normalise:
+            rows = batch.mask.any(dim=1, keepdim=True)
+            over, mask = (w, batch.mask) if level == "token" else (w[:, :1], rows)
+            mean, _, _ = moments(over, mask, all_sum=ctx.all_sum)
+            w = torch.where(mean > 1e-8, w / mean, w)
+        seen = {
+            "weights/mean": masked_mean(w, batch.mask),
+            "weights/bounded": masked_mean(outside, batch.mask),
+        }
+        return w, seen
+
+    return weights
+
+
+def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return proximal_needs(options["prox"])
+
+
+@stage("weights", needs=_needs)
+def behaviour(
+    *,
+    prox: Proximal = "recompute",
+    mode: Literal["clamp", "mask"] = "clamp",
+    level: Level = "token",
+    cap: float = math.inf,
+):
+    """v = π_prox/π_behaviour, without gradient: decoupled PPO's second factor (arXiv:2505.24298).
+
+    Above the cap v is held there (mode="clamp") or the token is dropped with the denominator kept
+    ("mask"). level="geometric": the response's geometric mean is the common weight and criterion.
+    """
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        q = (proximal_logp(batch, prox=prox) - batch.old_logp).detach()
+        q = torch.where(q.isfinite(), q, 0.0)
+        raw = level_log_ratio(q, batch.mask, level).exp()
+        over = raw > cap
+        v = torch.where(over, cap if mode == "clamp" else 0.0, raw)
+        return v, {
+            "weights/mean": masked_mean(v, batch.mask),
+            "weights/bounded": masked_mean(over, batch.mask),
+        }
+
+    return weights
+
+
+@stage("weights", needs=("rollout_logp",))
+def off_policy_mask(*, threshold: float = 0.5):
+    """0 for responses with A < 0 whose mean of log π_roll - log π exceeds the threshold, else 1.
+
+    DeepSeek-V3.2's off-policy sequence mask, arXiv:2512.02556; the denominators stay.
+    """
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        drift = row_mean(batch.rollout_logp - batch.logp.detach(), batch.mask)[:, None]
+        dropped = (batch.advantages < 0) & (drift > threshold)
+        return (~dropped).to(batch.logp.dtype), {
+            "weights/bounded": masked_mean(dropped, batch.mask)
+        }
+
+    return weights

@@ -1,0 +1,43 @@
+"""Tokens let through by their entropy within the response."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import masked_mean, row_quantile
+from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+
+def entropy_gates(batch: Batch, *, share: float) -> Bool[Tensor, "seq tok"]:
+    """H_it ≥ the (1 - share) quantile of the response's own entropies, on valid tokens."""
+    entropy = batch.require("entropy", by="weights=entropy_gate").detach()
+    bound = row_quantile(entropy, batch.mask, 1 - share)
+    return batch.mask & (entropy >= bound[:, None])
+
+
+def _prepare(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
+    return {"gate": entropy_gates(batch, share=options["share"])}
+
+
+@stage("weights", needs=("entropy",), prepare=_prepare)
+def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "all"):
+    """1 on the tokens whose entropy is in the top `share` of their response, else 0.
+
+    The quantile is interpolated and ties at it stay. Found once per rollout, from the entropies of
+    the policy that starts it. normalize="all" leaves the divisor; "gated" divides by the gated
+    tokens under a token mean. EARL, reconstructed from the abstract, arXiv:2511.12033.
+    """
+    if not 0 <= share <= 1:
+        raise ProxpoError(f"entropy_gate: share must be in [0, 1], got {share}")
+
+    def weights(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+        gate = batch.require("gate", by="weights=entropy_gate")
+        weight = gate.to(batch.logp.dtype)
+        if normalize == "gated":
+            chosen = ctx.all_sum((gate & batch.mask).sum().double()[None])[0]
+            weight = weight * (ctx.counts.tokens / chosen.clamp(min=1)).to(weight.dtype)
+        return weight, {"weights/selected": masked_mean(gate, batch.mask)}
+
+    return weights

@@ -1,0 +1,68 @@
+"""Weights that single out tokens by probability or entropy."""
+
+import math
+from typing import Literal
+
+import torch
+
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import masked_mean
+from proxpo.ops.quantiles import quantile
+from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.stages import stage
+from proxpo.types import Batch, Context, Metrics
+
+Result = tuple[Float[Tensor, "seq tok"], Metrics]
+
+
+@stage("weights", needs=("old_logp",))
+def probability_reweight(*, alpha: float = 0.3):
+    """α·p + (1-α) with p = π_old of the token: rare tokens weigh less. AR, arXiv:2505.12929."""
+    if not 0 <= alpha <= 1:
+        raise ProxpoError(f"weights=probability_reweight: alpha must be in [0, 1], got {alpha}")
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        return alpha * batch.old_logp.detach().exp() + (1 - alpha), {}
+
+    return weights
+
+
+@stage("weights", needs=("entropy",), whole_batch=False)
+def top_entropy(
+    *,
+    share: float = 0.2,
+    normalize: Literal["selected", "all"] = "selected",
+    rule: Literal["top_k", "quantile"] = "top_k",
+):
+    """Keeps the top `share` of tokens by entropy. arXiv:2506.01939 eq. 6.
+
+    K = max(1, ⌈share·N⌉) of the N valid tokens of the micro-batch (rule="top_k"), or those with
+    entropy at or above the interpolated quantile (rule="quantile", TRL). normalize="selected"
+    divides the loss by the K selected tokens (weight N/K under a token mean); "all" by all N.
+    """
+    if not 0 < share <= 1:
+        raise ProxpoError(f"weights=top_entropy: share must be in (0, 1], got {share}")
+
+    def weights(batch: Batch, ctx: Context) -> Result:
+        chosen = _top(batch.entropy.detach(), batch.mask, share, rule)
+        counts = torch.stack([batch.mask.sum(), chosen.sum()]).to(batch.logp.dtype)
+        n, k = ctx.all_sum(counts)
+        factor = n / k.clamp(min=1) if normalize == "selected" else torch.ones_like(n)
+        return chosen * factor, {"weights/selected": masked_mean(chosen, batch.mask)}
+
+    return weights
+
+
+def _top(
+    entropy: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], share: float, rule: str
+) -> Bool[Tensor, "seq tok"]:
+    n = int(mask.sum())
+    if n == 0:
+        return torch.zeros_like(mask)
+    if rule == "quantile":
+        return mask & (entropy >= quantile(entropy[mask], 1 - share))
+    k = max(1, math.ceil(share * n - 1e-9))  # 0.2 · 5 is 1.0000000000000002 in binary
+    rank = torch.where(mask, entropy, -torch.inf).flatten().topk(k, sorted=False).indices
+    chosen = torch.zeros_like(mask).flatten()
+    chosen[rank] = True
+    return chosen.view_as(mask)

@@ -26,8 +26,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from proxpo.models import Policy, load_policy
 from proxpo.sampler import agreement, make_rollout
-from proxpo.train.models import Policy, load_policy
 from proxpo.train.tasks import make_task
 
 NEVER = -1  # a token id that does not occur

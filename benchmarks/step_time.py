@@ -23,11 +23,11 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from proxpo.models import load_policy
 from proxpo.sampler import LocalRollout
 from proxpo.train import collect, learner, steps
 from proxpo.train.config import load_config
 from proxpo.train.loop import train
-from proxpo.train.models import load_policy
 from proxpo.train.tasks import make_task
 
 PHASES = ("step_time", "proxpo/time/rollout", "proxpo/time/update", "proxpo/time/sync")

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from own_loop import LR, METHOD, PROBLEMS, STEPS, UPDATES, backward, sample
 
 import proxpo
+from proxpo.models import load_policy
 from proxpo.sampler import make_rollout
-from proxpo.train.models import load_policy
 from proxpo.types import local
 
 PARTS = 2  # micro-batches of a step; ISOPO takes its lengths inside each of them

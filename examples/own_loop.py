@@ -3,9 +3,9 @@
 import torch
 
 import proxpo
+from proxpo.models import load_policy
 from proxpo.sampler import inputs, make_rollout
 from proxpo.stages.gradient import objective, per_response
-from proxpo.train.models import load_policy
 from proxpo.train.tasks import make_task
 
 METHOD = "isopo"  # or "ema-kpo", or any other of `proxpo methods`

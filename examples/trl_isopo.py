@@ -16,7 +16,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from proxpo.adapters.trl import ProxpoTrainer
-from proxpo.train.models import load_policy
+from proxpo.models import load_policy
 
 
 def additions(count: int, seed: int = 0) -> Dataset:

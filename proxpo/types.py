@@ -340,6 +340,11 @@ class Recipe:
                 places.append((kind, found))
         return places
 
+    def needs(self) -> set[str]:
+        """Batch fields that the recipe, its passes and its variant for fresh data read."""
+        variants = [self, *self.passes, *([self.fresh] if self.fresh else [])]
+        return {name for each in variants for _, stage in each.stages() for name in stage.needs}
+
     def init_state(self) -> dict[str, State]:
         """Fresh state of every stage that has memory, by place."""
         return {place: stage.init() for place, stage in self.stages() if stage.init is not None}
@@ -371,6 +376,7 @@ class Recipe:
         }
 
 
+MOST_SKIPPED = 5  # updates in a row without a finite gradient before a run stops
 KINDS = (
     "budget",
     "prompts",

@@ -18,8 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from proxpo.models import SUMS, TINY, Policy
 from proxpo.sampler import make_rollout
-from proxpo.train.models import SUMS, TINY, Policy
 from proxpo.train.tasks import Problem
 from proxpo.train.tasks.arithmetic import arithmetic
 from proxpo.train.tasks.calculator import calculate, calculator, solution

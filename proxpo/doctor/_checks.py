@@ -197,7 +197,7 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 def _policy(**options: Any) -> Any:
-    from proxpo.train.models import load_policy
+    from proxpo.models import load_policy
 
     return load_policy("tiny", **options)
 

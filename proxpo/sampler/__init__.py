@@ -9,12 +9,12 @@ rollout.sync()            # and sample from the new one
 from typing import Any
 
 from proxpo.errors import resolve
+from proxpo.models import Policy
 from proxpo.sampler._agreement import Agreement, agreement, inputs
 from proxpo.sampler._local import LocalRollout
 from proxpo.sampler._types import Rollout, Samples
 from proxpo.sampler._vllm import VllmRollout
 from proxpo.stages._options import bind
-from proxpo.train.models import Policy
 
 _MAKERS = {"local": LocalRollout, "vllm": VllmRollout}
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from proxpo.logp import model_logp
+from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Int, Tensor
 from proxpo.sampler._types import Rollout, Samples
-from proxpo.train.models import Policy
 
 
 class Inputs(NamedTuple):

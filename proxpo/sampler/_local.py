@@ -4,12 +4,12 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
+from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.sampler._draw import draw, uniforms
 from proxpo.sampler._engines import Engine, LeanEngine, ModelEngine
 from proxpo.sampler._types import Progress, Samples, check_request, finish, join
 from proxpo.sampler._weights import readable
-from proxpo.train.models import Policy
 
 
 class LocalRollout:

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from proxpo.errors import ProxpoError
+from proxpo.models import Policy
 from proxpo.ops.shapes import Tensor
 from proxpo.sampler._types import Progress, Samples, check_request, finish
 from proxpo.sampler._weights import merged_parameters
-from proxpo.train.models import Policy
 
 
 class VllmRollout:

@@ -12,15 +12,14 @@ from typing import NamedTuple
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.streams import derive, generator, turn_seed
 from proxpo.sampler import Rollout
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.experience import Experience, join
 from proxpo.train.grading import grade, span_rewards, verdicts
-from proxpo.train.learner import needs
-from proxpo.train.models import Policy
 from proxpo.train.rewards import Logged, Outcome, RewardPool
-from proxpo.train.streams import derive, generator, turn_seed
 from proxpo.train.tasks import Lazy, Problem, Task
 from proxpo.types import Batch, Budget, Clock, Context, Recipe, State
 
@@ -250,7 +249,7 @@ def _extras(
     outcomes: list[Outcome],
 ) -> dict[str, Tensor]:
     """What only some recipes read, and what costs something to have."""
-    wanted, device, found = needs(sampler.recipe), sampler.policy.device, {}
+    wanted, device, found = sampler.recipe.needs(), sampler.policy.device, {}
     if "greedy_rewards" in wanted:
         found["greedy_rewards"] = _greedy(sampler, problems)[torch.tensor(which, device=device)]
     if "turn" in wanted or (sampler.recipe.budget and sampler.task.tool):  # limits hold for turns

@@ -74,11 +74,10 @@ def _with_pool(config: Config, recipe: Recipe) -> Config:
 
     It depends on no setting that may change while a run goes on.
     """
-    from proxpo.train.learner import needs
     from proxpo.train.tasks import is_generated
 
     endless = config.task.problems is None and is_generated(config.task.name)
-    if not endless or "prompt_id" not in needs(recipe):
+    if not endless or "prompt_id" not in recipe.needs():
         return config
     pool = REVISIT_AFTER * config.rollout.prompts_per_step
     return replace(config, task=replace(config.task, problems=pool))

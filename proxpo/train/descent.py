@@ -18,7 +18,6 @@ from proxpo.train.learner import (
     Pass,
     cuts,
     forward,
-    needs,
     score,
     vocabulary,
     widened,
@@ -176,7 +175,7 @@ def _vocabulary(learner: Learner, rows: Experience, how: Pass) -> dict[str, Tens
 
     In a pass of its own: a transform sees each layer once, and the policy term moves `logp` alone.
     """
-    if not needs(learner.recipe) & VOCABULARY:
+    if not learner.recipe.needs() & VOCABULARY:
         return {}
     with learner.policy.autocast():
         return {"vocab_logp": vocabulary(learner.policy.model, rows, None, how)}

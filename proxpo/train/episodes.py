@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Int, Tensor
 from proxpo.sampler import Rollout, Samples, inputs
 from proxpo.sampler._agreement import Inputs
 from proxpo.sampler._types import join, reorder
-from proxpo.train.models import Policy
 from proxpo.train.tasks import Task
 
 Seeds = Callable[[int, int], int]  # row, turn

@@ -9,13 +9,13 @@ from itertools import repeat
 import torch
 from torch import nn
 
+from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.streams import turn_seed
 from proxpo.sampler import Rollout
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.grading import grade, verdicts
-from proxpo.train.models import Policy
 from proxpo.train.rewards import Outcome, RewardPool
-from proxpo.train.streams import turn_seed
 from proxpo.train.tasks import Problem, Task
 
 Progress = Callable[[int, int], None]  # done, total

@@ -15,7 +15,6 @@ from proxpo.train.learner import (
     Pass,
     cuts,
     features,
-    needs,
     score,
     vocabulary,
     widened,
@@ -79,7 +78,7 @@ def sampled(job: Job, rows: Experience) -> dict[str, Any]:
 def scored(job: Job, rows: Experience, *, late: bool = False) -> dict[str, Any]:
     """The fields that the models have to be run for."""
     learner, how = job.learner, pass_of(job.config, len(rows.mask))
-    wanted = needs(learner.recipe)
+    wanted = learner.recipe.needs()
     stale = is_stale(job, rows)
     late = late and not stale
     if stale:

@@ -8,7 +8,6 @@ from proxpo.runs.folder import write_summary
 from proxpo.runs.sinks import missing_steps, read_rows
 from proxpo.train.config import as_dict
 from proxpo.train.job import Job
-from proxpo.train.learner import needs
 from proxpo.train.picture import write_pictures
 
 MOVED = "proxpo/budget/moved"
@@ -72,7 +71,7 @@ def idle(job: Job, rows: list[dict[str, Any]]) -> list[str]:
     """Lines on what the method learns from and never met in this run, so that it did not act."""
     recipe = job.learner.recipe
     lines: list[str] = []
-    if "prompt_id" not in needs(recipe):
+    if "prompt_id" not in recipe.needs():
         return lines
     if job.source.cursor <= len(job.source.problems):
         lines.append(

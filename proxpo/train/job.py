@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
+from proxpo.models import Policy, load_policy, save_policy
+from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.runs.checkpoint import Checkpoint, save_checkpoint
 from proxpo.sampler import Rollout, make_rollout
@@ -20,11 +22,9 @@ from proxpo.train.config import Change, Config, as_dict
 from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
-from proxpo.train.learner import Learner, needs
-from proxpo.train.models import Policy, load_policy, save_policy
+from proxpo.train.learner import Learner
 from proxpo.train.refusals import check_fields
 from proxpo.train.rewards import RewardPool
-from proxpo.train.streams import derive, generator
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.types import Clock, Recipe
 
@@ -286,7 +286,7 @@ def _fill(model: nn.Module, weights: dict[str, Any]) -> None:
 
 
 def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) -> Learner:
-    wanted = needs(recipe)
+    wanted = recipe.needs()
     critic = None
     if wanted & {"values", "old_values"} or recipe.value is not None:
         critic = nn.Linear(policy.model.config.get_text_config().hidden_size, 1)

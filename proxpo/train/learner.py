@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from proxpo.logp import model_logp, score_features, token_logp
+from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
-from proxpo.sampler.prefix import shares_prompts, states_before
 from proxpo.train.experience import Experience
-from proxpo.train.models import Policy
+from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.types import Recipe, State
 
 VOCABULARY = {"vocab_logp", "old_vocab_logp"}
@@ -50,12 +50,6 @@ class Pass:
     fresh: bool = False
 
 
-def needs(recipe: Recipe) -> set[str]:
-    """Batch fields the recipe, its passes and its variant for fresh data read."""
-    variants = [recipe, *recipe.passes, *([recipe.fresh] if recipe.fresh else [])]
-    return {name for one in variants for _, stage in one.stages() for name in stage.needs}
-
-
 def cuts(rows: int, size: int, device: torch.device) -> Iterator[Int[Tensor, " row"]]:
     """Row numbers of each micro-batch."""
     yield from torch.arange(rows, device=device).split(size)
@@ -74,7 +68,7 @@ def forward(
     Prompts run once for all their responses where that comes to the same; gradient transforms work
     in the model's own modules, on whole sequences. `without` names fields to leave out.
     """
-    wanted = needs(learner.recipe) - without if model is None else set()
+    wanted = learner.recipe.needs() - without if model is None else set()
     own, model = model is None, model or learner.policy.model
     options = {"temperature": how.temperature, "entropy": "entropy" in wanted}
     shared = learner.transform is None and shares_prompts(model)
@@ -200,7 +194,6 @@ __all__ = [
     "cuts",
     "features",
     "forward",
-    "needs",
     "score",
     "vocabulary",
     "widened",

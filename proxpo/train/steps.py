@@ -15,6 +15,7 @@ from proxpo.compose import prepare
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.exact.policy import Policy, Samples
 from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.ops.streams import derive, generator
 from proxpo.train.config import Config
 from proxpo.train.descent import gradients
 from proxpo.train.experience import Experience, join
@@ -29,10 +30,7 @@ from proxpo.train.fields import (
 from proxpo.train.job import Job
 from proxpo.train.learner import Learner, Pass, score, widened
 from proxpo.train.replay import any_of, mixture, share_of
-from proxpo.train.streams import derive, generator
-from proxpo.types import Batch, Context, Metrics, Recipe, finite
-
-MOST_SKIPPED = 5  # updates in a row without a finite gradient before the run stops
+from proxpo.types import MOST_SKIPPED, Batch, Context, Metrics, Recipe, finite
 
 
 class Ready(NamedTuple):
@@ -317,4 +315,4 @@ def set_rate(learner: Learner, config: Config, step: int) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
-__all__ = ["MOST_SKIPPED", "Steps", "optimizer_step", "set_rate"]
+__all__ = ["Steps", "optimizer_step", "set_rate"]

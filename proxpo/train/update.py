@@ -1,11 +1,11 @@
 """All optimizer steps on one rollout: the recipe's schedule decides, `Steps` makes them."""
 
+from proxpo.ops.streams import generator
 from proxpo.stages.schedule import Updates
 from proxpo.train.experience import Experience
 from proxpo.train.job import Job
 from proxpo.train.replay import remembered, replaced
 from proxpo.train.steps import Steps
-from proxpo.train.streams import generator
 from proxpo.types import Context, Metrics, State
 
 

@@ -19,13 +19,13 @@ import proxpo.train.steps as steps_module
 from proxpo.cli import main
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
+from proxpo.models import TINY
 from proxpo.report.quantities import SCORE, pick
 from proxpo.report.runs import read_run
 from proxpo.runs import folder
 from proxpo.runs.checkpoint import load_latest
 from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
-from proxpo.train.models import TINY
 from proxpo.train.picture import panels
 
 pytestmark = pytest.mark.long

@@ -90,7 +90,7 @@ def test_every_recipe_trains_the_model_in_the_box(slug, tmp_path):
 
 
 def weights_of_start() -> dict[str, torch.Tensor]:
-    from proxpo.train.models import load_policy
+    from proxpo.models import load_policy
 
     return dict(load_policy("tiny").model.named_parameters())
 

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import proxpo.train.models as module
+import proxpo.models as module
 from proxpo.errors import ProxpoError
+from proxpo.models import SUMS, TINY, load_policy, verify_tiny
 from proxpo.sampler import make_rollout
-from proxpo.train.models import SUMS, TINY, load_policy, verify_tiny
 from proxpo.train.tasks.arithmetic import arithmetic
 
 

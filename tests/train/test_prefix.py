@@ -20,11 +20,11 @@ from transformers import (
 
 import proxpo.train.learner as learner_module
 from proxpo import gradients
+from proxpo.models import Policy
 from proxpo.recipes.reinforce import reinforce
-from proxpo.sampler.prefix import shares_prompts, states_before
 from proxpo.train.experience import Experience
 from proxpo.train.learner import Learner, Pass, forward
-from proxpo.train.models import Policy
+from proxpo.train.prefix import shares_prompts, states_before
 
 SHAPE = {
     "vocab_size": 30,

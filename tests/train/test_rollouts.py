@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from proxpo.errors import ProxpoError
+from proxpo.models import Policy
 from proxpo.sampler import LocalRollout, agreement, inputs, make_rollout
 from proxpo.sampler import _draw as drawing
 from proxpo.sampler._draw import draw, uniforms
-from proxpo.train.models import Policy
 
 VOCAB = 40
 SHAPE = {

@@ -14,7 +14,7 @@ from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.ops.kl import kl_exact
 from proxpo.stages.schedule import Updates
 from proxpo.train.replay import mixture, remembered
-from proxpo.train.steps import MOST_SKIPPED, Steps
+from proxpo.train.steps import Steps
 from proxpo.train.update import update
 
 pytestmark = pytest.mark.long

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from proxpo.errors import ProxpoError
+from proxpo.ops.streams import derive, generator
 from proxpo.train.collect import Source
 from proxpo.train.rewards import Outcome, RewardItem, RewardPool, gym
-from proxpo.train.streams import derive, generator
 from proxpo.train.tasks import Lazy, Problem, RewardSpec, fit_prompts, make_task, take_pool
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, Sum, held_out
 from proxpo.train.tasks.calculator import calculate, solution

@@ -8,12 +8,12 @@ from train_runs import job_of, sample
 
 from proxpo.compose import prepare
 from proxpo.errors import ProxpoError
+from proxpo.models import load_policy
 from proxpo.sampler import Samples, make_rollout
 from proxpo.train.descent import gradients
 from proxpo.train.episodes import play
 from proxpo.train.fields import batch_of
 from proxpo.train.learner import Pass, forward
-from proxpo.train.models import load_policy
 from proxpo.train.tasks import Reply, make_task
 from proxpo.train.update import update
 

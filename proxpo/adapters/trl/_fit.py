@@ -7,7 +7,6 @@ from typing import Any
 from proxpo.errors import ProxpoError
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
-from proxpo.train.learner import needs
 from proxpo.types import Recipe
 
 GIVEN = {
@@ -95,7 +94,7 @@ def made(recipe: str | Recipe, options: Settings | None) -> Recipe:
 
 def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
     """Raise ProxpoError unless TRL, with these arguments, can give the recipe what it asks for."""
-    missing = needs(recipe) - GIVEN - ({"rollout_logp"} if reports_logp else set())
+    missing = recipe.needs() - GIVEN - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
         raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
     for _, stage in recipe.stages():
@@ -118,7 +117,7 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
             "prompt of a batch is trained on (recipe_options={'prompts': None} says so)",
             stacklevel=4,
         )
-    if args.use_vllm and not needs(recipe) & {"rollout_logp", "prox_logp"}:
+    if args.use_vllm and not recipe.needs() & {"rollout_logp", "prox_logp"}:
         warnings.warn(
             f"recipe {recipe.name} does not correct for the difference between vLLM and the "
             "trainer; recipe_options={'weights+': 'tis'} does",
@@ -136,7 +135,7 @@ def _check_options(recipe: Recipe, args: Any) -> None:
                 f"GRPOConfig.{name}={value} has no effect on recipe {recipe.name}: "
                 f"{instead(recipe, name, value)}"
             )
-    if args.sync_ref_model and "ref_logp" not in needs(recipe):
+    if args.sync_ref_model and "ref_logp" not in recipe.needs():
         raise ProxpoError(
             f"GRPOConfig.sync_ref_model=True has no effect on recipe {recipe.name}, which reads no "
             f"reference model: for a KL term to one {instead(recipe, 'beta', 0.04)}"

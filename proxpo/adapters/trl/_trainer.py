@@ -44,13 +44,11 @@ from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.compose import States, policy_loss
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.ops.metering import combined, joined
+from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_microbatches, over_ranks
 from proxpo.settings import Settings, at_length
 from proxpo.stages.gradient import objective, per_response
-from proxpo.train.learner import needs
-from proxpo.train.steps import MOST_SKIPPED
-from proxpo.train.streams import generator
-from proxpo.types import AllSum, Batch, Clock, Loss, Metrics, Recipe, local
+from proxpo.types import MOST_SKIPPED, AllSum, Batch, Clock, Loss, Metrics, Recipe, local
 
 
 class _BeforeStep(TrainerCallback):
@@ -100,7 +98,7 @@ class ProxpoTrainer(GRPOTrainer):
         self.recipe = at_length(self.recipe, args.max_completion_length)
         speaks = args.use_vllm or trl.get("rollout_func") is not None
         check_fit(self.recipe, args, reports_logp=speaks)
-        self._needs = needs(self.recipe)
+        self._needs = self.recipe.needs()
         variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
         self._watches = [Watch.of(recipe) for recipe in variants]
         self._variants = tuple(watch.recipe for watch in self._watches)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.train.streams import derive
+from proxpo.ops.streams import derive
 from proxpo.train.tasks._identity import question
 
 

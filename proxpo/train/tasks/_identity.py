@@ -1,6 +1,6 @@
 """Identity of a problem: by its prompt, wherever and however often it occurs."""
 
-from proxpo.train.streams import derive
+from proxpo.ops.streams import derive
 
 Messages = list[dict[str, str]]
 

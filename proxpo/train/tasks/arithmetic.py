@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from proxpo.errors import ProxpoError
-from proxpo.train.streams import derive
+from proxpo.ops.streams import derive
 from proxpo.train.tasks._types import Lazy, Messages, Problem, RewardSpec, Task
 
 TRAIN_SIZE = 1 << 20

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from proxpo.errors import ProxpoError
-from proxpo.train.streams import derive
+from proxpo.ops.streams import derive
 from proxpo.train.tasks._types import Lazy, Problem, Reply, RewardSpec, Task
 from proxpo.train.tasks.arithmetic import EXACT, TRAIN_SIZE
 

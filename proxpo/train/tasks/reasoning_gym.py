@@ -4,7 +4,7 @@ from itertools import islice
 from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
-from proxpo.train.streams import derive
+from proxpo.ops.streams import derive
 from proxpo.train.tasks._types import Lazy, Problem, RewardSpec, Task
 
 SYSTEM = (

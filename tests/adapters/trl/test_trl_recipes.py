@@ -20,10 +20,11 @@ from proxpo.adapters.trl._translate import mask_of
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.settings import at_length
-from proxpo.train.learner import needs
 from proxpo.types import Clock
 
-REFUSED = {slug for slug in methods() if needs(proxpo.make_recipe(slug)) - GIVEN - {"rollout_logp"}}
+REFUSED = {
+    slug for slug in methods() if proxpo.make_recipe(slug).needs() - GIVEN - {"rollout_logp"}
+}
 ONCE = ("opo",)  # one update per rollout, by definition
 SCHEDULED = ("mdpo", "rapid", "sfpo", "trpo")  # whose steps TRL makes by itself
 OPTIONS = {slug: {"schedule": None} for slug in SCHEDULED}
@@ -40,7 +41,7 @@ HONOURED = {
 @pytest.mark.long
 @pytest.mark.parametrize("slug", sorted(set(methods()) - REFUSED))
 def test_twenty_steps(slug, tmp_path):
-    speaks = {"rollout_func": canned} if "rollout_logp" in needs(proxpo.make_recipe(slug)) else {}
+    speaks = {"rollout_func": canned} if "rollout_logp" in proxpo.make_recipe(slug).needs() else {}
     if slug in LABELS:
         speaks["reward"] = right_or_wrong
     with warnings.catch_warnings():
@@ -79,7 +80,7 @@ def first_loss(run: Watched, slug: str) -> float:
             run.start, ids, mask, attention_mask=attended, entropy=True
         )
     sampler = rows.get("sampling_per_token_logps")
-    behaviour = sampler if sampler is not None and "prox_logp" in needs(made) else logp
+    behaviour = sampler if sampler is not None and "prox_logp" in made.needs() else logp
     batch = proxpo.Batch(
         logp=logp,
         old_logp=behaviour,
@@ -107,7 +108,7 @@ def test_who_makes_the_steps_is_told(slug, tmp_path):
 
 @pytest.mark.parametrize("slug", sorted(REFUSED))
 def test_recipes_trl_cannot_feed_are_refused(slug, tmp_path):
-    missing = sorted(needs(proxpo.make_recipe(slug)) - GIVEN)[0]
+    missing = sorted(proxpo.make_recipe(slug).needs() - GIVEN)[0]
     with pytest.raises(ProxpoError, match=f"recipe {slug} needs '{missing}' in TRL: ") as caught:
         trainer(tmp_path, slug)
     assert "\n" not in str(caught.value)

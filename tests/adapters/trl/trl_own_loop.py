@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from proxpo.compose import prepare
+from proxpo.models import Policy
 from proxpo.train.descent import gradients
 from proxpo.train.experience import Experience
 from proxpo.train.learner import Learner, Pass, score
-from proxpo.train.models import Policy
 from proxpo.types import Batch, Recipe
 
 

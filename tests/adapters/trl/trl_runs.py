@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._step import ROW
-from proxpo.train.models import Policy, load_policy
+from proxpo.models import Policy, load_policy
 
 gc.freeze()  # every run of a Trainer ends with a collection, which need not look at the libraries
 # Asked dozens of times in a run, at a few milliseconds each.

@@ -21,7 +21,7 @@ from trl_runs import Watched, losses, seen, trainer
 
 from proxpo.adapters.trl._translate import mask_of
 from proxpo.logp import model_logp
-from proxpo.train.models import load_policy
+from proxpo.models import load_policy
 
 
 def saved_model(folder: str) -> Any:

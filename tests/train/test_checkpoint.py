@@ -22,6 +22,7 @@ from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import make_optimizer
+from proxpo.runs import checkpoint
 from proxpo.runs.checkpoint import (
     checkpoints,
     load_latest,
@@ -30,7 +31,6 @@ from proxpo.runs.checkpoint import (
     verify,
 )
 from proxpo.runs.trees import flatten, unflatten
-from proxpo.train import checkpoint
 
 
 def equal(a, b) -> bool:

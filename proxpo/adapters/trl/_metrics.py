@@ -124,18 +124,18 @@ class Lengths:
     """Mean lengths of the sequences' gradients in a transform, over layers and sequences."""
 
     def __init__(self) -> None:
-        self._means: dict[str, list[Tensor]] = {}
+        self._squares: dict[str, list[Tensor]] = {}
 
     def __call__(self, layer: str, values: Mapping[str, Tensor]) -> None:
         """The observer of `Transform.applied`: squared lengths F², N², R² of one layer."""
         for key in LENGTHS:
             if key in values:
-                self._means.setdefault(key, []).append(values[key].detach().sqrt().mean())
+                self._squares.setdefault(key, []).append(values[key].detach().reshape(-1))
 
     def take(self) -> Metrics:
-        """What was seen since the last call."""
-        seen, self._means = self._means, {}
-        return {LENGTHS[key]: torch.stack(means).mean() for key, means in seen.items()}
+        """Means of what was seen since the last call, in few kernels however many layers."""
+        seen, self._squares = self._squares, {}
+        return {LENGTHS[key]: torch.cat(squares).sqrt().mean() for key, squares in seen.items()}
 
 
 __all__ = ["Lengths", "Watch", "trl_metrics"]

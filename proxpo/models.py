@@ -27,7 +27,7 @@ from torch import nn
 from proxpo.errors import ProxpoError, nearest
 from proxpo.logp._model import _bare
 
-TINY = Path(__file__).parents[1] / "data" / "tiny"
+TINY = Path(__file__).parent / "data" / "tiny"
 SUMS = "SHA256SUMS"  # written beside the model's files, in the form that `sha256sum -c` reads
 _ROOM = 1 << 20  # for models that know no limit to their context
 

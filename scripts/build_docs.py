@@ -14,9 +14,10 @@ import re
 import sys
 from pathlib import Path
 
-from proxpo import aggregate, kl, sparsity
+from proxpo import sparsity
+from proxpo.ops import kl
 from proxpo.recipes import Method, methods
-from proxpo.stages import STAGES, load_all
+from proxpo.stages import STAGES, aggregate, load_all
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- catalogue: written by scripts/build_docs.py -->", "<!-- end of catalogue -->"

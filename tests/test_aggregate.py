@@ -6,8 +6,9 @@ from helpers import close, f64, make_batch, pad_columns, pad_rows
 from torch import Tensor
 
 import proxpo
-from proxpo import Batch, aggregate
+from proxpo import Batch
 from proxpo.compose import count, tokens_of_group
+from proxpo.stages import aggregate
 
 K = 7.0
 MODES = {

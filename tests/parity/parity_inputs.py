@@ -76,7 +76,8 @@ def evaluate(recipe: proxpo.Recipe, batch: Batch, wrt: str = "logp", **options):
 
 def compose(**stages) -> proxpo.Recipe:
     """A recipe from stages alone; what is not named is PPO's clip at 0.2 under a token mean."""
-    from proxpo import aggregate, ratios, trust
+    from proxpo.stages import aggregate, trust
+    from proxpo.stages import ratio as ratios
 
     usual = {
         "ratio": ratios.token(),

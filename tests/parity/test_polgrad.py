@@ -10,8 +10,10 @@ from parity_table import shows
 from polgrad import Aggregation, ClipConfig, KLEstimator, RatioKind, SurrogateKind
 
 import proxpo
-from proxpo import aggregate, kl, ratios, regularisers, trust, weights
 from proxpo.compose import prepare
+from proxpo.ops import kl
+from proxpo.stages import aggregate, regularisers, trust, weights
+from proxpo.stages import ratio as ratios
 from proxpo.stages.advantage import raw_gae, token_rewards, whiten
 
 AGGREGATES = {

@@ -22,8 +22,9 @@ from trl.rewards import get_soft_overlong_punishment
 from trl_side import MAX_TOKENS, trl_loss, trl_scores
 
 import proxpo
-from proxpo import aggregate, ratios, regularisers, trust, weights
 from proxpo.compose import prepare
+from proxpo.stages import aggregate, regularisers, trust, weights
+from proxpo.stages import ratio as ratios
 from proxpo.stages.reward import overlong_penalty
 
 

@@ -28,8 +28,11 @@ from verl_cases import (
 )
 
 import proxpo
-from proxpo import advantages, kl, ratios, trust, weights
 from proxpo.compose import policy_loss, prepare
+from proxpo.ops import kl
+from proxpo.stages import advantage as advantages
+from proxpo.stages import ratio as ratios
+from proxpo.stages import trust, weights
 from proxpo.stages.filter import reject
 from proxpo.types import Denominators
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from parity_inputs import KINDS, compose, given_weights
 
 import proxpo
-from proxpo import aggregate, ratios, regularisers, trust
+from proxpo.stages import aggregate, regularisers, trust
+from proxpo.stages import ratio as ratios
 
 AGGREGATES: dict[str, Callable[[], proxpo.Stage]] = {
     "token-mean": aggregate.token_mean,

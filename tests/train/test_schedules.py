@@ -16,6 +16,7 @@ from proxpo.stages.schedule import Updates
 from proxpo.train.replay import mixture, remembered
 from proxpo.train.steps import Steps
 from proxpo.train.update import update
+from proxpo.types import MOST_SKIPPED
 
 pytestmark = pytest.mark.long
 

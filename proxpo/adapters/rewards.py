@@ -123,7 +123,7 @@ def _rows(count: int, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _text(completion: Any) -> str:
-    """What the model said: a text, or the last message of a chat."""
+    """Answer of the model: a text, or the last message of a chat."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 

@@ -170,7 +170,7 @@ def _same(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _changes(recipe: Recipe, chosen: Settings) -> bool:
-    """Whether the method takes these options, and another recipe comes of them."""
+    """True if the method takes these options and another recipe comes of them."""
     try:
         before = make_recipe(recipe.name, recipe.options)
         after = make_recipe(recipe.name, {**recipe.options, **dict(chosen)})
@@ -301,7 +301,7 @@ def check_engine(recipe: Recipe, trainer: Any) -> None:
 
 
 def keeps_groups(recipe: Recipe) -> bool:
-    """Whether the loss of a micro-batch needs whole groups: pairs, or a kernel per prompt."""
+    """True if the loss of a micro-batch needs whole groups: pairs, or a kernel per prompt."""
     gradient = recipe.gradient.options if recipe.gradient is not None else {}
     return "log_ratio" in recipe.aggregate.takes or gradient.get("group_by") == "prompt"
 

@@ -1,4 +1,4 @@
-"""What a recipe remembers, beside TRL's own files in a checkpoint: safetensors + JSON."""
+"""Memory of a recipe, beside TRL's own files in a checkpoint: safetensors + JSON."""
 
 import json
 from pathlib import Path

@@ -60,7 +60,7 @@ class Watch:
 
     @property
     def by_sequence(self) -> bool:
-        """Whether a response has one ratio, which TRL counts once."""
+        """True if a response has one ratio, which TRL counts once."""
         return self.recipe.ratio.name == "sequence"
 
 

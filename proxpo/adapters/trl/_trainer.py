@@ -301,7 +301,7 @@ class ProxpoTrainer(GRPOTrainer):
         return policy_loss(recipe, batch, **self._given(step, recipe))
 
     def _given(self, step: Step, recipe: Recipe) -> dict[str, Any]:
-        """What a recipe's loss takes besides the batch."""
+        """Arguments of a recipe's loss besides the batch."""
         place = (
             self.state.global_step,
             self._step % self.args.gradient_accumulation_steps,
@@ -480,7 +480,7 @@ class ProxpoTrainer(GRPOTrainer):
                 read_reference(Path(checkpoint), self.accelerator.unwrap_model(self.ref_model))
 
     def _shards_reference(self) -> bool:
-        """Whether no process holds the whole reference model."""
+        """True if no process holds the whole reference model."""
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
 

@@ -79,7 +79,7 @@ def lora() -> str:
 
 
 def formulas() -> str:
-    from proxpo.train.rewards.answers import final_answer
+    from proxpo.rewards.answers import final_answer
 
     for given, right in ((r"\boxed{\frac{1}{2}}", 1.0), (r"\boxed{\frac{1}{3}}", 0.0)):
         score = final_answer(given, "0.5", verifier="math-verify")["score"]

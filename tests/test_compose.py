@@ -61,9 +61,9 @@ def test_filters_shrink_every_denominator() -> None:
     )  # fmt: skip
     ready = proxpo.prepare(made, batch)
     kept = batch.mask & ~batch.truncated[:, None]
-    assert ready.denominators.tokens == kept.sum() < batch.mask.sum()
-    assert ready.denominators.sequences == kept.any(1).sum()
-    assert ready.denominators.rows == 9
+    assert ready.ctx.counts.tokens == kept.sum() < batch.mask.sum()
+    assert ready.ctx.counts.sequences == kept.any(1).sum()
+    assert ready.ctx.counts.rows == 9
 
 
 def test_counts() -> None:
@@ -87,9 +87,7 @@ def test_new_forward_pass_on_a_prepared_batch() -> None:
     made = method("grpo", kl_coef=0.1)
     ready = proxpo.prepare(made, batch)
     logp = torch.where(batch.mask, batch.logp + 0.01, torch.nan)
-    fresh = proxpo.policy_loss(
-        made, ready.batch.replace(logp=logp), denominators=ready.denominators
-    ).value
+    fresh = proxpo.policy_loss(made, ready.batch.replace(logp=logp), ready.ctx).value
     moved = batch.replace(logp=batch.logp + 0.01)
     close(fresh, proxpo.loss_fn(made)(moved).value)
 
@@ -116,9 +114,9 @@ def test_state_reaches_the_stage_and_is_updated_by_it() -> None:
     made = method("grpo").replace(weights=(counting(),))
     batch = make_batch(1)
     state = made.init_state()
-    first, _ = loss_and_gradients(made, batch, state=state)
+    first, _ = loss_and_gradients(made, batch, proxpo.Context(states=state))
     state = made.update_state(state, batch, {})
-    second, _ = loss_and_gradients(made, batch, state=state)
+    second, _ = loss_and_gradients(made, batch, proxpo.Context(states=state))
     close(second, 3 * first)
 
 

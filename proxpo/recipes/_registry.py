@@ -67,9 +67,7 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
         @functools.wraps(factory)
         def make(**given: Any) -> Recipe:
             options = bind(factory, given, what=slug)
-            named = replace(factory(**options), name=slug, options=options)
-            passes = tuple(replace(one, name=slug, options=options) for one in named.passes)
-            return check(replace(named, passes=passes))
+            return check(replace(factory(**options), name=slug, options=options))
 
         METHODS[slug] = Method(slug=slug, paper=paper, confidence=confidence, make=make)
         return make

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -11,7 +11,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.schedule._types import Rescale, Updates
-from proxpo.types import Batch, Context, Denominators, Metrics, Recipe, Stage, State
+from proxpo.types import Batch, Context, Metrics, Recipe, Stage, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,22 +84,18 @@ def clipping_bias_of(recipe: Recipe) -> ClippingBias | None:
     return found if isinstance(found, ClippingBias) else None
 
 
-def measured_loss(
-    recipe: Recipe, batch: Batch, *, denominators: Denominators, **options: Any
-) -> Float[Tensor, ""]:
+def measured_loss(recipe: Recipe, batch: Batch, ctx: Context) -> Float[Tensor, ""]:
     """The scalar whose gradient is C(θ), of a prepared batch or of a cut of it; cuts add up."""
     bias = clipping_bias_of(recipe)
     if bias is None:
         raise ProxpoError(f"{recipe.name or 'recipe'}: there is no schedule=clipping_bias")
-    return policy_loss(bias.measured(recipe), batch, denominators=denominators, **options).value
+    return policy_loss(bias.measured(recipe), batch, ctx).value
 
 
-def logp_norm(
-    recipe: Recipe, batch: Batch, *, denominators: Denominators, **options: Any
-) -> Float[Tensor, ""]:
+def logp_norm(recipe: Recipe, batch: Batch, ctx: Context) -> Float[Tensor, ""]:
     """‖∂C/∂log π‖ over tokens: a proxy for the norm over parameters where no model is at hand."""
     logp = batch.logp.detach().requires_grad_()
-    value = measured_loss(recipe, batch.replace(logp=logp), denominators=denominators, **options)
+    value = measured_loss(recipe, batch.replace(logp=logp), ctx)
     if not value.requires_grad:
         return torch.zeros_like(value)
     slope = torch.autograd.grad(value, logp, allow_unused=True)[0]

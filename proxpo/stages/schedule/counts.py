@@ -1,14 +1,13 @@
 """Schedules of a number of steps: on the whole rollout, on parts of it, on replayed data."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio import none
 from proxpo.stages.regularisers import entropy_bonus
 from proxpo.stages.schedule._types import Updates
@@ -80,11 +79,7 @@ class PoissonReplay:
         return None if self.ratio else (self.fresh(recipe),)
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return () if options["fresh_entropy"] is None else ("entropy",)
-
-
-@stage("schedule", needs=_needs)
+@stage("schedule")
 def poisson_replay(
     *,
     ratio: float = 2.0,
@@ -108,9 +103,10 @@ def poisson_replay(
         )
     if batch is not None and not 0 < batch < math.inf:
         raise ProxpoError(f"poisson_replay: batch is positive and finite, or none, got {batch:g}")
-    return PoissonReplay(
+    replay = PoissonReplay(
         ratio=ratio, capacity=capacity, start=start, batch=batch, fresh_entropy=fresh_entropy
     )
+    return Parts(apply=replay, needs=() if fresh_entropy is None else ("entropy",))
 
 
 __all__ = ["PoissonReplay", "inner_steps", "poisson_replay", "single_update"]

@@ -105,9 +105,7 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
             options = bind(make, given, what=slug)
             arguments = {k: options[k] for k in declared if k not in groups}
             arguments |= {name: {k: options[k] for k in group} for name, group in groups.items()}
-            named = replace(factory(**arguments), name=slug, options=options)
-            passes = tuple(replace(one, name=slug, options=options) for one in named.passes)
-            return check(replace(named, passes=passes))
+            return check(replace(factory(**arguments), name=slug, options=options))
 
         cast(Any, make).__signature__ = inspect.Signature(
             list(public.values()), return_annotation=Recipe

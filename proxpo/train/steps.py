@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from proxpo.compose import prepare
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.exact.policy import Policy, Samples
+from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.stages.schedule import Rescale
@@ -183,7 +183,7 @@ class Steps:
         finally:
             self.load(present)
 
-    def exact(self) -> tuple[Policy, Samples]:
+    def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         self._exact = True
         batch, rows, width = self.batch(), self.rows, self.rows.mask.shape[1]
         places = (rows.attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -195,8 +195,8 @@ class Steps:
                 logits = model(input_ids=inputs, **given).logits
             return logits[:, -width - 1 : -1].float() / temperature
 
-        samples = Samples(rows.input_ids, rows.input_ids[:, -width:], batch.mask)
-        return Policy(self.job.policy.model, read), samples
+        samples = ActionBatch(rows.input_ids, rows.input_ids[:, -width:], batch.mask)
+        return FlatPolicy(self.job.policy.model, read), samples
 
     def finish(self, schedule: Mapping[str, Tensor] | None = None) -> None:
         """The state of every stage after the rollout; the old one if all updates were left out."""

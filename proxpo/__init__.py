@@ -24,6 +24,7 @@ _WHERE = {
     "policy_loss": "proxpo.compose",
     "prepare": "proxpo.compose",
     "make_recipe": "proxpo.settings",
+    "Parts": "proxpo.stages",
     "make_stage": "proxpo.stages",
     "stage": "proxpo.stages",
     "declare_field": "proxpo.fields",
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from proxpo.optimizers import make_optimizer
     from proxpo.recipes import methods, register
     from proxpo.settings import make_recipe
-    from proxpo.stages import make_stage, stage
+    from proxpo.stages import Parts, make_stage, stage
     from proxpo.types import Batch, Context, Denominators, Loss, Recipe, Stage
 
 
@@ -76,6 +77,7 @@ __all__ = [
     "Context",
     "Denominators",
     "Loss",
+    "Parts",
     "ProxpoError",
     "Recipe",
     "Stage",

@@ -1,0 +1,119 @@
+r"""Rewards of the built-in tasks: 1 for the right answer, 0 otherwise, in verl's signature.
+
+Standard library only, so that a worker starts in a moment. What a response gives as its answer is
+what follows its last `####`, or else what its last `\boxed{...}` holds.
+"""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+UNIT = re.compile(r"(?<=[\d.])\s+[^\d]*$")
+VERIFIERS = ("numeric", "math-verify")
+ANSWER_FIELDS = ("answer", "ground_truth", "solution")
+
+
+def exact(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """The whole response is the answer, but for spaces around it and a final full stop."""
+    return _outcome(solution_str.strip().removesuffix(".").rstrip() == str(ground_truth).strip())
+
+
+def final_answer(
+    solution_str: str, ground_truth: Any, *, verifier: str = "numeric", strict: bool = True
+) -> dict[str, Any]:
+    """The response's final answer equals the truth as a number, or as text where it is none.
+
+    strict=False also takes the last number of a response that marks no final answer. With
+    verifier="math-verify" answers of another form (1/2 for 0.5) are compared symbolically.
+    """
+    given = extract(solution_str)
+    if given is None and not strict:
+        numbers = NUMBER.findall(solution_str)
+        given = numbers[-1] if numbers else None
+    if given is None:
+        return _outcome(False)
+    return _outcome(same(given, str(ground_truth)) or _verified(given, ground_truth, verifier))
+
+
+def answer_of(row: dict[str, Any], answer_field: str | None) -> Any:
+    """The right answer of a row of data: `answer_field`, verl's ground_truth, or a usual name."""
+    if answer_field:
+        return row.get(answer_field)
+    truth = row.get("reward_model")
+    if isinstance(truth, dict) and "ground_truth" in truth:
+        return truth["ground_truth"]
+    return next((row[name] for name in ANSWER_FIELDS if name in row), None)
+
+
+def extract(text: str) -> str | None:
+    """What the text marks as its final answer, or None."""
+    _, mark, after = text.rpartition("####")
+    if mark:
+        line = after.strip().splitlines()
+        return line[0].strip() if line else None
+    return boxed(text)
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last complete `\boxed{...}` holds, braces inside it balanced."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        first, depth = start + len("\\boxed{"), 1
+        for i in range(first, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                return text[first:i].strip()
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def tagged(text: str) -> str | None:
+    """What the last <answer>...</answer> holds."""
+    found = TAGS.findall(text)
+    return found[-1].strip() if found else None
+
+
+def same(a: str, b: str) -> bool:
+    """Equal as numbers (1,000 = 1000.0 = $1000), or as text when one of them is no number."""
+    x, y = number(a), number(b)
+    return a.strip() == b.strip() if x is None or y is None else x == y
+
+
+def number(text: str) -> Decimal | None:
+    """The text as a number, without currency, thousands separators, percent, full stop or unit."""
+    plain = UNIT.sub("", re.sub(r"[,$€£]|\\[$%!,]", "", text).strip())
+    plain = plain.rstrip(".").removesuffix("%").rstrip()
+    try:
+        value = Decimal(plain)
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def _verified(given: str, truth: Any, verifier: str) -> bool:
+    if verifier != "math-verify":
+        return False
+    from math_verify import parse, verify
+
+    # The worker's deadline stands in for the library's own timers, which need signals.
+    want, got = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, given))
+    return bool(verify(want, got, timeout_seconds=None))
+
+
+def _outcome(right: bool) -> dict[str, Any]:
+    return {"score": float(right), "acc": right}
+
+
+__all__ = [
+    "VERIFIERS",
+    "answer_of",
+    "boxed",
+    "exact",
+    "extract",
+    "final_answer",
+    "number",
+    "same",
+    "tagged",
+]

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -122,10 +123,8 @@ def load_all() -> None:
     """Import the package's recipes, then those other packages announce as entry points."""
     from importlib.metadata import entry_points
 
-    import proxpo.recipes
-
-    for module in pkgutil.iter_modules(proxpo.recipes.__path__):
-        importlib.import_module(f"proxpo.recipes.{module.name}")
+    for module in pkgutil.iter_modules([os.path.dirname(__file__)]):
+        importlib.import_module(f"{__package__}.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
 

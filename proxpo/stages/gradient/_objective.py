@@ -1,4 +1,4 @@
-"""Gradient stages, and how any recipe's loss meets a gradient transform.
+"""Gradient transforms as stages, and the objective that a recipe's loss gives to a transform.
 
 A transform wants the gradient of a sum of log-probabilities, and the advantages apart. For a loss L
 that sum is Σ u_it · log π(o_it) with u_it = -(∂L/∂log π_it)/A_i, held constant: 1 for
@@ -24,11 +24,11 @@ from proxpo.types import Batch, Context, Loss, Recipe
 
 
 def _gradient_stage(factory: Callable[..., Any]) -> None:
-    """Offer a transform as a `gradient` stage; its function makes a fresh transform."""
+    """Registers a transform as a `gradient` stage, whose function makes a fresh transform."""
 
     @functools.wraps(factory)
     def configured(**options: Any) -> Callable[[], Any]:
-        factory(**options)  # refuses wrong options where they are given
+        factory(**options)  # refuses wrong options early
         return functools.partial(factory, **options)
 
     stage("gradient")(configured)
@@ -39,7 +39,7 @@ for _factory in (isopo, isopo_ntk, proma):
 
 
 class Objective(NamedTuple):
-    """Descend -Σ weights·logp inside `transform.applied(..., advantages=advantages)`."""
+    """A loss as -Σ weights·logp to descend inside `applied(..., advantages=advantages)`."""
 
     weights: Float[Tensor, "seq tok"]
     advantages: Float[Tensor, " seq"]
@@ -76,7 +76,7 @@ def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
 
 
 def per_response(recipe: Recipe, batch: Batch) -> Float[Tensor, " seq"]:
-    """The one advantage of each response; a transform cannot work with several."""
+    """The advantage of each response; refuses several inside a response."""
     rows = row_mean(batch.advantages, batch.mask)
     spread = torch.where(batch.mask, batch.advantages - rows[:, None], 0.0).abs()
     if bool((spread > 1e-6 * (1 + rows.abs()[:, None])).any()):

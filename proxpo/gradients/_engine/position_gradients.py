@@ -1,7 +1,7 @@
 """Position gradients G_t of one parameter, in the three shapes they come in.
 
     Outer   G_t = g_t a_tᵀ        weights of linear layers (a = 1 column picked by a token: OneHot)
-    Dense   G_t given outright    biases and the weights of norms
+    Dense   G_t itself            biases and the weights of norms
     OneHot  G_t = e_id(t) g_tᵀ    embeddings
 
 Each offers inner products ⟨G_j, G_t⟩, sums over sequences and the weighted sum Σ_t w_t G_t, so
@@ -14,13 +14,14 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from proxpo.gradients._layout import Layout, accumulator, matmul
+from proxpo.gradients._engine.device import accumulator, matmul
+from proxpo.gradients._engine.layout import Layout
 from proxpo.ops.shapes import Float, Int, Tensor
 
 
 @runtime_checkable
-class Rows(Protocol):
-    """What a method may ask of the position gradients of one parameter."""
+class PositionGradients(Protocol):
+    """Position gradients of one parameter, and the products a method may ask of them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ class Rows(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def gram(self, picked: Any) -> Float[Tensor, "pick pos"]:
-        """⟨G_j, G_t⟩ for every position j of other rows of the kind, and every t."""
+        """⟨G_j, G_t⟩ for every position j of `picked`, of the same kind, and every t."""
         ...
 
     def squares(self) -> Float[Tensor, " pos"]:
@@ -110,7 +111,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Dense:
-    """G_t given outright; the parameter is a vector."""
+    """G_t itself; the parameter is a vector."""
 
     grads: Float[Tensor, "pos out"]
 
@@ -201,34 +202,34 @@ class OneHot:
         return Dense(sums), row, pair.remainder(self.size)
 
 
-AnyRows = Outer | Dense | OneHot
-Some = TypeVar("Some", bound=Rows)
+AnyGradients = Outer | Dense | OneHot
+Some = TypeVar("Some", bound=PositionGradients)
 _COLUMNS = {Outer: ("a", "g"), Dense: ("grads",), OneHot: ("ids", "g")}
 
 
-def at(rows: Some, layout: Layout, index: Int[Tensor, " some"]) -> Some:
-    """The gradients of some positions of `layout.whole`, on whatever rank they lie."""
-    return _made(rows, layout.fetch(_columns(rows), index))
+def at_positions(rows: Some, layout: Layout, index: Int[Tensor, " some"]) -> Some:
+    """Gradients of some positions of `layout.whole`, of any rank."""
+    return _replaced(rows, layout.fetch(_columns(rows), index))
 
 
 def gathered(rows: Some, layout: Layout) -> tuple[Some, Layout]:
-    """The gradients of all positions of `layout.whole`."""
+    """Gradients of all positions of `layout.whole`, and that layout."""
     if layout.alone:
         return rows, layout
     everyone = torch.arange(layout.whole.size, device=layout.seq.device)
-    return at(rows, layout, everyone), layout.whole
+    return at_positions(rows, layout, everyone), layout.whole
 
 
 def join(parts: Sequence[Some]) -> Some:
-    """The positions of several calls of one module, one after the other."""
-    return _made(parts[0], [torch.cat(same) for same in zip(*map(_columns, parts))])
+    """Gradients of several calls of one module, one after the other."""
+    return _replaced(parts[0], [torch.cat(same) for same in zip(*map(_columns, parts))])
 
 
 def _columns(rows: Any) -> list[Tensor]:
-    """What there is of every position."""
+    """Tensors with one row per position."""
     return [getattr(rows, name) for name in _COLUMNS[type(rows)]]
 
 
-def _made(rows: Any, columns: list[Tensor]) -> Any:
-    """The same kind of rows for other positions."""
+def _replaced(rows: Any, columns: list[Tensor]) -> Any:
+    """Gradients of the same kind for other positions."""
     return replace(rows, **dict(zip(_COLUMNS[type(rows)], columns)))

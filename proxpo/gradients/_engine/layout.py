@@ -1,4 +1,4 @@
-"""Which position of the micro-batch belongs to which sequence.
+"""Layout of a micro-batch: the sequence of every position, and sums over positions.
 
 Axis legend of this package:
     pos  positions of the micro-batch, flattened (T); prompts included, padding numbered -1
@@ -9,52 +9,33 @@ Axis legend of this package:
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
+from proxpo.gradients._engine.device import accumulator, matmul
+from proxpo.gradients._engine.shard import Shard
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
-
-if TYPE_CHECKING:
-    from proxpo.gradients._shard import Shard
 
 # Above this many entries a one-hot matrix costs more to hold than atomics cost to run.
 _ONE_HOT_LIMIT = 1 << 25
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Sums of products are kept in float32 or better."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y for 2-D or batched 3-D operands, accumulated and returned in float32 or better."""
-    kind = accumulator(x.dtype)
-    if x.dim() == 3 and not x.is_cuda:
-        y = y.contiguous()  # batched products of a transposed operand are several times slower
-    if x.dtype == kind:
-        return x @ y.to(kind)
-    if x.is_cuda and x.dtype == y.dtype:
-        product = torch.bmm if x.dim() == 3 else torch.mm
-        return product(x, y, out_dtype=kind)
-    return x.to(kind) @ y.to(kind)
 
 
 class Layout:
     """The sequence number of every position, and sums over positions of one sequence.
 
     With a `shard` these are the positions of one rank out of several. Sums are of this rank then;
-    `total` adds them over the ranks, and `fetch` brings positions from wherever they lie.
+    `total` adds them over the ranks, and `fetch` reads positions of any rank.
     """
 
-    def __init__(self, seq: Int[Tensor, " pos"], count: int, shard: "Shard | None" = None) -> None:
+    def __init__(self, seq: Int[Tensor, " pos"], count: int, shard: Shard | None = None) -> None:
         self.seq = seq
         self.count = count
         self.shard = shard
+        self._whole = None if shard is None else Layout(shard.seq, count)
 
     @property
     def alone(self) -> bool:
-        """Whether no other rank holds positions of these sequences."""
+        """True where no other rank holds positions of these sequences."""
         return self.shard is None
 
     @property
@@ -63,8 +44,8 @@ class Layout:
 
     @property
     def whole(self) -> "Layout":
-        """All positions of the sequences, on whatever rank."""
-        return self if self.shard is None else self.shard.whole
+        """Layout of all positions of the sequences, those of other ranks included."""
+        return self if self._whole is None else self._whole
 
     def total(self, x: Shaped[Tensor, "*any"]) -> Shaped[Tensor, "*any"]:
         """Σ over the ranks; x itself where there is one."""
@@ -73,7 +54,7 @@ class Layout:
     def fetch(
         self, columns: Sequence[Shaped[Tensor, "pos ..."]], index: Int[Tensor, " some"]
     ) -> list[Tensor]:
-        """Some rows of position-wise tensors; `index` counts the positions of `whole`."""
+        """Rows `index` of position-wise tensors; `index` counts the positions of `whole`."""
         if self.shard is None:
             return [x[index] for x in columns]
         return self.shard.fetch(columns, index)
@@ -88,11 +69,12 @@ class Layout:
 
     @cached_property
     def first(self) -> Int[Tensor, " row"]:
-        """The first position of each sequence; `size` for a sequence without any."""
+        """First position of each sequence; `size` for a sequence without any."""
         return self._ends("amin", self.size)
 
     @cached_property
     def last(self) -> Int[Tensor, " row"]:
+        """Last position of each sequence; -1 for a sequence without any."""
         return self._ends("amax", -1)
 
     def _ends(self, which: str, empty: int) -> Int[Tensor, " row"]:
@@ -103,7 +85,7 @@ class Layout:
 
     @cached_property
     def _facts(self) -> tuple[tuple[int, ...], bool, bool]:
-        """Lengths, `aligned` and `disjoint` on the host: the only wait for the device."""
+        """Lengths, `aligned` and `disjoint`, read to the host in one wait for the device."""
         counts = torch.bincount(self.seq + 1, minlength=self.count + 1)[1:]
         width = self.size // max(1, self.count)
         rows = torch.arange(self.size, device=self.seq.device).div(
@@ -122,12 +104,12 @@ class Layout:
 
     @property
     def aligned(self) -> bool:
-        """Whether reshaping to (row, pos / row) puts each sequence into its own row."""
+        """True where reshaping to (row, pos / row) puts each sequence into its own row."""
         return self._facts[1]
 
     @property
     def disjoint(self) -> bool:
-        """Whether no position of one sequence lies among those of another."""
+        """True where no position of one sequence lies among those of another."""
         return self._facts[2]
 
     @cached_property
@@ -135,13 +117,13 @@ class Layout:
         return sum(self.lengths) < self.size
 
     def settle(self) -> "Layout":
-        """Ask the device now, while it is idle, what the backward pass will want to know."""
+        """Reads lengths and alignment from the device now, while it is idle."""
         assert self._facts
         return self
 
     @property
     def known_aligned(self) -> bool:
-        """`aligned`, where that is known or costs nothing to find out: no wait for the device."""
+        """`aligned` where it is known without waiting for the device, else False."""
         return ("_facts" in self.__dict__ or not self.seq.is_cuda) and self.aligned
 
     @cached_property
@@ -151,7 +133,7 @@ class Layout:
 
     @cached_property
     def _slots(self) -> Tensor:
-        """Where each position goes in the (row, longest) grid; padding goes one past the end."""
+        """Slot of each position in the (row, longest) grid; padding goes one past the end."""
         longest = max(self.lengths)
         starts = torch.tensor([0, *self.lengths], device=self.seq.device).cumsum(0)[:-1]
         rank = torch.empty_like(self.seq)
@@ -198,7 +180,7 @@ class Layout:
         return out.index_copy_(0, self._slots, x)[:-1].view(self.count, longest, x.shape[1])
 
     def members(self) -> Iterator[slice | Tensor]:
-        """The positions of each sequence in turn: a slice where they are contiguous."""
+        """Yields the positions of each sequence: a slice where they are contiguous."""
         if self.aligned and not self.padded:
             width = self.size // self.count
             yield from (slice(i * width, (i + 1) * width) for i in range(self.count))
@@ -213,11 +195,12 @@ class Layout:
         return torch.cat([weights, weights.new_zeros(1)])[self.seq]
 
     def take(self, positions: Int[Tensor, " some"]) -> "Layout":
-        assert self.shard is None  # what others take is not known
+        """Layout of some of the positions; not for sharded ones, whose other ranks choose too."""
+        assert self.shard is None
         return Layout(self.seq[positions], self.count)
 
     def repeat(self, extra: int) -> "Layout":
-        """Every position `extra` times over: heads and the like."""
+        """Layout with every position `extra` times over, once for each head."""
         if extra == 1:
             return self
         shard = None if self.shard is None else self.shard.repeat(extra)
@@ -226,7 +209,7 @@ class Layout:
     def routed(
         self, experts: Int[Tensor, "pos k"], order: Int[Tensor, " pair"], sizes: list[int]
     ) -> "list[Layout]":
-        """The pairs (position, expert) of each expert; `order` and `sizes` sort them."""
+        """Layouts of the (position, expert) pairs of each expert, sorted by `order` and `sizes`."""
         parts = self.seq[order.div(experts.shape[1], rounding_mode="floor")].split(sizes)
         if self.shard is None:
             return [Layout(part, self.count) for part in parts]
@@ -235,6 +218,7 @@ class Layout:
 
     @staticmethod
     def join(layouts: "list[Layout]") -> "Layout":
+        """Layout of the positions of several calls of one module, one after the other."""
         shards = [part.shard for part in layouts if part.shard is not None]
-        shard = shards[0].join(shards) if shards else None
+        shard = Shard.join(shards) if shards else None
         return Layout(torch.cat([part.seq for part in layouts]), layouts[0].count, shard)

@@ -1,7 +1,7 @@
-"""Which form to compute a layer's lengths in, by cost.
+"""Cost of the forms in which a layer's lengths and kernels can be computed, and the cheapest one.
 
 Per layer O x D with T positions, m sequences of L = T/m, overlap M (in FLOPs; moving a byte is
-charged `TRAFFIC` of them):
+charged `traffic` of them):
 
     gram         F: 2MT(O+D)         N: 2TL(O+D)          then the usual GEMM
     materialise  F: 2mMOD            N: 0                 V stacked: Σ w_i V_i replaces the GEMM
@@ -12,12 +12,10 @@ numbers for J and Mm for F whatever the form; for N (and K) T(O+D) in the Gram f
 others.
 """
 
-from typing import Literal
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.position_gradients import Outer
 
-from proxpo.gradients._layout import Layout
-from proxpo.gradients._rows import Outer
-
-Path = Literal["auto", "gram", "materialise", "stream"]
+PATHS = ("auto", "gram", "materialise", "stream")
 
 # Stacked sequence gradients are kept whole up to this many entries, else built in blocks (twice).
 KEEP = 1 << 26
@@ -25,18 +23,23 @@ _LAUNCH = 2e9  # three small kernels, in the FLOPs a large GPU does meanwhile
 
 
 def traffic(device_type: str) -> float:
+    """FLOPs that a device does while it moves a byte."""
     return 100.0 if device_type == "cuda" else 10.0
 
 
 def wire(rows: Outer, layout: Layout) -> float:
-    """What a number sent to the other ranks costs: about as much as twenty moved in memory."""
+    """Cost of a number sent to the other ranks: about as much as twenty moved in memory."""
     return 0.0 if layout.alone else 80 * traffic(rows.a.device.type)
 
 
 def choose(
-    rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: Path, streams: bool = True
-) -> Path:
-    """The cheapest form for this layer; `overlap` is 0 when F is not needed."""
+    rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: str, streams: bool = True
+) -> str:
+    """The cheapest form for a layer.
+
+    overlap: positions of J, 0 where F is not needed; norm: N is needed, exactly; streams: V_i may
+        be weighted one at a time.
+    """
     if path != "auto":
         return "gram" if path == "stream" and not (norm and streams) else path
     out, inp = rows.shape
@@ -47,10 +50,21 @@ def choose(
     gram_n = norm * (2.0 * pairs * (out + inp) + 16 * byte * pairs + sent * size * (out + inp))
     stacked = (16 * byte + sent) * count * out * inp
     again = 2.0 * own * out * inp if sent or count * out * inp > KEEP else 0.0
-    costs: dict[Path, float] = {
+    costs: dict[str, float] = {
         "gram": gram_f + gram_n,
         "materialise": 2.0 * count * overlap * out * inp + stacked + again,
     }
     if norm and streams:
         costs["stream"] = gram_f + stacked + (count * _LAUNCH if cuda else 0.0)
     return min(costs, key=costs.__getitem__)
+
+
+def gram_kernel(rows: Outer, layout: Layout, path: str) -> bool:
+    """True where K is cheaper in Gram form: T²(O+D) against m O D numbers and m² O D products."""
+    if path != "auto":
+        return path == "gram"
+    out, inp = rows.shape
+    byte, sent = traffic(rows.a.device.type), wire(rows, layout)
+    size = layout.whole.size
+    gram = size**2 / layout.ranks * (2.0 * (out + inp) + 16 * byte) + sent * size * (out + inp)
+    return gram < layout.count * out * inp * (2.0 * layout.count + 16 * byte + sent)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,21 @@ import torch.distributed as dist
 from torch import nn
 
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.gradients import _batch
-from proxpo.gradients._audit import Audit
-from proxpo.gradients._averages import Averages
-from proxpo.gradients._modules import Fitting, fingerprint
-from proxpo.gradients._order import Order
-from proxpo.gradients._session import Observer, Rule, Session, Site, Stream, Unit, capturing
+from proxpo.gradients._engine import head, inputs
+from proxpo.gradients._engine.audit import Audit
+from proxpo.gradients._engine.averages import Averages
+from proxpo.gradients._engine.axis_order import AxisOrder
+from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.patching import PatchedModel, fingerprint
+from proxpo.gradients._engine.session import (
+    DrawSeed,
+    ModuleHandle,
+    Observer,
+    ParameterHandle,
+    Rule,
+    Session,
+)
+from proxpo.logp.head import replaced_backward
 from proxpo.ops.shapes import Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
@@ -42,18 +52,18 @@ class Transform:
         self.averages = Averages()
         self._steps = 0
         self._blocks = 0
-        self._spoilt = False
+        self._not_finite = False
         self._names: dict[str, None] = {}
         self._warned: set[str] = set()
-        self._fitted: tuple[nn.Module, Fitting] | None = None
-        self._order: Order
+        self._patched: tuple[nn.Module, PatchedModel] | None = None
+        self._order: AxisOrder
 
     def __repr__(self) -> str:
         return f"Transform({self.rule!r}, seed={self.seed})"
 
     @property
     def spreads(self) -> bool:
-        """Whether positions of one sequence may lie on several ranks, see `applied`."""
+        """True where positions of one sequence may lie on several ranks, see `applied`."""
         return bool(getattr(self.rule, "spreads", False))
 
     @contextmanager
@@ -67,7 +77,7 @@ class Transform:
         observe: Observer | None = None,
         token_group: Any = None,
     ) -> Iterator[Session]:
-        """Transform the gradients of `model` while the block is open.
+        """Transforms the gradients of `model` while the block is open.
 
         sequences: shaped like input_ids (padded B x L, or packed 1 x T); the number of the
             sequence each position belongs to, prompt included, and -1 for padding.
@@ -85,19 +95,24 @@ class Transform:
         replays each overlap set is drawn anew, values are not checked, `sequences` are those of the
         ordinary run, and the trailing averages stay as they were.
         """
-        fitting = self._open(model, sequences, advantages, groups, observe, token_group)
-        session = fitting.session
+        patched = self._open(model, sequences, advantages, groups, observe, token_group)
+        session = patched.session
         _OPEN.append((model, session))
-        audit = Audit(session)
+        audit = Audit(session.handles)
         collected = self._collected()
         try:
-            with fitting.exchanged(), audit.watching(), self._order.watched(sequences):
+            with (
+                patched.installed(),
+                session.audited(audit),
+                self._order.watched(sequences),
+                replaced_backward(partial(head.find, session)),
+            ):
                 yield session
             audit.check()
-            _settle(session)
+            _finish_waiting(session)
         except BaseException as error:
-            self._spoilt |= isinstance(error, NotFiniteError)
-            self._forget(self._nothing() if self._spoilt else collected)
+            self._not_finite |= isinstance(error, NotFiniteError)
+            self._restore(self._nothing() if self._not_finite else collected)
             raise
         finally:
             session.closed = True
@@ -111,29 +126,29 @@ class Transform:
             NotFiniteError is a skipped one by itself.
         """
         keys = [f"{name}/{x}" for name in self._names for x in self.rule.quantities]
-        self._steps += self.averages.step(keys, skipped=skipped or self._spoilt)
-        self._blocks, self._spoilt = 0, False
+        self._steps += self.averages.step(keys, skipped=skipped or self._not_finite)
+        self._blocks, self._not_finite = 0, False
 
     def _collected(self) -> dict[str, Any]:
-        """What the blocks of the update before this one have left behind."""
+        """State that the earlier blocks of this update have left."""
         return {"averages": self.averages.pending(), "blocks": self._blocks - 1}
 
     def _nothing(self) -> dict[str, Any]:
         """`_collected` of an update without blocks."""
         return {"averages": {}, "blocks": 0}
 
-    def _forget(self, kept: dict[str, Any]) -> None:
-        """Goes back to what `_collected` returned."""
+    def _restore(self, kept: dict[str, Any]) -> None:
+        """Restores what `_collected` returned."""
         self.averages.keep(kept["averages"])
         self._blocks = kept["blocks"]
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter and quantity, and how many steps were made."""
+        """The averages by parameter and quantity, and the number of steps made."""
         values = {f"average.{key}": value.clone() for key, value in self.averages.values.items()}
         return {"steps": self._steps, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; anything collected since the last step is dropped."""
+        """Continues from a `state_dict`; anything collected since the last step is dropped."""
         unknown = [key for key in state if key != "steps" and not key.startswith("average.")]
         if unknown or "steps" not in state:
             raise ProxpoError(
@@ -156,11 +171,12 @@ class Transform:
         groups: Tensor | None,
         observe: Observer | None,
         token_group: Any,
-    ) -> Fitting:
+    ) -> PatchedModel:
+        """Checks the inputs and starts a block on the patched model."""
         device = _device(model)
-        if self._spoilt and _finite_gradients(model):  # they belong to another update
-            self._spoilt = False
-            self._forget(self._nothing())
+        if self._not_finite and _finite_gradients(model):  # they belong to another update
+            self._not_finite = False
+            self._restore(self._nothing())
         if _OPEN:
             own = {id(module) for module in model.modules()}
             if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
@@ -168,15 +184,15 @@ class Transform:
                     "gradients.applied: a transform is already applied to this model; close its "
                     "`with` block first"
                 )
-        groups = groups if _batch.by_prompt(self.rule) else None
+        groups = groups if inputs.by_prompt(self.rule) else None
         shard = None
         if not capturing():
-            _batch.check(self.rule, sequences, advantages, groups)
-            shard = _batch.shard(self.rule, sequences, advantages, groups, token_group, device)
-            _batch.check_numbers(sequences if shard is None else shard.whole.seq, advantages)
+            inputs.check(self.rule, sequences, advantages, groups)
+            shard = inputs.shard(self.rule, sequences, advantages, groups, token_group, device)
+            inputs.check_numbers(sequences if shard is None else shard.seq, advantages)
         elif token_group is not None:
             raise ProxpoError("gradients.applied: a CUDA graph cannot record a `token_group`")
-        elif self._fitted is None or not self._fitted[1].session.knows(
+        elif self._patched is None or not self._patched[1].session.is_last(
             sequences, advantages.numel()
         ):
             raise ProxpoError(
@@ -184,9 +200,9 @@ class Transform:
                 "`sequences` tensor an earlier block has seen: run it once before"
             )
         kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
-        fitting = self._fit(model)
-        fitting.session.open(
-            stream=Stream(self.seed, self._steps, self._blocks, _batch.first_rank(token_group)),
+        patched = self._patch(model)
+        patched.session.open(
+            seed=DrawSeed(self.seed, self._steps, self._blocks, inputs.first_rank(token_group)),
             sequences=sequences.to(device),
             advantages=advantages.detach().to(device, kind, copy=True),
             groups=None if groups is None else groups.to(device, copy=True),
@@ -194,19 +210,19 @@ class Transform:
             shard=shard,
         )
         self._blocks += 1
-        return fitting
+        return patched
 
-    def _fit(self, model: nn.Module) -> Fitting:
-        """Sites for the parameters the model trains now; as before if it has not changed."""
-        if self._fitted is not None:
-            fitted, fitting = self._fitted
-            if fitted is model and fitting.mark == fingerprint(model):
-                return fitting
-        fitting = Fitting(model, Session(self.rule, self.averages), self._warn)
-        self._fitted = (model, fitting)
-        self._order = Order(model)
-        self._names.update(dict.fromkeys(fitting.session.sites))
-        return fitting
+    def _patch(self, model: nn.Module) -> PatchedModel:
+        """Handles for the parameters the model trains now; the old ones if it has not changed."""
+        if self._patched is not None:
+            known, patched = self._patched
+            if known is model and patched.fingerprint == fingerprint(model):
+                return patched
+        patched = PatchedModel(model, Session(self.rule, self.averages), self._warn)
+        self._patched = (model, patched)
+        self._order = AxisOrder(model)
+        self._names.update(dict.fromkeys(patched.session.handles))
+        return patched
 
     def _warn(self, what: str) -> None:
         if what not in self._warned:
@@ -218,23 +234,13 @@ class Transform:
             )
 
 
-def active(parameter: Tensor) -> Site | None:
-    """The open block's site for a parameter used outside its module; None where none is open.
+def active_handle(parameter: Tensor) -> ParameterHandle | None:
+    """The handle of a parameter in the open block, for uses outside its module; None for none.
 
     A tied weight is found at the module that multiplies by it (the head), not at the embedding.
     """
-    for _, session in reversed(_OPEN):
-        found = [
-            s for s in session.sites.values() if s.module._parameters.get(s.attribute) is parameter
-        ]
-        if found and not session.layout.alone:
-            raise ProxpoError(
-                f"token_logp: {found[0].name} is under a transform with a `token_group`; take the "
-                "log-probabilities from logits of the model's own head"
-            )
-        if found:
-            return next((s for s in found if not isinstance(s.module, nn.Embedding)), found[0])
-    return None
+    handles = (session.handle_of(parameter) for _, session in reversed(_OPEN))
+    return next((handle for handle in handles if handle is not None), None)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -248,34 +254,34 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _finite_gradients(model: nn.Module) -> bool:
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    local = [getattr(grad, "_local_tensor", grad) for grad in found]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [getattr(grad, "_local_tensor", grad) for grad in grads]
     return all(bool(torch.isfinite(grad).all()) for grad in local)
 
 
-def _settle(session: Session) -> None:
-    """Finish what waits for calls that never reached their backward."""
-    for unit in session.units:
-        for nested in unit.waiting:
-            _check_late(unit)
-            for attribute, gradient in unit.flush(nested).items():
-                _accumulate(unit.sites[attribute].parameter, gradient)
-    session.check()
+def _finish_waiting(session: Session) -> None:
+    """Adds gradients that wait for calls which never reached their backward."""
+    for module_handle in session.module_handles:
+        for nested in module_handle.waiting:
+            _check_late(module_handle)
+            for attribute, gradient in module_handle.flush(nested).items():
+                _accumulate(module_handle.handles[attribute].parameter, gradient)
+    session.check_finite()
 
 
-def _check_late(unit: Unit) -> None:
+def _check_late(module_handle: ModuleHandle) -> None:
     """Refuses gradients that would be wrong, or come too late for the other processes."""
-    if unit.reopened:
-        raise unit.torn()
+    if module_handle.reopened:
+        raise module_handle.partial_backward()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ProxpoError(
-            f"gradients.applied: a forward of {unit.name} in this block never reached backward(), "
-            "so that its gradient comes after the processes have exchanged theirs; run such a "
-            "forward under torch.no_grad() or outside the block"
+            f"gradients.applied: a forward of {module_handle.name} in this block never reached "
+            "backward(), so that its gradient comes after the processes have exchanged theirs; run "
+            "such a forward under torch.no_grad() or outside the block"
         )
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """A call of the module never reached its backward, so autograd is not waiting for this."""
+    """Adds to `.grad` a gradient that autograd is not waiting for."""
     gradient = gradient.to(parameter.dtype)
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -1,6 +1,6 @@
 """Banks of experts: 3-D weights, one slice per expert, each a layer with its routed positions."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -8,32 +8,32 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._functions import _autocast, _no_autocast
-from proxpo.gradients._layout import Layout
-from proxpo.gradients._rows import Dense, Outer
-from proxpo.gradients._session import AnyRows, Session, Unit
+from proxpo.gradients._engine.autograd import autocast, no_autocast
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.position_gradients import AnyGradients, Dense, Outer
+from proxpo.gradients._engine.session import ModuleHandle, Session
 from proxpo.ops.shapes import Int, Tensor
 
 _MARKS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
 
 
 def recognised(module: nn.Module) -> bool:
-    """Whether a module is a bank of two-layer experts in the layout transformers gives them."""
+    """True for a bank of two-layer experts in the layout that transformers gives them."""
     return all(hasattr(module, mark) for mark in _MARKS)
 
 
-def bank(
-    session: Session, module: Any, name: str, names: list[str], *_: Any
-) -> Callable[..., Tensor]:
+def bank(target: TrainedModule) -> Forward:
     """Σ over a token's experts of weight · down(act(up(x))), one layer per expert and matrix."""
+    module, session = target.module, target.session
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    slices = {own: _slices(session, module, name, own) for own in names}
+    slices = {own: _slices(target, own) for own in target.names}
 
     def forward(
         hidden_states: Tensor, top_k_index: Int[Tensor, "pos k"], top_k_weights: Tensor
     ) -> Tensor:
-        routes = _routes(session, name, top_k_index, module.num_experts)
-        x = _autocast(hidden_states)[routes.position]
+        routes = _routes(session, target.name, top_k_index, module.num_experts)
+        x = autocast(hidden_states)[routes.position]
         up = routes.linear(module, first, slices, x)
         inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
         down = routes.linear(module, "down_proj", slices, inner)
@@ -45,13 +45,14 @@ def bank(
     return forward
 
 
-def _slices(session: Session, module: Any, name: str, own: str) -> list[Unit]:
-    """One unit per expert: every expert has its own lengths and averages."""
-    numbers = range(module.num_experts)
-    return [session.add(module, f"{name}.{number}", [own], draws=False) for number in numbers]
+def _slices(target: TrainedModule, own: str) -> list[ModuleHandle]:
+    """One module handle per expert: every expert has its own lengths and averages."""
+    add = functools.partial(target.session.add, target.module, draws=False)
+    return [add(f"{target.name}.{number}", [own]) for number in range(target.module.num_experts)]
 
 
 def _routes(session: Session, name: str, experts: Int[Tensor, "pos k"], count: int) -> "_Routes":
+    """The routes of a forward, sorted by expert."""
     flat = experts.reshape(-1)
     if experts.shape[0] != session.layout.size:
         raise ProxpoError(
@@ -73,10 +74,14 @@ class _Routes:
     ) -> None:
         self.order, self.position, self.sizes, self.layouts = order, position, sizes, layouts
 
-    def linear(self, module: Any, own: str, slices: dict[str, list[Unit]], x: Tensor) -> Tensor:
+    def linear(
+        self, module: Any, own: str, slices: dict[str, list[ModuleHandle]], x: Tensor
+    ) -> Tensor:
         bias = getattr(module, f"{own}_bias") if module.has_bias else None
-        units = slices.get(own), slices.get(f"{own}_bias")
-        return _Grouped.apply(x, getattr(module, own), bias, self, module.is_transposed, units)
+        module_handles = slices.get(own), slices.get(f"{own}_bias")
+        return _Grouped.apply(
+            x, getattr(module, own), bias, self, module.is_transposed, module_handles
+        )
 
 
 class _Grouped(torch.autograd.Function):
@@ -90,16 +95,16 @@ class _Grouped(torch.autograd.Function):
         bias: Tensor | None,
         routes: _Routes,
         transposed: bool,
-        units: tuple[list[Unit] | None, list[Unit] | None],
+        module_handles: tuple[list[ModuleHandle] | None, list[ModuleHandle] | None],
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.routes, ctx.transposed, ctx.units = routes, transposed, units
+        ctx.routes, ctx.transposed, ctx.module_handles = routes, transposed, module_handles
         ctx.calls = [
             None if bank is None else [u.begin(part) for u, part in zip(bank, routes.layouts)]
-            for bank in units
+            for bank in module_handles
         ]
         parts = []
-        with _no_autocast(x):
+        with no_autocast(x):
             for expert, rows in enumerate(x.split(routes.sizes)):
                 kernel = weight[expert].to(x.dtype)
                 part = rows @ (kernel if transposed else kernel.T)
@@ -115,26 +120,26 @@ class _Grouped(torch.autograd.Function):
             if ctx.needs_input_grad[1 + place]:
                 out[place] = torch.zeros_like(parameter)
         grad_x = []
-        with _no_autocast(x):
+        with no_autocast(x):
             pieces = zip(x.split(ctx.routes.sizes), grad.split(ctx.routes.sizes))
             for expert, (a, g) in enumerate(pieces):
                 kernel = weight[expert].to(g.dtype)
                 grad_x.append(g @ (kernel.T if ctx.transposed else kernel))
                 _finish(ctx, 0, expert, Outer(g, a) if ctx.transposed else Outer(a, g), out[0])
                 _finish(ctx, 1, expert, Dense(g), out[1])
-        for units, whole in zip(ctx.units, out):
-            if units and whole is not None:
-                next(iter(units[0].sites.values())).send(whole)
+        for module_handles, whole in zip(ctx.module_handles, out):
+            if module_handles and whole is not None:
+                next(iter(module_handles[0].handles.values())).send(whole)
         return torch.cat(grad_x), *out, None, None, None
 
 
-def _finish(ctx: Any, place: int, expert: int, rows: AnyRows, target: Tensor | None) -> None:
-    """The gradient of one expert's slice, written into the whole."""
-    units, calls = ctx.units[place], ctx.calls[place]
-    if target is None or units is None:
+def _finish(ctx: Any, place: int, expert: int, rows: AnyGradients, target: Tensor | None) -> None:
+    """Writes the gradient of one expert's slice into the whole."""
+    module_handles, calls = ctx.module_handles[place], ctx.calls[place]
+    if target is None or module_handles is None:
         return
-    unit: Unit = units[expert]
-    (own,) = unit.sites
-    unit.sites[own].done = True  # also when no position was routed here
-    for gradient in unit.finish(calls[expert], {own: rows}).values():
+    module_handle: ModuleHandle = module_handles[expert]
+    (own,) = module_handle.handles
+    module_handle.handles[own].done = True  # also when no position was routed here
+    for gradient in module_handle.finish(calls[expert], {own: rows}).values():
         target[expert] = gradient.to(target.dtype)

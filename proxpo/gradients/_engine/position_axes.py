@@ -1,4 +1,4 @@
-"""Where the positions of the micro-batch are among the axes of a tensor inside the model."""
+"""Axes of a tensor inside the model that run over the positions of the micro-batch."""
 
 import math
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Tensor
 
 
-class Shape(tuple[int, ...]):
-    """The shape of `sequences`; `single` if no sequence has more than one position."""
+class SequenceShape(tuple[int, ...]):
+    """Shape of `sequences`; `single` if no sequence has more than one position."""
 
     single: bool
 
-    def __new__(cls, lengths: tuple[int, ...], *, single: bool) -> "Shape":
-        made = super().__new__(cls, lengths)
-        made.single = single or len(lengths) == 1
-        return made
+    def __new__(cls, lengths: tuple[int, ...], *, single: bool) -> "SequenceShape":
+        shape = super().__new__(cls, lengths)
+        shape.single = single or len(lengths) == 1
+        return shape
 
 
-def axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> tuple[int, ...]:
+def position_axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> tuple[int, ...]:
     """The axes of `lead` that run over the positions of `sequences`, in order.
 
     Axes of length 1 count for nothing; the rest of `sequences`' shape must appear among the axes
@@ -38,27 +38,27 @@ def _axes(
     wide = [axis for axis, length in enumerate(lead) if length != 1]
     want = [length for length in shape if length != 1]
     flat = math.prod(shape)
-    found = _subsequences([lead[axis] for axis in wide], want)
+    matches = _subsequences([lead[axis] for axis in wide], want)
     if len(want) > 1:
-        found += _subsequences([lead[axis] for axis in wide], [flat])
-    if len(found) > 1 and tuple(lead) == tuple(shape):
-        found = [tuple(range(len(wide)))]
+        matches += _subsequences([lead[axis] for axis in wide], [flat])
+    if len(matches) > 1 and tuple(lead) == tuple(shape):
+        matches = [tuple(range(len(wide)))]
     kept = len(shape) > 1 and lead.count(1) >= shape.count(1)
-    if found and single and not kept and len(wide) > len(want):
+    if matches and single and not kept and len(wide) > len(want):
         raise ProxpoError(
             f"gradients.applied: {where} has an input of leading shape {lead}, and `sequences` of "
             f"shape {shape} has one number per sequence; pass one per position, shaped like "
             "input_ids"
         )
-    if len(found) == 1:
-        return tuple(wide[place] for place in found[0])
-    problem = "cannot tell which axes hold the positions" if found else "saw other positions"
+    if len(matches) == 1:
+        return tuple(wide[place] for place in matches[0])
+    problem = "cannot tell which axes hold the positions" if matches else "saw other positions"
     raise ProxpoError(
         f"gradients.applied: {where} {problem}: its input has leading shape {tuple(lead)}, "
         f"`sequences` has shape {tuple(shape)}; pass `sequences` shaped like input_ids"
         + (
             " (or packed, 1 x T), with a length that differs from the number of heads"
-            if found
+            if matches
             else " and let every layer see all positions (no logits_to_keep), or freeze it"
         )
         + (", in this order (batch_first=True)" if lead == shape[::-1] != shape else "")
@@ -66,19 +66,19 @@ def _axes(
 
 
 def _subsequences(lead: list[int], want: list[int]) -> list[tuple[int, ...]]:
-    """All ways to find `want` in `lead`, in order."""
+    """Indices of every subsequence of `lead` that equals `want`."""
     if not want:
         return [()]
-    found = []
+    matches = []
     for place, length in enumerate(lead):
         if length == want[0]:
             rest = _subsequences(lead[place + 1 :], want[1:])
-            found += [(place, *(place + 1 + later for later in tail)) for tail in rest]
-    return found
+            matches += [(place, *(place + 1 + later for later in tail)) for tail in rest]
+    return matches
 
 
 def broadcast(x: Tensor, shape: tuple[int, ...], trailing: int) -> Tensor:
-    """Repeat a tensor shared by all sequences (position ids of shape 1 x L) to every position.
+    """Repeats a tensor shared by all sequences (position ids of shape 1 x L) to every position.
 
     Autograd would otherwise add up the sequences before their gradient arrives.
     """
@@ -93,9 +93,9 @@ def broadcast(x: Tensor, shape: tuple[int, ...], trailing: int) -> Tensor:
 def with_channels_last(
     module: nn.Module, grad: Tensor, weigh: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """`weigh` of a gradient as it expects it, features last, for modules that have channels first.
+    """Applies `weigh`, which expects features last, to the gradient of a module's output.
 
-    Known of torch's convolutions and of norms over channels; (B, C, L) becomes (B, L, C).
+    torch's convolutions and norms over channels have them first: (B, C, L) becomes (B, L, C).
     """
     axis = -1
     if isinstance(module, nn.modules.conv._ConvNd):
@@ -106,11 +106,11 @@ def with_channels_last(
 
 
 def flatten(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Tensor, int]:
-    """(..., D) -> (positions x extra, D), positions first; and how many rows a position has."""
+    """(..., D) -> (positions x extra, D), positions first; and `extra`, the rows a position has."""
     lead = tuple(x.shape[:-1])
     if lead == tuple(shape):
         return x.reshape(-1, x.shape[-1]), 1
-    chosen = axes(lead, shape, where)
+    chosen = position_axes(lead, shape, where)
     others = [axis for axis in range(len(lead)) if axis not in chosen]
     extra = math.prod(lead[axis] for axis in others)
     return x.permute(*chosen, *others, len(lead)).reshape(-1, x.shape[-1]), extra

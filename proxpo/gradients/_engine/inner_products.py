@@ -4,7 +4,7 @@
     K_ij = ⟨V_i, V_j⟩                                      V_i = Σ_{t in i} G_t
 
 Everything comes in a Gram form, which never builds V_i, and a materialised form, which does, block
-by block; they agree to rounding and differ in cost (see `_plan.py`). arXiv:2512.23353.
+by block; they agree to rounding and differ in cost (see `cost.py`). arXiv:2512.23353.
 
 Positions may lie on several ranks: then V_i is the sum of all their parts, on each of them.
 """
@@ -13,16 +13,25 @@ from collections.abc import Iterator
 
 import torch
 
-from proxpo.gradients._layout import Layout, accumulator, matmul
-from proxpo.gradients._rows import Dense, OneHot, Outer, Rows, at, gathered
+from proxpo.gradients._engine.device import accumulator, matmul
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.position_gradients import (
+    AnyGradients,
+    Dense,
+    OneHot,
+    Outer,
+    PositionGradients,
+    at_positions,
+    gathered,
+)
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 # Entries of one block of Gram products or of stacked sequence gradients (64 MiB in float32).
 BLOCK = 1 << 24
 
 
-class Picks:
-    """The overlap set J, by position on whatever rank.
+class OverlapSet:
+    """The overlap set J: indices of positions, of any rank.
 
     Positions marked not `valid` (drawn from padding) count for nothing.
     """
@@ -32,29 +41,29 @@ class Picks:
         self.valid = valid
 
     @staticmethod
-    def all(layout: Layout) -> "Picks":
+    def all(layout: Layout) -> "OverlapSet":
         whole = layout.whole
-        return Picks(torch.arange(whole.size, device=whole.seq.device), whole.valid)
+        return OverlapSet(torch.arange(whole.size, device=whole.seq.device), whole.valid)
 
     @staticmethod
-    def at(index: Int[Tensor, " pick"], layout: Layout) -> "Picks":
-        return Picks(index, layout.whole.valid[index])
+    def at(index: Int[Tensor, " pick"], layout: Layout) -> "OverlapSet":
+        return OverlapSet(index, layout.whole.valid[index])
 
     def __len__(self) -> int:
         return self.index.numel()
 
-    def blocks(self, size: int) -> "Iterator[Picks]":
+    def blocks(self, size: int) -> "Iterator[OverlapSet]":
         for index, valid in zip(self.index.split(size), self.valid.split(size)):
-            yield Picks(index, valid)
+            yield OverlapSet(index, valid)
 
 
 def overlap_gram(
-    rows: Rows, layout: Layout, picks: Picks
+    rows: PositionGradients, layout: Layout, overlap_set: OverlapSet
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
     """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from inner products of positions alone."""
     parts = []
-    for block in picks.blocks(max(1, BLOCK // layout.whole.size)):
-        picked = at(rows, layout, block.index)
+    for block in overlap_set.blocks(max(1, BLOCK // layout.whole.size)):
+        picked = at_positions(rows, layout, block.index)
         products = rows.gram(picked)
         # ⟨G_j, G_j⟩ stands among the products, unless another rank has j.
         own = products.gather(1, block.index[:, None])[:, 0] if layout.alone else picked.squares()
@@ -66,12 +75,12 @@ def overlap_gram(
 
 
 def overlap_dense(
-    rows: Dense, layout: Layout, sums: Float[Tensor, "row out"], picks: Picks
+    rows: Dense, layout: Layout, sums: Float[Tensor, "row out"], overlap_set: OverlapSet
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
-    """The same from stacked V, for parameters that are vectors."""
-    picked = at(rows, layout, picks.index)
+    """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from stacked V, for parameters that are vectors."""
+    picked = at_positions(rows, layout, overlap_set.index)
     inner = picked.grads.to(sums.dtype) @ sums.T
-    keep = picks.valid.to(inner.dtype)
+    keep = overlap_set.valid.to(inner.dtype)
     return keep @ inner.square(), keep @ picked.squares()
 
 
@@ -81,7 +90,7 @@ def length2(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, " row"]:
 
 
 def blocks_of(rows: Outer, layout: Layout) -> Iterator[tuple[slice, Float[Tensor, "row out inp"]]]:
-    """Stacked V, some columns at a time, so that memory stays bounded.
+    """Yields stacked V, some columns at a time, so that memory stays bounded.
 
     Callers pass `rows.tall`: cutting the longer side reads the other one seldom.
     """
@@ -93,13 +102,13 @@ def blocks_of(rows: Outer, layout: Layout) -> Iterator[tuple[slice, Float[Tensor
 
 
 def materialised(
-    rows: Outer, layout: Layout, picks: Picks | None
+    rows: Outer, layout: Layout, overlap_set: OverlapSet | None
 ) -> tuple[Float[Tensor, " row"] | None, Float[Tensor, ""] | None, Float[Tensor, " row"]]:
-    """Σ_j ⟨V_i, G_j⟩², Σ_j |G_j|² (both None without picks) and N_i², building V in blocks."""
+    """Σ_j ⟨V_i, G_j⟩², Σ_j |G_j|² (both None without J) and N_i², building V in blocks."""
     inner: Tensor | None = None
     norm2: Tensor | None = None
     rows = rows.tall
-    picked = None if picks is None else at(rows, layout, picks.index)
+    picked = None if overlap_set is None else at_positions(rows, layout, overlap_set.index)
     for columns, sums in blocks_of(rows, layout):
         part = length2(sums)
         norm2 = part if norm2 is None else norm2 + part
@@ -107,9 +116,9 @@ def materialised(
             part = picked.project(sums, columns)
             inner = part if inner is None else inner + part
     assert norm2 is not None
-    if picks is None or picked is None or inner is None:
+    if overlap_set is None or picked is None or inner is None:
         return None, None, norm2
-    keep = picks.valid.to(inner.dtype)
+    keep = overlap_set.valid.to(inner.dtype)
     return keep @ inner.square(), keep @ picked.squares(), norm2
 
 
@@ -144,11 +153,11 @@ def norm_sketch(
     return materialised(rows.narrowed(sketch), layout, None)[2]
 
 
-def kernel_gram(rows: Rows, layout: Layout) -> Float[Tensor, "row row"]:
+def kernel_gram(rows: PositionGradients, layout: Layout) -> Float[Tensor, "row row"]:
     """K_ij = Σ_{t in i, t' in j} ⟨G_t, G_t'⟩, never building V."""
     kernel: Tensor | None = None
-    for block in Picks.all(layout).blocks(max(1, BLOCK // layout.whole.size)):
-        inner = layout.sum_columns(rows.gram(at(rows, layout, block.index)))
+    for block in OverlapSet.all(layout).blocks(max(1, BLOCK // layout.whole.size)):
+        inner = layout.sum_columns(rows.gram(at_positions(rows, layout, block.index)))
         part = layout.whole.take(block.index).sum_rows(inner)
         kernel = part if kernel is None else kernel + part
     assert kernel is not None
@@ -183,47 +192,12 @@ def kernel_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, "row row"]:
     return kernel_gram(OneHot(token, sums.grads, rows.size), Layout(row, layout.count))
 
 
-def regularised(
-    x2: Float[Tensor, " row"],
-    *,
-    rho: float,
-    mean2: Float[Tensor, "*row"] | None,
-    eps: float,
-    keep_small: bool = False,
-) -> Float[Tensor, " row"]:
-    """reg2(x)² = x² + ρ E[x²] + eps; `keep_small` divides it by ρ E[x²], leaving short x alone."""
-    if rho == 0 or mean2 is None:
-        return x2 + eps
-    unit = rho * mean2
-    base = x2 + unit + eps
-    if not keep_small:
-        return base
-    return torch.where(unit > 0, base / torch.where(unit > 0, unit, 1.0), 1.0)
-
-
-def power(base2: Float[Tensor, " row"], exponent: float) -> Float[Tensor, " row"]:
-    """(√base²)^exponent, and 1 where the base is 0: such a sequence has nothing to normalise."""
-    return torch.where(base2 == 0, 1.0, base2).pow(exponent / 2)
-
-
-def ratio2(top2: Float[Tensor, " row"], bottom2: Float[Tensor, "*row"]) -> Float[Tensor, " row"]:
-    """top² / bottom², and 0 where the divisor vanishes (as the dividend does then)."""
-    return torch.where(bottom2 == 0, 0.0, top2 / bottom2)
-
-
-def damped_solve(
-    kernel: Float[Tensor, "row row"],
-    advantages: Float[Tensor, " row"],
-    c: Float[Tensor, ""],
-) -> Float[Tensor, " row"]:
-    """c (K + cI)⁻¹ A by Cholesky in float64; A itself where c = 0, since then every V_i is 0.
-
-    Solving (K/c + I) x = A keeps the numbers near 1 whatever the scale of the objective.
-    """
-    c = c.double()
-    scaled = kernel.double() / torch.where(c > 0, c, 1.0)
-    eye = torch.eye(scaled.shape[0], dtype=torch.float64, device=kernel.device)
-    factor, info = torch.linalg.cholesky_ex(scaled + eye)
-    solved = torch.cholesky_solve(advantages.double()[:, None], factor)[:, 0]
-    # A failed factorisation must not pass for a number.
-    return torch.where(info == 0, solved, torch.nan)
+def inner_with(rows: AnyGradients, direction: Tensor) -> Float[Tensor, " pos"]:
+    """⟨D, G_t⟩ for every position and a D like the parameter: one product of the forward's size."""
+    if isinstance(rows, Outer):
+        through = matmul(rows.a, direction.T.to(rows.a.dtype))
+        return (through * rows.g.to(through.dtype)).sum(1)
+    if isinstance(rows, Dense):
+        return rows.grads.to(direction.dtype) @ direction
+    # D is 0 in the row of a padding token, which is never trained.
+    return (direction[rows.ids] * rows.g.to(direction.dtype)).sum(1)

@@ -1,12 +1,12 @@
-"""Which modules are understood, and how their `forward` is exchanged while a session is open.
+"""Patches the `forward` of modules with trained parameters while a block is open.
 
 A module is recognised by what its forward computes, never by a model's name:
     nn.Linear, GPT-2's Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm
     any other *Norm* whose parameters are vectors as long as the last axis of its input
-    banks of experts (3-D weights, one slice per expert), see `_experts.py`
-    matrices and vectors that a module multiplies or adds itself (routers), see `_stand_in.py`
+    banks of experts (3-D weights, one slice per expert), see `experts.py`
+    matrices and vectors that a module multiplies or adds itself (routers), see `proxies.py`
 Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a second time in the
-backward pass (`_owned.py`), with one warning that names it.
+backward pass (`fallback.py`), with one warning that names it.
 """
 
 import sys
@@ -22,12 +22,19 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients import _experts, _owned
-from proxpo.gradients._functions import Linear, Norm, Shared, embedding, expand, placed
-from proxpo.gradients._session import Session
+from proxpo.gradients._engine import experts, fallback
+from proxpo.gradients._engine.autograd import (
+    LinearLayer,
+    NormCall,
+    VectorCall,
+    embedding,
+    expand,
+    shows_positions,
+)
+from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.session import Session
 from proxpo.ops.shapes import Tensor
 
-Forward = Callable[..., Any]
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -42,8 +49,8 @@ def trainable(module: nn.Module) -> list[str]:
     return [name for name, value in own if value is not None and value.requires_grad]
 
 
-class Fitting:
-    """A model under a transform: its session, and one forward of ours per module.
+class PatchedModel:
+    """A model under a transform: its session, and a patched forward for each module.
 
     Made once and kept while the model stays the same, so that opening a block costs little and a
     compiled model meets the same functions in every block.
@@ -51,17 +58,17 @@ class Fitting:
 
     def __init__(self, model: nn.Module, session: Session, warn: Callable[[str], None]) -> None:
         self.session = session
-        self.mark = fingerprint(model)
+        self.fingerprint = fingerprint(model)
         self._forwards: list[tuple[nn.Module, Forward]] = []
         for name, module, names in _holders(model):
             _refuse(module, clean(name))
-            original = module.forward
-            ours = _builder(module)(session, module, clean(name), names, original, warn)
-            self._forwards.append((module, _switch(session, module, original, ours)))
+            target = TrainedModule(session, module, clean(name), names, module.forward, warn)
+            patched = _builder(module)(target)
+            self._forwards.append((module, _switch(target, patched)))
 
     @contextmanager
-    def exchanged(self) -> Iterator[None]:
-        """Give every module with trained parameters a forward of ours, and its own back after."""
+    def installed(self) -> Iterator[None]:
+        """Gives the modules their patched forwards, and their own ones back afterwards."""
         own = [module.__dict__.get("forward") for module, _ in self._forwards]
         try:
             for module, forward in self._forwards:
@@ -74,12 +81,15 @@ class Fitting:
                     module.__dict__["forward"] = before
 
 
-def _switch(session: Session, module: nn.Module, original: Forward, ours: Forward) -> Forward:
+def _switch(target: TrainedModule, patched: Forward) -> Forward:
+    """The patched forward, or the module's own where no gradient of it is wanted."""
+    session, key, original = target.session, id(target.module), target.forward
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        if session.called is not None and session.fits.get(id(module), _always)(*args, **kwargs):
-            session.called.add(id(module))
-        plain = session.quiet or not torch.is_grad_enabled() or id(module) in session.covered
-        return original(*args, **kwargs) if plain else ours(*args, **kwargs)
+        if session.called is not None and session.accepts.get(key, _always)(*args, **kwargs):
+            session.called.add(key)
+        plain = session.suspended or not torch.is_grad_enabled() or key in session.covered
+        return original(*args, **kwargs) if plain else patched(*args, **kwargs)
 
     if not _compiler_loaded():
         return run
@@ -96,12 +106,12 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 
 def _compiler_loaded() -> bool:
-    """Loading the compiler takes seconds; a model that is compiled has done so already."""
+    """True where the compiler is loaded, which takes seconds; a compiled model has done so."""
     return "torch._dynamo" in sys.modules
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
-    """Equal as long as the same modules train the same parameters with the same code."""
+    """Marks that stay equal while the same modules train the same parameters with the same code."""
     mark: list[Any] = [_compiler_loaded()]
     seen: set[int] = set()
     todo = [model]
@@ -146,7 +156,7 @@ def _parts(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _refuse(module: nn.Module, name: str) -> None:
-    """Raise for modules whose gradients would be wrong, with the reason."""
+    """Raises for modules whose gradients would be wrong, with the reason."""
     where = f"gradients.applied: {name or 'the model itself'} ({type(module).__name__})"
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm | SpectralNorm):
@@ -164,30 +174,31 @@ def _refuse(module: nn.Module, name: str) -> None:
         )
 
 
-def _builder(module: nn.Module) -> Callable[..., Forward]:
+def _builder(module: nn.Module) -> Callable[[TrainedModule], Forward]:
+    """The function that makes the patched forward of a module."""
     kind = type(module)
     opaque = _parts(module) or isinstance(module, nn.RNNBase) or not trainable(module)
     if opaque or "forward" in module.__dict__:
-        return _owned.whole
+        return fallback.rerun_all
     if kind.forward is nn.Linear.forward:
         return partial(_linear, transposed=False)
     if kind.__name__ == "Conv1D" and hasattr(module, "nf"):
         return partial(_linear, transposed=True)
     if isinstance(module, nn.Embedding) and kind.forward is nn.Embedding.forward:
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-        return _embedding if plain else _owned.whole
+        return _embedding if plain else fallback.rerun_all
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         usual = kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
-        return _fused_norm if usual and len(module.normalized_shape) == 1 else _owned.whole
+        return _fused_norm if usual and len(module.normalized_shape) == 1 else fallback.rerun_all
     if _looks_like_norm(module):
         return _elementwise
-    if _experts.recognised(module):
-        return _experts.bank
-    return _owned.tracked
+    if experts.recognised(module):
+        return experts.bank
+    return fallback.tracked
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    """Elementwise in its parameters: a norm by name, vectors only, nothing below it."""
+    """True for a norm by name that has vectors only and no children: elementwise in them."""
     mixing = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
     vectors = all(value is None or value.dim() == 1 for value in module._parameters.values())
     leaf = not any(module.children())
@@ -195,23 +206,23 @@ def _looks_like_norm(module: nn.Module) -> bool:
     return named and vectors and leaf and not isinstance(module, mixing)
 
 
-def _linear(
-    session: Session, module: Any, name: str, names: list[str], *_: Any, transposed: bool
-) -> Forward:
-    layer = Linear(session, session.add(module, name, names, draws=True), transposed=transposed)
-    session.fits[id(module)] = partial(placed, session)
+def _linear(target: TrainedModule, *, transposed: bool) -> Forward:
+    layer = LinearLayer(target.session, target.handle(draws=True), transposed=transposed)
+    module = target.module
+    _accept_positions(target)
     return lambda input: layer(input, module.weight, module.bias)
 
 
-def _embedding(session: Session, module: Any, name: str, names: list[str], *_: Any) -> Forward:
-    layer = Linear(session, session.add(module, name, names, draws=True))
+def _embedding(target: TrainedModule) -> Forward:
+    layer = LinearLayer(target.session, target.handle(draws=True))
+    module = target.module
     return lambda input: embedding(layer, input, module.weight, module.padding_idx)
 
 
-def _fused_norm(session: Session, module: Any, name: str, names: list[str], *_: Any) -> Forward:
-    units = {own: session.add(module, name, [own], draws=True) for own in names}
+def _fused_norm(target: TrainedModule) -> Forward:
+    module, session, handles = target.module, target.session, target.separate_handles()
     shape, eps = tuple(module.normalized_shape), module.eps
-    session.fits[id(module)] = partial(placed, session)
+    _accept_positions(target)
 
     def apply(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if isinstance(module, nn.LayerNorm):
@@ -219,33 +230,30 @@ def _fused_norm(session: Session, module: Any, name: str, names: list[str], *_: 
         return F.rms_norm(x, shape, weight, eps)
 
     def forward(input: Tensor) -> Tensor:
-        norm = Norm(apply, Shared(session, units, tuple(input.shape[:-1])))
+        norm = NormCall(apply, VectorCall(session, handles, tuple(input.shape[:-1])))
         return norm(input, module.weight, getattr(module, "bias", None))
 
     return forward
 
 
-def _elementwise(
-    session: Session,
-    module: Any,
-    name: str,
-    names: list[str],
-    original: Forward,
-    warn: Callable[[str], None],
-) -> Forward:
-    """Run the module's own code with its vectors repeated for every position."""
-    units = {own: session.add(module, name, [own], draws=True) for own in names}
-    sites = {own: unit.sites[own] for own, unit in units.items()}
-    other = _owned.twice(session, sites, module, name, original, warn)
-    session.fits[id(module)] = partial(placed, session)
+def _elementwise(target: TrainedModule) -> Forward:
+    """Runs the module's own code with its vectors repeated for every position."""
+    module, names, handles = target.module, target.names, target.separate_handles()
+    other = fallback.rerun(target, {own: handles[own].handles[own] for own in names})
+    _accept_positions(target)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(len(getattr(module, own)) != x.shape[-1] for own in names):
             return other(x, *args, **kwargs)  # its vectors run over several axes
         lead = tuple(x.shape[:-1])
-        shared = Shared(session, units, lead)
-        wide = {own: expand(getattr(module, own), lead, own, shared) for own in names}
-        with _owned.substituted(module, wide):
-            return original(x, *args, **kwargs)
+        vectors = VectorCall(target.session, handles, lead)
+        wide = {own: expand(getattr(module, own), lead, own, vectors) for own in names}
+        with fallback.substituted(module, wide):
+            return target.forward(x, *args, **kwargs)
 
     return forward
+
+
+def _accept_positions(target: TrainedModule) -> None:
+    """Counts a call as one with positions where the leading axes of its input show them."""
+    target.session.accepts[id(target.module)] = partial(shows_positions, target.session)

@@ -14,33 +14,37 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients import _place
-from proxpo.gradients._layout import Layout, accumulator
-from proxpo.gradients._rows import Dense, OneHot, Outer
-from proxpo.gradients._session import AnyRows, Session, Unit
+from proxpo.gradients._engine.device import accumulator
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.position_axes import broadcast, flatten, position_axes
+from proxpo.gradients._engine.position_gradients import AnyGradients, Dense, OneHot, Outer
+from proxpo.gradients._engine.session import ModuleHandle, Session
 from proxpo.ops.shapes import Float, Int, Tensor
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """What autocast does to the operand of a matrix product."""
+def autocast(x: Tensor) -> Tensor:
+    """Casts the operand of a matrix product as autocast does."""
     kind = x.device.type
     wanted = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if wanted else x
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager[None]:
+def no_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Context without autocast, where it is on."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
-def _handed(unit: Unit, attribute: str, gradient: Tensor | None, kind: torch.dtype) -> Any:
-    """A gradient on its way to autograd, in the parameter's dtype; None while calls are open."""
-    return None if gradient is None else unit.sites[attribute].send(gradient.to(kind))
+def _returned(
+    module_handle: ModuleHandle, attribute: str, gradient: Tensor | None, kind: torch.dtype
+) -> Any:
+    """The gradient to return to autograd, in the parameter's dtype; None while calls are open."""
+    return None if gradient is None else module_handle.handles[attribute].send(gradient.to(kind))
 
 
-def _unviewed(out: Tensor) -> Tensor:
+def _without_base(out: Tensor) -> Tensor:
     """The same tensor, not as a view of another: autograd lets nobody change views in place."""
     base = out._base
     if base is None:
@@ -55,53 +59,53 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "Linear"
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "LinearLayer"
     ) -> Tensor:
-        ctx.layer, ctx.call = layer, layer.unit.begin(layer.layout_of(x))
+        ctx.layer, ctx.call = layer, layer.module_handle.begin(layer.layout_of(x))
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
-        with _no_autocast(x):
+        with no_autocast(x):
             kernel = layer.kernel(weight).to(x.dtype)
             out = F.linear(
                 x,
                 kernel.T if layer.transposed else kernel,
                 None if bias is None else bias.to(x.dtype),
             )
-        return _unviewed(out)
+        return _without_base(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer: Linear = ctx.layer
-        with _no_autocast(x):
+        layer: LinearLayer = ctx.layer
+        with no_autocast(x):
             kernel = layer.kernel(weight).to(x.dtype)
             grad_x = None
             if ctx.needs_input_grad[0]:
                 grad_x = F.linear(grad, kernel if layer.transposed else kernel.T)
             a, g = layer.flatten(x), layer.flatten(grad)
-            rows: dict[str, AnyRows] = {}
+            rows: dict[str, AnyGradients] = {}
             if ctx.needs_input_grad[1]:
                 rows[layer.weight] = layer.rows(a, g, weight)
             if ctx.needs_input_grad[2]:
                 rows[layer.bias] = Dense(g)
-            out = layer.unit.finish(ctx.call, rows) if rows else {}
-            unit = layer.unit
+            out = layer.module_handle.finish(ctx.call, rows) if rows else {}
+            module_handle = layer.module_handle
             return (
                 grad_x,
-                _handed(unit, layer.weight, out.get(layer.weight), weight.dtype),
-                _handed(unit, layer.bias, out.get(layer.bias), ctx.bias_dtype),
+                _returned(module_handle, layer.weight, out.get(layer.weight), weight.dtype),
+                _returned(module_handle, layer.bias, out.get(layer.bias), ctx.bias_dtype),
                 None,
             )
 
 
-class Linear:
-    """A linear layer under a session."""
+class LinearLayer:
+    """A linear layer, or an embedding, under a session."""
 
     def __init__(
         self,
         session: Session,
-        unit: Unit,
+        module_handle: ModuleHandle,
         *,
         transposed: bool = False,
         weight: str = "weight",
@@ -109,15 +113,15 @@ class Linear:
     ) -> None:
         """`part`: the rows and columns of the parameter that the layer multiplies by."""
         self.session = session
-        self.unit = unit
+        self.module_handle = module_handle
         self.transposed = transposed
         self.weight, self.bias = weight, "bias"
         self.part = part
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x = _place.broadcast(_autocast(x), self.session.shape, 1)
-        if (not x.requires_grad or _apart(x)) and not placed(self.session, x):
-            return _Apart.apply(x, weight, bias, self)
+        x = broadcast(autocast(x), self.session.shape, 1)
+        if (not x.requires_grad or _is_constant(x)) and not shows_positions(self.session, x):
+            return _ConstantInput.apply(x, weight, bias, self)
         return _Linear.apply(x, weight, bias, self)
 
     def kernel(self, weight: Tensor) -> Tensor:
@@ -132,26 +136,28 @@ class Linear:
         return Outer(a, g)
 
     def flatten(self, x: Tensor) -> Tensor:
-        return _place.flatten(x, self.session.shape, self.unit.name)[0]
+        return flatten(x, self.session.shape, self.module_handle.name)[0]
 
     def layout_of(self, x: Tensor) -> Layout:
         if tuple(x.shape[:-1]) == self.session.shape:
             return self.session.layout
         extra = x[..., 0].numel() // self.session.layout.size
-        _place.axes(tuple(x.shape[:-1]), self.session.shape, self.unit.name)
+        position_axes(tuple(x.shape[:-1]), self.session.shape, self.module_handle.name)
         return self.session.layout.repeat(extra)
 
 
-class _Apart(torch.autograd.Function):
+class _ConstantInput(torch.autograd.Function):
     """A linear layer applied to a constant that is no activation: DoRA does so for a norm.
 
     Its value is used; a gradient would belong to no sequence.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer
+    ) -> Tensor:
         ctx.layer, ctx.shape = layer, tuple(x.shape)
-        with _no_autocast(x):
+        with no_autocast(x):
             kernel = layer.kernel(weight).to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
             return F.linear(x, kernel.T if layer.transposed else kernel, bias)
@@ -160,14 +166,15 @@ class _Apart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise ProxpoError(
-            f"gradients.applied: {ctx.layer.unit.name} is applied to a constant of shape "
+            f"gradients.applied: {ctx.layer.module_handle.name} is applied to a constant of shape "
             f"{ctx.shape}, not to the positions of `sequences`, of shape "
             f"{ctx.layer.session.shape}: its gradient belongs to no sequence"
         )
 
 
-def _apart(x: Tensor) -> bool:
-    return isinstance(x.grad_fn, _Apart._backward_cls)  # type: ignore[attr-defined]
+def _is_constant(x: Tensor) -> bool:
+    """True for the output of a layer that was applied to a constant."""
+    return isinstance(x.grad_fn, _ConstantInput._backward_cls)  # type: ignore[attr-defined]
 
 
 def _widened(x: Float[Tensor, "pos some"], part: slice, width: int) -> Float[Tensor, "pos all"]:
@@ -176,12 +183,14 @@ def _widened(x: Float[Tensor, "pos some"], part: slice, width: int) -> Float[Ten
 
 
 class _Embedding(torch.autograd.Function):
+    """Rows of an embedding."""
+
     @staticmethod
     def forward(
-        ctx: Any, ids: Int[Tensor, "..."], weight: Tensor, padding: int, layer: Linear
+        ctx: Any, ids: Int[Tensor, "..."], weight: Tensor, padding: int, layer: LinearLayer
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.layer, ctx.call = layer, layer.unit.begin(layer.layout_of(ids[..., None]))
+        ctx.layer, ctx.call = layer, layer.module_handle.begin(layer.layout_of(ids[..., None]))
         ctx.size, ctx.padding, ctx.dtype = weight.shape[0], padding, weight.dtype
         return F.embedding(ids, weight)
 
@@ -189,19 +198,19 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        layer: Linear = ctx.layer
+        layer: LinearLayer = ctx.layer
         flat = layer.flatten(ids[..., None])[:, 0]
         rows = OneHot(flat, layer.flatten(grad), ctx.size, ctx.padding)
-        with _no_autocast(grad):
-            out = layer.unit.finish(ctx.call, {layer.weight: rows}).get(layer.weight)
-        return None, _handed(layer.unit, layer.weight, out, ctx.dtype), None, None
+        with no_autocast(grad):
+            out = layer.module_handle.finish(ctx.call, {layer.weight: rows}).get(layer.weight)
+        return None, _returned(layer.module_handle, layer.weight, out, ctx.dtype), None, None
 
 
 def embedding(
-    layer: Linear, ids: Int[Tensor, "..."], weight: Tensor, padding: int | None
+    layer: LinearLayer, ids: Int[Tensor, "..."], weight: Tensor, padding: int | None
 ) -> Tensor:
     """Rows of an embedding: a linear layer whose input is one-hot."""
-    ids = _place.broadcast(ids, layer.session.shape, 0)
+    ids = broadcast(ids, layer.session.shape, 0)
     return _Embedding.apply(ids, weight, -1 if padding is None else padding, layer)
 
 
@@ -210,62 +219,70 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, vector: Tensor, lead: tuple[int, ...], attribute: str, shared: "Shared"
+        ctx: Any, vector: Tensor, lead: tuple[int, ...], attribute: str, vectors: "VectorCall"
     ) -> Tensor:
-        ctx.attribute, ctx.shared, ctx.dtype = attribute, shared, vector.dtype
+        ctx.attribute, ctx.vectors, ctx.dtype = attribute, vectors, vector.dtype
         return vector.expand(*lead, vector.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.shared.finish(ctx.attribute, grad, ctx.dtype), None, None, None
+        return ctx.vectors.finish(ctx.attribute, grad, ctx.dtype), None, None, None
 
 
-class Shared:
-    """The vectors of one module in one call: a list of positions of its own for each."""
+class VectorCall:
+    """The vectors of one module in one call: a list of positions for each."""
 
-    def __init__(self, session: Session, units: dict[str, Unit], lead: tuple[int, ...]) -> None:
+    def __init__(
+        self, session: Session, module_handles: dict[str, ModuleHandle], lead: tuple[int, ...]
+    ) -> None:
         self.session = session
-        self.units = units
+        self.module_handles = module_handles
         if lead != session.shape:  # refuse now rather than in the backward pass
-            _place.axes(lead, session.shape, next(iter(units.values())).name)
-        self.calls = {name: unit.begin(session.layout) for name, unit in units.items()}
+            position_axes(lead, session.shape, next(iter(module_handles.values())).name)
+        self.calls = {
+            name: module_handle.begin(session.layout)
+            for name, module_handle in module_handles.items()
+        }
 
     def finish(self, attribute: str, grad: Tensor, kind: torch.dtype) -> Tensor | None:
-        unit = self.units[attribute]
-        with _no_autocast(grad):
-            rows = Dense(positions(grad, self.session, unit.name))
-            out = unit.finish(self.calls[attribute], {attribute: rows}).get(attribute)
-        return _handed(unit, attribute, out, kind)
+        module_handle = self.module_handles[attribute]
+        with no_autocast(grad):
+            rows = Dense(rows_by_position(grad, self.session, module_handle.name))
+            out = module_handle.finish(self.calls[attribute], {attribute: rows}).get(attribute)
+        return _returned(module_handle, attribute, out, kind)
 
 
-def positions(grad: Tensor, session: Session, where: str) -> Float[Tensor, "pos out"]:
-    """One row per position: the rows of its heads added up."""
-    flat, extra = _place.flatten(grad, session.shape, where)
+def rows_by_position(grad: Tensor, session: Session, where: str) -> Float[Tensor, "pos out"]:
+    """The gradient with one row per position: the rows of its heads added up."""
+    flat, extra = flatten(grad, session.shape, where)
     if extra == 1:
         return flat
     return flat.view(-1, extra, flat.shape[-1]).sum(1, dtype=accumulator(flat.dtype))
 
 
-def placed(session: Session, *args: Any, **kwargs: Any) -> bool:
-    """Whether the leading axes of a module's first input show the positions."""
+def shows_positions(session: Session, *args: Any, **kwargs: Any) -> bool:
+    """True where the leading axes of a module's first input show the positions."""
     x = next(iter((*args, *kwargs.values())))
     try:
-        _place.axes(tuple(x.shape[:-1]), session.shape, "")
+        position_axes(tuple(x.shape[:-1]), session.shape, "")
     except ProxpoError:
         return False
     return True
 
 
-def expand(vector: Tensor, lead: tuple[int, ...], attribute: str, shared: Shared) -> Tensor:
-    return _Expand.apply(vector, lead, attribute, shared)
+def expand(vector: Tensor, lead: tuple[int, ...], attribute: str, vectors: VectorCall) -> Tensor:
+    """A vector repeated for every position."""
+    return _Expand.apply(vector, lead, attribute, vectors)
 
 
 class _Norm(torch.autograd.Function):
     """y = normalise(x) w + b with the fused operation's own forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: "Norm") -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: "NormCall"
+    ) -> Tensor:
         ctx.norm = norm
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
@@ -275,8 +292,8 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        norm: Norm = ctx.norm
-        with _no_autocast(x), torch.enable_grad():
+        norm: NormCall = ctx.norm
+        with no_autocast(x), torch.enable_grad():
             source = x.detach().requires_grad_()
             hat = norm.apply(source, None, None)
         grad_x = None
@@ -284,18 +301,18 @@ class _Norm(torch.autograd.Function):
             (grad_x,) = torch.autograd.grad(hat, source, (grad * weight).to(hat.dtype))
         out: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[1]:
-            out[0] = norm.shared.finish("weight", grad * hat.detach(), weight.dtype)
+            out[0] = norm.vectors.finish("weight", grad * hat.detach(), weight.dtype)
         if ctx.needs_input_grad[2]:
-            out[1] = norm.shared.finish("bias", grad, ctx.bias_dtype)
+            out[1] = norm.vectors.finish("bias", grad, ctx.bias_dtype)
         return grad_x, *out, None
 
 
-class Norm:
+class NormCall:
     """F.layer_norm or F.rms_norm under a session, for one call."""
 
-    def __init__(self, apply: Callable[..., Tensor], shared: Shared) -> None:
+    def __init__(self, apply: Callable[..., Tensor], vectors: VectorCall) -> None:
         self.apply = apply
-        self.shared = shared
+        self.vectors = vectors
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Norm.apply(x, weight, bias, self)

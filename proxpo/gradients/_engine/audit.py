@@ -1,37 +1,44 @@
-"""Check that every gradient passes through the transform, in every block.
+"""Checks that every gradient passes through the transform, in every block.
 
 A weight that is also used without calling its module (`h @ embed.weight.T`) would get a gradient
-without advantages for that use. Each site hands over the very tensor that it returns to autograd;
-a hook on the parameter sees the tensor that arrives. With one use they are the same object, which
+without advantages for that use. Each handle reports the very tensor that it returns to autograd; a
+hook on the parameter sees the tensor that arrives. With one use they are the same object, which
 costs nothing to see. Where autograd adds up several (tied weights), some entries of the sum are
 compared with those of its parts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._session import capturing
+from proxpo.gradients._engine.device import capturing
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
-
-if TYPE_CHECKING:
-    from proxpo.gradients._session import Session, Site
 
 _ENTRIES = 4096
 # Rounding of a sum, relative to its terms, with a margin of about ten.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-class Audit:
-    """Gradients handed over to and received by each parameter during one block."""
+@runtime_checkable
+class Audited(Protocol):
+    """A parameter under a transform, as its handle shows it."""
 
-    def __init__(self, session: "Session") -> None:
-        self.session = session
-        self._keys: dict[int, int] = {}  # site -> parameter
+    done: bool
+
+    @property
+    def parameter(self) -> Tensor: ...
+
+
+class Audit:
+    """Gradients sent to and received by each parameter during one block."""
+
+    def __init__(self, handles: Mapping[str, Audited]) -> None:
+        self.handles = handles
+        self._keys: dict[int, int] = {}  # handle -> parameter
         self._sent: dict[tuple[int, int], _Sent] = {}
         self._unsent: set[int] = set()
         self._compared: list[tuple[int, Bool[Tensor, ""]]] = []
@@ -39,10 +46,10 @@ class Audit:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at what arrives at the parameters while the block is open."""
-        sites = [(site, site.parameter) for site in self.session.sites.values()]
-        self._keys = {id(site): id(parameter) for site, parameter in sites}
-        parameters = {id(parameter): parameter for _, parameter in sites}
+        """Watches what arrives at the parameters while the block is open."""
+        handles = [(handle, handle.parameter) for handle in self.handles.values()]
+        self._keys = {id(handle): id(parameter) for handle, parameter in handles}
+        parameters = {id(parameter): parameter for _, parameter in handles}
         shards = {key: p for key, p in parameters.items() if hasattr(p, "device_mesh")}
         self._shards = {key: (p, _mark(p)) for key, p in shards.items()}
         hooks = [
@@ -50,17 +57,15 @@ class Audit:
             for key, parameter in parameters.items()
             if key not in shards  # what arrives there has another shape
         ]
-        self.session.audit = self
         try:
             yield
         finally:
-            self.session.audit = None
             for hook in hooks:
                 hook.remove()
 
-    def send(self, site: "Site", gradient: Tensor) -> None:
-        """Note a tensor that is about to be returned to autograd as a gradient of the site."""
-        key = self._keys.get(id(site)) or id(site.parameter), _task()
+    def send(self, handle: Audited, gradient: Tensor) -> None:
+        """Registers a tensor that is about to be returned to autograd as a gradient."""
+        key = self._keys.get(id(handle)) or id(handle.parameter), _task()
         if key not in self._sent:
             self._sent[key] = _Sent(gradient)
             return
@@ -85,11 +90,11 @@ class Audit:
             self._compared.append((key, _differ(_some(gradient), parts, gradient.dtype)))
 
     def check(self) -> None:
-        """Raise for a parameter whose gradient is not, or not only, what its sites returned."""
+        """Raises for a parameter whose gradient is not, or not only, what its handles returned."""
         if not (self._unsent or self._compared or self._shards):
             return
-        names = {self._keys[id(site)]: name for name, site in self.session.sites.items()}
-        done = {self._keys[id(site)] for site in self.session.sites.values() if site.done}
+        names = {self._keys[id(handle)]: name for name, handle in self.handles.items()}
+        done = {self._keys[id(handle)] for handle in self.handles.values() if handle.done}
         changed = {key for key, (p, before) in self._shards.items() if _mark(p) != before}
         for key in (key for key in names if key in self._unsent or key in changed - done):
             raise ProxpoError(
@@ -120,7 +125,7 @@ class _Sent:
 
 
 def _mark(parameter: Tensor) -> tuple[int, int] | None:
-    """Changes whenever the parameter's gradient does."""
+    """Identity and version of the parameter's gradient."""
     grad = parameter.grad
     return None if grad is None else (id(grad), grad._version)
 
@@ -133,13 +138,14 @@ def _task() -> int:
 def _differ(
     received: Float[Tensor, " some"], parts: list[Float[Tensor, " some"]], kind: torch.dtype
 ) -> Bool[Tensor, ""]:
+    """True where a sum differs from its parts by more than rounding."""
     terms = torch.stack(parts)
     # Not `>=`: what is not a number is for the check of the weights to name.
     return (received - terms.sum(0)).norm() > _TOLERANCE.get(kind, 5e-2) * terms.norm()
 
 
 def _some(gradient: Tensor) -> Float[Tensor, " some"]:
-    """A fixed selection of entries, without a copy of the rest."""
+    """Fixed selection of entries, without a copy of the rest."""
     gradient, size = gradient.detach(), gradient.numel()
     if size <= _ENTRIES:
         return gradient.flatten().double()

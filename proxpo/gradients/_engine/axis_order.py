@@ -1,4 +1,4 @@
-"""The order in which a model's layers see the two axes of `sequences`.
+"""Order in which a model's layers see the two axes of `sequences`.
 
 Lengths tell B x L from L x B, unless they are equal. A model is known to keep the order once a
 block with B ≠ L has passed. Until then its forward is watched: a tensor of positions whose axes are
@@ -20,8 +20,8 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Int, Tensor
 
 
-class Order:
-    """Whether the layers of one model are known to see positions in the order of `sequences`."""
+class AxisOrder:
+    """Order of axes in one model; `known` once its layers are seen to keep that of `sequences`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.known = False
@@ -48,7 +48,7 @@ class Order:
         if self._compiled and not square:  # compiled anew with a watch, and again without
             yield
         else:
-            with _Watch(wide):
+            with _OrderWatch(wide):
                 yield
         self.known = not square
 
@@ -59,11 +59,11 @@ class Order:
             if declared != batch_first:
                 raise ProxpoError(
                     f"gradients.applied: {name or 'the model'} has batch_first={declared}, and "
-                    f"{_open(len(sequences), 'batch_first=True in the layers')}"
+                    f"{_ambiguous(len(sequences), 'batch_first=True in the layers')}"
                 )
 
 
-class _Watch(TorchFunctionMode):
+class _OrderWatch(TorchFunctionMode):
     """Refuses a forward that uses a parameter after an exchange of the axes of positions."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
@@ -79,15 +79,16 @@ class _Watch(TorchFunctionMode):
             raise ProxpoError(self._refusal())
         out = func(*args, **kwargs)
         if args and _plain(args[0]) and _plain(out) and not self.exchanged:
-            seen = _exchanged if self.shape[0] == self.shape[1] else _flattened
-            self.exchanged = seen(args[0], out, self.shape) and not _own_code()
+            changes_order = _exchanged if self.shape[0] == self.shape[1] else _flattened
+            self.exchanged = changes_order(args[0], out, self.shape) and not _own_code()
         return out
 
     def _refusal(self) -> str:
         rows, columns = self.shape
         if rows == columns:
-            return "gradients.applied: the model exchanges the axes of its positions, and " + _open(
-                rows, "layers that all see B x L"
+            return (
+                "gradients.applied: the model exchanges the axes of its positions, and "
+                + _ambiguous(rows, "layers that all see B x L")
             )
         return (
             f"gradients.applied: the model flattens its positions in the order {columns} x {rows}, "
@@ -95,11 +96,11 @@ class _Watch(TorchFunctionMode):
         )
 
 
-def _uses_parameter(func: Any, given: list[Any]) -> bool:
-    """Whether a layer of the forward runs: not a backward, and more than a look at an attribute."""
-    layer = any(isinstance(x, nn.Parameter) for x in given)
-    looks = getattr(func, "__name__", "") == "__get__"
-    return layer and not looks and torch._C._current_graph_task_id() == -1
+def _uses_parameter(func: Any, arguments: list[Any]) -> bool:
+    """True where a layer of the forward runs: no backward, no mere reading of an attribute."""
+    layer = any(isinstance(x, nn.Parameter) for x in arguments)
+    reads = getattr(func, "__name__", "") == "__get__"
+    return layer and not reads and torch._C._current_graph_task_id() == -1
 
 
 def _plain(x: Any) -> bool:
@@ -112,7 +113,7 @@ def _positions(x: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def _exchanged(x: Tensor, out: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether `out` is a view of the positions in which the second axis comes before the first.
+    """True where `out` is a view of the positions with the second axis before the first.
 
     Operations that do this differ in name; what they have in common are the strides.
     """
@@ -125,13 +126,13 @@ def _exchanged(x: Tensor, out: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def _flattened(x: Tensor, out: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether `out` has in one axis the positions that `x` has in two, exchanged ones."""
+    """True where `out` has in one axis the positions that `x` has in two exchanged ones."""
     whole = (shape[0] * shape[1],)
     return _positions(x, shape[::-1]) and out.shape[:1] == whole and x.shape[:1] != whole
 
 
 def _own_code() -> bool:
-    """Whether torch's own modules run: attention exchanges axes inside and puts them back."""
+    """True inside torch's own modules: attention exchanges axes and puts them back."""
     frame: FrameType | None = sys._getframe(1)
     # The watch itself, and what may wrap its functions to check types.
     while frame is not None and _package(frame) in ("proxpo", "jaxtyping", "beartype", "None"):
@@ -144,11 +145,12 @@ def _package(frame: FrameType) -> str:
 
 
 def _constant(rows: Int[Tensor, "n n"]) -> bool:
-    """Whether every row holds one number, or padding."""
+    """True where every row holds one number, or padding."""
     return bool(((rows == rows.amax(dim=1, keepdim=True)) | (rows < 0)).all())
 
 
-def _open(n: int, wanted: str) -> str:
+def _ambiguous(n: int, wanted: str) -> str:
+    """Message for a square `sequences`, whose axes look alike."""
     return (
         f"`sequences` of {n} x {n} does not tell sequences from positions; it needs {wanted}, or "
         "one more column of padding"

@@ -3,7 +3,7 @@
 Every rank holds some positions of the sequences, and V_i = Σ_ranks V_i^(rank). Lengths and kernels
 are of the whole V_i: sums over positions are added over the group, and position gradients that
 others multiply with are fetched. What a rank returns is its part Σ_i w_i V_i^(rank), so that the
-gradients of the group add up to the gradient. All ranks ask for the same things in the same order.
+gradients of the group add up to the gradient. All ranks make the same calls in the same order.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._layout import Layout
 from proxpo.ops.shapes import Int, Shaped, Tensor
 
 
@@ -25,8 +24,8 @@ class Shard:
     """A rank's share of the positions of its group."""
 
     group: Any  # a ProcessGroup, which builds of torch without distributed do not have
-    whole: Layout  # all positions of the group, alike on every rank
-    place: Int[Tensor, " pos"]  # where the positions of this rank stand among them
+    seq: Int[Tensor, " all"]  # sequence numbers of all positions of the group, alike on every rank
+    place: Int[Tensor, " pos"]  # indices of this rank's positions among them
 
     @cached_property
     def ranks(self) -> int:
@@ -35,7 +34,7 @@ class Shard:
     @cached_property
     def _row(self) -> Int[Tensor, " all"]:
         """The local row of every position of the group, -1 where another rank has it."""
-        row = torch.full_like(self.whole.seq, -1)
+        row = torch.full_like(self.seq, -1)
         row[self.place] = torch.arange(len(self.place), device=row.device)
         return row
 
@@ -48,7 +47,7 @@ class Shard:
     def fetch(
         self, columns: Sequence[Shaped[Tensor, "pos ..."]], index: Int[Tensor, " some"]
     ) -> list[Tensor]:
-        """Rows of position-wise tensors from wherever they lie: one message per dtype."""
+        """Rows of position-wise tensors of any rank: one message per dtype."""
         row = self._row[index]
         mine = [_rows_or_zero(x, row) for x in columns]
         for kind in dict.fromkeys(x.dtype for x in mine):
@@ -63,21 +62,21 @@ class Shard:
     def repeat(self, extra: int) -> "Shard":
         """Every position `extra` times over."""
         place = self.place[:, None] * extra + torch.arange(extra, device=self.place.device)
-        return Shard(self.group, self.whole.repeat(extra), place.flatten())
+        return Shard(self.group, self.seq.repeat_interleave(extra), place.flatten())
 
     @staticmethod
     def join(shards: "list[Shard]") -> "Shard":
         """The positions of several calls of one module, one after the other."""
-        starts = accumulate((shard.whole.size for shard in shards), initial=0)
+        starts = accumulate((shard.seq.numel() for shard in shards), initial=0)
         place = torch.cat([shard.place + start for shard, start in zip(shards, starts)])
-        return Shard(shards[0].group, Layout.join([shard.whole for shard in shards]), place)
+        return Shard(shards[0].group, torch.cat([shard.seq for shard in shards]), place)
 
     def routed(
         self, experts: Int[Tensor, "pos k"], order: Int[Tensor, " pair"], sizes: list[int]
     ) -> "list[Shard]":
-        """The pairs (position, expert) of each expert; `order` and `sizes` sort the local ones."""
+        """Shards of the (position, expert) pairs of each expert, sorted by `order` and `sizes`."""
         width = experts.shape[1]
-        everyone = torch.arange(self.whole.size, device=experts.device)
+        everyone = torch.arange(self.seq.numel(), device=experts.device)
         (flat,) = (x.flatten() for x in self.fetch([experts], everyone))
         sorting = torch.argsort(flat, stable=True)
         rank = torch.empty_like(sorting)
@@ -88,7 +87,7 @@ class Shard:
         position = sorting.div(width, rounding_mode="floor").split(counts)
         starts = accumulate(counts, initial=0)
         return [
-            Shard(self.group, self.whole.take(all_), place - start)
+            Shard(self.group, self.seq[all_], place - start)
             for all_, place, start in zip(position, mine, starts)
         ]
 
@@ -102,10 +101,10 @@ def _rows_or_zero(x: Tensor, row: Int[Tensor, " some"]) -> Tensor:
     return torch.where(mine, x[row.clamp(min=0)], out)
 
 
-def spread(
-    group: Any, seq: Int[Tensor, " pos"], count: int, shared: Sequence[Shaped[Tensor, " row"]]
+def gather_shard(
+    group: Any, seq: Int[Tensor, " pos"], shared: Sequence[Shaped[Tensor, " row"]]
 ) -> Shard:
-    """What the ranks hold together; `shared` (advantages, groups) must be alike on all of them."""
+    """Shard of this rank; `shared` (advantages, groups) must be alike on all ranks of the group."""
     bits = torch.cat([x.double().view(torch.int64) for x in shared])
     lengths = torch.tensor([len(seq), len(bits)], device=seq.device)
     sizes, widths = _gathered(lengths, group).T.tolist()
@@ -113,8 +112,8 @@ def spread(
     alike = len(set(widths)) == 1
     if alike:
         padded = torch.nn.functional.pad(seq, (0, longest - len(seq)))
-        heard = _gathered(torch.cat([padded, bits]), group)
-        alike = bool((heard[:, longest:] == bits).all())
+        everyone = _gathered(torch.cat([padded, bits]), group)
+        alike = bool((everyone[:, longest:] == bits).all())
     if not alike:
         raise ProxpoError(
             "gradients.applied: the ranks of `token_group` were given different advantages or "
@@ -122,8 +121,8 @@ def spread(
         )
     start = sum(sizes[: dist.get_rank(group)])
     place = torch.arange(start, start + len(seq), device=seq.device)
-    whole = torch.cat([row[:size] for row, size in zip(heard, sizes)])
-    return Shard(group, Layout(whole, count), place)
+    whole = torch.cat([row[:size] for row, size in zip(everyone, sizes)])
+    return Shard(group, whole, place)
 
 
 def _gathered(x: Int[Tensor, " some"], group: Any) -> Int[Tensor, "rank some"]:

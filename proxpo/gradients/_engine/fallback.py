@@ -1,7 +1,9 @@
-"""Modules that use parameters of their own in ways only their code knows."""
+"""Parameters without a per-sequence form: their modules are run again in the backward pass.
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+Before that, `proxies.py` follows matrices and vectors that a module uses itself to a form it knows.
+"""
+
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +13,23 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients import _place
-from proxpo.gradients._session import Session, Site
-from proxpo.gradients._stand_in import Own, StandIn, Unfamiliar, stand_in
+from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.position_axes import position_axes, with_channels_last
+from proxpo.gradients._engine.proxies import (
+    ParameterProxy,
+    TrackedParameter,
+    UnsupportedUse,
+    proxy_of,
+)
+from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.ops.shapes import Float, Tensor
 
-Forward = Callable[..., Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @contextmanager
 def substituted(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Let `module.weight` and the like be other tensors for a while; dotted names reach below."""
+    """Replaces parameters of a module by other tensors for a while; dotted names reach children."""
     owners = []
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
@@ -41,91 +49,74 @@ def _put(owner: Any, attribute: str, value: Tensor) -> None:
         owner._flat_weights[owner._flat_weights_names.index(attribute)] = value
 
 
-def tracked(
-    session: Session,
-    module: nn.Module,
-    name: str,
-    names: list[str],
-    original: Forward,
-    warn: Callable[[str], None],
-) -> Forward:
-    """Follow the module's own matrices and vectors to their use; for others run it twice.
+def tracked(target: TrainedModule) -> Forward:
+    """Follows the module's own matrices and vectors to their use; runs it again for other uses.
 
-    Vectors only where nothing is below the module: within an attention, say, the position at which
+    Vectors only where the module has no children: within an attention, say, the position at which
     a vector takes part need not be that of the output.
     """
+    session, module, original = target.session, target.module, target.forward
     leaf = not any(module.children())
-    if not all(_reach(module, own).dim() in ((1, 2) if leaf else (2,)) for own in names):
-        return whole(session, module, name, names, original, warn)
-    units = {own: session.add(module, name, [own], draws=True) for own in names}
-    sites = {own: unit.sites[own] for own, unit in units.items()}
-    fallback = twice(session, sites, module, name, original, warn)
-    familiar = True
+    if not all(target.value(own).dim() in ((1, 2) if leaf else (2,)) for own in target.names):
+        return rerun_all(target)
+    handles = target.separate_handles()
+    other = rerun(target, {own: handle.handles[own] for own, handle in handles.items()})
+    supported = True
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal familiar
-        if familiar:
-            before = _State(session, (args, kwargs))
-            owns = [Own(session, units[own], own, _reach(module, own)) for own in names]
+        nonlocal supported
+        if supported:
+            before = _ReplayState(session, (args, kwargs))
+            parameters = [
+                TrackedParameter(session, handle, own, target.value(own))
+                for own, handle in handles.items()
+            ]
             try:
-                with substituted(module, {own.attribute: stand_in(own) for own in owns}):
+                with substituted(module, {x.attribute: proxy_of(x) for x in parameters}):
                     out = original(*args, **kwargs)
-                familiar = not any(isinstance(leaf, StandIn) for leaf in tree_leaves(out))
-            except Unfamiliar:
-                familiar = False
+                supported = not any(isinstance(leaf, ParameterProxy) for leaf in tree_leaves(out))
+            except UnsupportedUse:
+                supported = False
             finally:
-                for own in owns:
-                    own.inside = False
-            if familiar:
+                for parameter in parameters:
+                    parameter.inside = False
+            if supported:
                 return out
             before.restore()
-        return fallback(*args, **kwargs)
+        return other(*args, **kwargs)
 
     return forward
 
 
-def whole(
-    session: Session,
-    module: nn.Module,
-    name: str,
-    names: list[str],
-    original: Forward,
-    warn: Callable[[str], None],
-) -> Forward:
-    """Σ_i A_i V_i for parameters of any use."""
-    sites = session.add(module, name, names, draws=False).sites
-    return twice(session, sites, module, name, original, warn)
+def rerun_all(target: TrainedModule) -> Forward:
+    """Σ_i A_i V_i for all parameters of the module, used in any way."""
+    return rerun(target, target.handle(draws=False).handles)
 
 
-def twice(
-    session: Session,
-    sites: dict[str, Site],
-    module: nn.Module,
-    name: str,
-    original: Forward,
-    warn: Callable[[str], None],
-) -> Forward:
+def rerun(target: TrainedModule, handles: dict[str, ParameterHandle]) -> Forward:
     """Σ_i A_i V_i by running the module again in the backward pass.
 
     The first run sees constants in place of its own parameters, so its inputs and its children
     get their gradients as usual; the second sees everything else as constants and pulls back
     A[seq] g, which is right wherever sequences do not mix.
     """
-    used: dict[str, Site] | None = None
-    what = ""
+    session, module, original = target.session, target.module, target.forward
+    used: dict[str, ParameterHandle] | None = None
+    label = ""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal used, what
+        nonlocal used, label
         if used is None:
-            used = sites | _idle(session, module, original, args, kwargs)
-            what = f"{name or 'the model itself'} ({type(module).__name__}: {', '.join(used)})"
+            used = handles | _uncalled(target, (args, kwargs))
+            kind = type(module).__name__
+            label = f"{target.name or 'the model itself'} ({kind}: {', '.join(used)})"
         if not used:
             return original(*args, **kwargs)
-        warn(what)
-        again = _Again(session, used, module, what, original, args, kwargs)
-        values = [_reach(module, own) for own in used]
+        target.warn(label)
+        second = _Rerun(target, used, label, (args, kwargs))
+        values = [target.value(own) for own in used]
         outer = session.covered
-        session.covered = outer | {id(s.module) for s in used.values() if s.module is not module}
+        session.covered = outer | {id(h.module) for h in used.values() if h.module is not module}
         try:
             with substituted(module, {own: _constant(v) for own, v in zip(used, values)}):
                 out = original(*args, **kwargs)
@@ -134,65 +125,57 @@ def twice(
         leaves, spec = tree_flatten(out)
         floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
         passed = [leaf for leaf, keep in zip(leaves, floating) if keep]
-        passed = iter(_Beside.apply(again, len(passed), *passed, *values))
+        passed = iter(_AddGradients.apply(second, len(passed), *passed, *values))
         leaves = [next(passed) if keep else leaf for leaf, keep in zip(leaves, floating)]
         return tree_unflatten(leaves, spec)
 
     return forward
 
 
-def _idle(
-    session: Session, module: nn.Module, original: Forward, args: Any, kwargs: Any
-) -> dict[str, Site]:
-    """Parameters of children that the module does not call: if it uses them, then directly.
+def _uncalled(target: TrainedModule, inputs: Inputs) -> dict[str, ParameterHandle]:
+    """Parameters of children that the module uses without calling the child.
 
     State space models hand `self.conv1d.weight` to a kernel, for example. Also children
     which get positions and heads in one axis: only the module above can tell them apart.
     """
+    session, module = target.session, target.module
     below = {
         id(child): path
         for path, child in module.named_modules(remove_duplicate=False)
         if child is not module
     }
-    mine = [site for site in session.sites.values() if id(site.module) in below]
+    mine = [handle for handle in session.handles.values() if id(handle.module) in below]
     if not mine:
         return {}
-    before, outer = _State(session, (args, kwargs)), session.called
+    before, outer = _ReplayState(session, inputs), session.called
     session.called = called = set[int]()
     try:
         with torch.no_grad(), _with_buffers(_buffers(module)):
-            original(*args, **kwargs)
+            target.forward(*inputs[0], **inputs[1])
     finally:
         session.called = None if outer is None else outer | called
         before.restore()
-    silent = {
-        f"{below[id(site.module)]}.{site.attribute}": site
-        for site in mine
-        if id(site.module) not in called
+    candidates = {
+        f"{below[id(handle.module)]}.{handle.attribute}": handle
+        for handle in mine
+        if id(handle.module) not in called
     }
-    return {own: silent[own] for own in _in_use(session, module, original, args, kwargs, silent)}
+    return {own: candidates[own] for own in _affecting_output(target, inputs, candidates)}
 
 
-def _in_use(
-    session: Session,
-    module: nn.Module,
-    original: Forward,
-    args: Any,
-    kwargs: Any,
-    names: Iterable[str],
-) -> list[str]:
+def _affecting_output(target: TrainedModule, inputs: Inputs, names: Iterable[str]) -> list[str]:
     """Parameters below a module on which its outputs depend."""
-    values: dict[str, Tensor] = {own: nn.Parameter(_reach(module, own).detach()) for own in names}
+    values: dict[str, Tensor] = {own: nn.Parameter(target.value(own).detach()) for own in names}
     if not values:
         return []
-    again = _Again(session, {}, module, "", original, args, kwargs)
-    outs = [out.sum() for out in again.outputs(values) if out.requires_grad]
+    second = _Rerun(target, {}, "", inputs)
+    outs = [out.sum() for out in second.outputs(values) if out.requires_grad]
     if not outs:
         return []
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         outs, [*values.values()], [o.detach() for o in outs], allow_unused=True
     )
-    return [own for own, gradient in zip(values, found) if gradient is not None]
+    return [own for own, gradient in zip(values, grads) if gradient is not None]
 
 
 class _Constant(torch.autograd.Function):
@@ -209,18 +192,13 @@ class _Constant(torch.autograd.Function):
 
 
 def _constant(value: Tensor) -> Tensor:
-    """A parameter without gradient that looks like one with: a forward may ask."""
+    """A parameter without gradient that looks trained, since a forward may ask."""
     made = _Constant.apply(value)
     made._is_param = True
     return made
 
 
-def _reach(module: nn.Module, name: str) -> Tensor:
-    value: Any = module
-    return functools.reduce(getattr, name.split("."), value)
-
-
-class _State:
+class _ReplayState:
     """Random state and contents of mutable inputs (a key-value cache), to run a module again."""
 
     def __init__(self, session: Session, inputs: Any) -> None:
@@ -258,38 +236,35 @@ class _State:
 _UNCHANGED = (Tensor, nn.Module, str, bytes, int, float, complex, type(None), torch.dtype)
 
 
-class _Again:
+class _Rerun:
     """Everything needed to run a module a second time."""
 
     def __init__(
         self,
-        session: Session,
-        sites: dict[str, Site],
-        module: nn.Module,
-        what: str,
-        original: Forward,
-        args: Any,
-        kwargs: Any,
+        target: TrainedModule,
+        handles: dict[str, ParameterHandle],
+        label: str,
+        inputs: Inputs,
     ) -> None:
-        self.session, self.sites, self.module, self.what = session, sites, module, what
-        self.original, self.block = original, session.block
-        self.raw = (args, kwargs)
-        self.before = _State(session, self.raw)
-        self.inputs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, self.raw)
+        self.target, self.handles, self.label = target, handles, label
+        self.session, self.module, self.block = target.session, target.module, target.session.block
+        self.raw = inputs
+        self.before = _ReplayState(self.session, inputs)
+        self.inputs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, inputs)
         # The first run may change them: running statistics, the vectors of spectral_norm.
-        self.buffers = _buffers(module)
+        self.buffers = _buffers(self.module)
         self.autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {session.layout.seq.device.type, "cpu"}
+            for kind in {self.session.layout.seq.device.type, "cpu"}
         }
 
     def outputs(self, values: dict[str, Tensor]) -> list[Tensor]:
         """The floating outputs, as functions of the parameters alone."""
         kind = self.session.layout.seq.device.type
         enabled, dtype = self.autocast[kind]
-        now = _State(self.session, self.raw)
+        now = _ReplayState(self.session, self.raw)
         self.before.restore()
-        self.session.quiet = True
+        self.session.suspended = True
         try:
             with (
                 torch.enable_grad(),
@@ -297,23 +272,23 @@ class _Again:
                 _with_buffers(self.buffers),
                 substituted(self.module, values),
             ):
-                out = self.original(*self.inputs[0], **self.inputs[1])
+                out = self.target.forward(*self.inputs[0], **self.inputs[1])
         finally:
-            self.session.quiet = False
+            self.session.suspended = False
             now.restore()
         leaves, _ = tree_flatten(out)
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
     @property
-    def site(self) -> Site:
-        return next(iter(self.sites.values()))
+    def handle(self) -> ParameterHandle:
+        return next(iter(self.handles.values()))
 
     def weighted(self, grad: Tensor) -> Tensor:
         """A[seq] g: each position's gradient times the advantage of its sequence."""
         session, lead = self.session, tuple(grad.shape[:-1])
-        weights = session.rule.plain(session).to(grad.dtype)
+        weights = session.rule.base_weights(session).to(grad.dtype)
         try:
-            chosen = _place.axes(lead, session.shape, self.site.name)
+            chosen = position_axes(lead, session.shape, self.handle.name)
         except ProxpoError as why:
             return grad * self._by_row(grad, weights, why)
         shape = [lead[axis] if axis in chosen else 1 for axis in range(len(lead))]
@@ -325,7 +300,7 @@ class _Again:
         rows = len(shape) == 2 and shape[0] == layout.count and layout.alone and layout.aligned
         if not rows or list(grad.shape).count(layout.count) != 1 or len(grad) != layout.count:
             raise ProxpoError(
-                f"gradients.applied: {self.what} has no per-sequence form, and the axes of its "
+                f"gradients.applied: {self.label} has no per-sequence form, and the axes of its "
                 f"output, of shape {tuple(grad.shape)}, do not show the sequences of `sequences`, "
                 f"of shape {tuple(shape)}; freeze it with requires_grad_(False)"
             ) from why
@@ -343,7 +318,7 @@ def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
 
 @contextmanager
 def _with_buffers(values: dict[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
-    """Let buffers have other values for a while."""
+    """Gives buffers other values for a while."""
     own = {(owner, name): owner._buffers[name] for owner, name in values}
     try:
         for (owner, name), value in values.items():
@@ -354,12 +329,12 @@ def _with_buffers(values: dict[tuple[nn.Module, str], Tensor]) -> Iterator[None]
             owner._buffers[name] = before
 
 
-class _Beside(torch.autograd.Function):
-    """The outputs unchanged; on the way back, the gradient of the module's own parameters."""
+class _AddGradients(torch.autograd.Function):
+    """The identity on the outputs, whose backward adds the gradients of the module's parameters."""
 
     @staticmethod
-    def forward(ctx: Any, again: _Again, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.again, ctx.count = again, count
+    def forward(ctx: Any, second: _Rerun, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.second, ctx.count = second, count
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[count:])
         # Copies: autograd lets nobody change views in place, and models do.
@@ -368,20 +343,20 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        again: _Again = ctx.again
-        again.session.expect(again.block, again.site)
+        second: _Rerun = ctx.second
+        second.session.check_block(second.block, second.handle)
         values: list[Tensor] = [nn.Parameter(v.detach()) for v in ctx.saved_tensors]
         pairs = [
-            (out, _place.with_channels_last(again.module, grad, again.weighted))
-            for out, grad in zip(again.outputs(dict(zip(again.sites, values))), grads)
+            (out, with_channels_last(second.module, grad, second.weighted))
+            for out, grad in zip(second.outputs(dict(zip(second.handles, values))), grads)
             if grad is not None and out.requires_grad
         ]
-        found: tuple[Tensor | None, ...] = (None,) * len(values)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(values)
         if pairs:
             outs, cotangents = zip(*pairs)
-            found = torch.autograd.grad(outs, values, cotangents, allow_unused=True)
-        for site, gradient in zip(again.sites.values(), found):
-            site.done = True
+            gradients = torch.autograd.grad(outs, values, cotangents, allow_unused=True)
+        for handle, gradient in zip(second.handles.values(), gradients):
+            handle.done = True
             if gradient is not None:
-                site.send(gradient)
-        return None, None, *grads, *found
+                handle.send(gradient)
+        return None, None, *grads, *gradients

@@ -1,4 +1,4 @@
-"""What a block is given: is it a micro-batch, and do other ranks hold positions of it?"""
+"""Checks of the tensors that a block is opened with, and the share of them on other ranks."""
 
 from typing import Any
 
@@ -6,19 +6,20 @@ import torch
 import torch.distributed as dist
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._session import Rule
-from proxpo.gradients._shard import Shard, spread
+from proxpo.gradients._engine.session import Rule
+from proxpo.gradients._engine.shard import Shard, gather_shard
 from proxpo.ops.shapes import Tensor
 
 _WHERE = "gradients.applied: "
 
 
 def by_prompt(rule: Rule) -> bool:
+    """True where sequences of one prompt interact."""
     return getattr(rule, "group_by", None) == "prompt"
 
 
 def check(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Tensor | None) -> None:
-    """One line for every way the tensors can be wrong."""
+    """Refuses tensors of a wrong dtype or shape."""
     if sequences.is_floating_point() or sequences.dtype == torch.bool or sequences.numel() == 0:
         raise ProxpoError(
             f"{_WHERE}`sequences` must hold whole numbers shaped like input_ids (the sequence of "
@@ -38,7 +39,7 @@ def check(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Tensor | No
 
 
 def check_numbers(sequences: Tensor, advantages: Tensor) -> None:
-    """The same for what stands in them; `sequences` of all ranks that share the micro-batch."""
+    """Refuses wrong values; `sequences` of all ranks that share the micro-batch."""
     low, high = (int(x) for x in torch.aminmax(sequences))
     if low < -1 or high + 1 != advantages.numel():
         raise ProxpoError(
@@ -57,7 +58,7 @@ def shard(
     token_group: Any,
     device: torch.device,
 ) -> Shard | None:
-    """What the ranks of a token group hold together; None where this rank holds everything."""
+    """Shard of this rank in a token group; None where this rank holds everything."""
     if token_group is None or dist.get_world_size(token_group) == 1:
         return None
     if not getattr(rule, "spreads", False):
@@ -67,11 +68,11 @@ def shard(
         )
     shared = [x.detach().to(device) for x in (advantages, groups) if x is not None]
     numbers = sequences.reshape(-1).to(device).long()
-    return spread(token_group, numbers, advantages.numel(), shared)
+    return gather_shard(token_group, numbers, shared)
 
 
 def first_rank(token_group: Any) -> int:
-    """Ranks that share sequences share their draws."""
+    """Rank that seeds the draws: ranks that share sequences share them."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     return dist.get_rank() if token_group is None else dist.get_global_rank(token_group, 0)

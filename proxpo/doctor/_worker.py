@@ -1,4 +1,4 @@
-"""Tries the hosts on its command line, [module, check] each; a line of JSON for each on stdout."""
+"""Process that runs checks, [[module, check], ...] as JSON, and prints a line of JSON for each."""
 
 import importlib
 import json
@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 
-from proxpo.train.rewards.worker import describe
+from proxpo.rewards.worker import describe
 
 
 def main(hosts: list[list[str]]) -> None:
@@ -14,11 +14,11 @@ def main(hosts: list[list[str]]) -> None:
     os.dup2(2, 1)  # hosts print as they like
     warnings.simplefilter("ignore")
     for module, check in hosts:
-        print(json.dumps(tried(module, check)), file=answers, flush=True)
+        print(json.dumps(run_check(module, check)), file=answers, flush=True)
 
 
-def tried(module: str, check: str) -> dict[str, str]:
-    """{"detail": what was seen}, or {"error": one line} where it did not work."""
+def run_check(module: str, check: str) -> dict[str, str]:
+    """{"detail": result}, or {"error": one line} where it did not work."""
     try:
         if not check:
             importlib.import_module(module)

@@ -28,17 +28,17 @@ NOTED = {
     "isopo-ntk": ["shown before gradient=isopo_ntk"],
     "kl-cov": [INFORMATIVE],
     "knapsack-rl": ["shown without budget=knapsack"],
-    "lopti": ["shown without its 2 passes"],
+    "lopti": ["shown before schedule=split_passes"],
     "mdpo": ["shown before schedule=inner_steps"],
     "opo": ["shown before schedule=single_update"],
-    "p3o-2019": ["shown before schedule=poisson_replay", "shown without its second loss"],
+    "p3o-2019": ["shown before schedule=poisson_replay"],
     "palu": ["shown without budget=length_budget"],
     "proma": ["shown before gradient=proma"],
     "rapid": ["shown before schedule=inner_steps"],
     "remax": ["shown before schedule=single_update"],
     "remix": ["shown before schedule=reincarnation"],
     "sfpo": ["shown before schedule=fast_slow"],
-    "st-ppo": ["shown before rescale=clipping_bias"],
+    "st-ppo": ["shown before schedule=clipping_bias"],
     "trpo": ["shown before schedule=line_search"],
 }
 
@@ -61,7 +61,7 @@ def inspect(proxpo):
 def by_hand(recipe, batch):
     logp = batch.logp.clone().requires_grad_()
     generator = torch.Generator().manual_seed(0)
-    loss = library.loss_fn(recipe)(batch.replace(logp=logp), generator=generator)
+    loss = library.loss_fn(recipe)(batch.replace(logp=logp), library.Context(generator=generator))
     loss.value.backward()
     return loss, logp.grad
 
@@ -253,10 +253,11 @@ def test_wrong_batches(refused, tmp_path):
     ("text", "expected"),
     [
         ("clip_high: 0.2", "expected 'method: NAME'"),
-        ("- grpo", "expected 'method: NAME'"),
-        ("method: [", "line 1 not valid YAML"),
+        ("- grpo", "expected settings as 'name: value' lines"),
+        ("method: [", "method.yaml:1: expected the node content"),
         ("method: grpp", "did you mean 'grpo'?"),
-        ("method: grpo\n1: 2", "the key 1 is not a name"),
+        ("method: grpo\n1: 2", "expected settings as 'name: value' lines"),
+        ("method: grpo\nmethod: dapo", "method.yaml:2: 'method' is given twice"),
         ("method: grpo\nratio:\n  nmae: kalman", "unknown option of ratio=token 'nmae'"),
         ("method: grpo\nratio: [a, b]", "ratio"),
     ],

@@ -19,6 +19,7 @@ from proxpo import Batch, ProxpoError, Recipe, Stage
 from proxpo.compose import policy_loss, prepare
 from proxpo.exact import ActionBatch, FlatPolicy
 from proxpo.ops.sums import over_microbatches
+from proxpo.stages.schedule import variants
 from proxpo.train.collect import _factor
 from proxpo.types import MANY, Budget, Clock, Context
 
@@ -75,23 +76,20 @@ def of_loss(made: Recipe) -> Iterator[Any]:
 def rollout(made: Recipe, batch: Batch, state: dict, clock: Clock) -> tuple[dict, Any]:
     """The state after a rollout, and what was seen of it."""
     drawn = torch.Generator().manual_seed(0)
-    ready = prepare(made, batch, state=state, clock=clock, generator=drawn)
-    fixed: dict[str, Any] = {
-        "denominators": ready.denominators, "state": state, "clock": clock
-    }  # fmt: skip
+    ready = prepare(made, batch, Context(states=state, clock=clock, generator=drawn))
     leaves = with_leaves(ready.batch)
-    loss = policy_loss(made, leaves, generator=drawn, **fixed)
+    loss = policy_loss(made, leaves, ready.ctx)
     half = max(len(batch.mask) // 2, 1)
     pieces = [ready.batch.rows(slice(0, half)), ready.batch.rows(slice(half, None))]
 
     def part(piece: Batch, *, all_sum: Any) -> Any:
         drawn = torch.Generator().manual_seed(1)
-        return policy_loss(made, piece, all_sum=all_sum, generator=drawn, **fixed)
+        return policy_loss(made, piece, replace(ready.ctx, all_sum=all_sum, generator=drawn))
 
     all_sum = over_microbatches(part, pieces)
     cut = [part(piece, all_sum=all_sum).value for piece in pieces]
     seen = ready.metrics | loss.metrics
-    stepped = made.step_state(state, ready.batch, seen, ctx=Context(clock=clock))
+    stepped = made.step_state(state, ready.batch, seen, Context(clock=clock))
     after = {**state, **made.update_state({**state, **stepped}, ready.batch, seen)}
     rows = {name: getattr(ready.batch, name) for name in ("mask", "rewards", "advantages")}
     return after, [loss.value, gradients(loss.value, leaves), cut, seen, after, rows]
@@ -100,7 +98,7 @@ def rollout(made: Recipe, batch: Batch, state: dict, clock: Clock) -> tuple[dict
 def hosts(kind: str, name: str) -> list[Recipe]:
     """Recipes of the catalogue's cases that have the stage; else all that can take it."""
     made = [recipe(case) for case in CASES]
-    made += [part for one in made for part in (*one.passes, *([one.fresh] if one.fresh else []))]
+    made += [part for one in made for part in variants(one) or ()]
     return [one for one in made if stage_of(one, kind, name) is not None]
 
 
@@ -147,12 +145,6 @@ def of_prompts(stage: Stage) -> Iterator[Any]:
         yield plain(stage.apply(batch, Context()))
 
 
-def of_rescale(stage: Stage) -> Iterator[Any]:
-    scaled = method("st-ppo").replace(rescale=stage)
-    yield from of_loss(scaled.replace(trust=replace(stage, kind="trust", gives="loss")))
-    yield [stage.apply.factor(norm) for norm in (0.0, 0.1, 0.5, 3.0)]  # type: ignore[attr-defined]
-
-
 class Watched(ToyUpdates):
     """A rollout whose KL falls with every step on it, and a small policy for exact steps."""
 
@@ -187,6 +179,10 @@ def of_schedule(stage: Stage) -> Iterator[Any]:
         state, seen = stage.apply(updates, ctx)
         added = {name: float(value.sum()) for name, value in updates.added.items()}
         yield plain([updates.calls, updates.theta, updates.moments, added, state, seen])
+        yield [str(one) for recipe in updates.variants for _, one in recipe.stages()[:-1]]
+        for rescale in updates.rescales:
+            yield from of_loss(rescale.loss)
+            yield [rescale.factor(norm) for norm in (0.0, 0.1, 0.5, 3.0)]
 
 
 class Small(nn.Module):
@@ -225,7 +221,6 @@ def of_gradient(stage: Stage) -> Iterator[Any]:
 WATCHED = {
     "budget": of_budget,
     "prompts": of_prompts,
-    "rescale": of_rescale,
     "schedule": of_schedule,
     "gradient": of_gradient,
 }

@@ -1,7 +1,6 @@
 """Fuzzed options, stages and `--set` texts: one clear line, or a recipe that is another one."""
 
 import inspect
-import typing
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ from helpers import make_batch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxpo import ProxpoError, Recipe, make_recipe, methods
+from proxpo import Context, ProxpoError, Recipe, make_recipe, methods
 from proxpo.compose import policy_loss, prepare
 from proxpo.settings import _same, parse_setting
 from proxpo.stages import STAGES, load_all
-from proxpo.stages._options import variations
+from proxpo.stages._options import parameters, variations
 from proxpo.train.config import load_config
 from proxpo.types import KINDS, MANY
 
@@ -47,17 +46,16 @@ def runs(recipe: Recipe) -> None:
     """The recipe gives a loss of a batch with every field, or the reason why it cannot."""
     batch, chance = make_batch(1), torch.Generator().manual_seed(0)
     try:
-        ready = prepare(recipe, batch, generator=chance)
-        policy_loss(recipe, ready.batch, denominators=ready.denominators, generator=chance)
+        ready = prepare(recipe, batch, Context(generator=chance))
+        policy_loss(recipe, ready.batch, ready.ctx)
     except ProxpoError as error:
         one_line(error)
 
 
 def near(factory: Any, option: str) -> st.SearchStrategy[Any]:
     """Values the option's type suggests, beside those that fit nothing."""
-    hints = typing.get_type_hints(inspect.unwrap(factory))
-    parameter = inspect.signature(factory).parameters.get(option)
-    found = [] if parameter is None else variations(hints[option], parameter.default)
+    parameter = parameters(factory).get(option)
+    found = [] if parameter is None else variations(parameter.annotation, parameter.default)
     return st.sampled_from(found) | values if found else values
 
 

@@ -7,12 +7,11 @@ from typing import Any
 from safetensors.torch import load, load_model, save, save_model
 from torch import nn
 
-from proxpo.compose import States
 from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform
 from proxpo.runs.files import write_whole
 from proxpo.runs.trees import flatten, unflatten
-from proxpo.types import Recipe
+from proxpo.types import Recipe, States
 
 NAME = "proxpo_recipe"
 REFERENCE = "proxpo_reference.safetensors"

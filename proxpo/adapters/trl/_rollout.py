@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from proxpo.compose import States, count, prepare, tokens_of_group
+from proxpo.compose import count, prepare, tokens_of_group
 from proxpo.ops.shapes import Int, Tensor
-from proxpo.types import Batch, Clock, Denominators, Metrics, Recipe
+from proxpo.types import Batch, Clock, Context, Denominators, Metrics, Recipe, States
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -64,7 +64,7 @@ def prepared(
     first: int,
     version: int,
     gather: Gather,
-    state: States,
+    states: States,
     noise: torch.Generator,
     clock: Clock,
 ) -> Rollout:
@@ -80,7 +80,7 @@ def prepared(
         group=torch.arange(len(rewards), device=rewards.device) // group_size,
         **shared,
     )
-    ready = prepare(recipe, whole, state=state, generator=noise, clock=clock)
+    ready = prepare(recipe, whole, Context(states=states, generator=noise, clock=clock))
     rows, tokens = fields["mask"].shape
     mine = ready.batch.rows(slice(first, first + rows))
     narrow = {n: x[:, :tokens] for n, x in mine.items() if x.dim() > 1}

@@ -9,6 +9,7 @@ import copy
 import sys
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,26 @@ from proxpo.adapters.trl._rollout import Rollout, early, prepared, window
 from proxpo.adapters.trl._step import ROW, Step, asks_for_sums, in_all_groups, in_order, now, scored
 from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
 from proxpo.adapters.trl._vllm import mend_sync
-from proxpo.compose import States, policy_loss
+from proxpo.compose import policy_loss
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.ops.metering import combined, joined
 from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_microbatches, over_ranks
 from proxpo.settings import Settings, at_length
 from proxpo.stages.gradient import objective, per_response
-from proxpo.types import MOST_SKIPPED, AllSum, Batch, Clock, Loss, Metrics, Recipe, local
+from proxpo.stages.schedule import variants
+from proxpo.types import (
+    MOST_SKIPPED,
+    AllSum,
+    Batch,
+    Clock,
+    Context,
+    Loss,
+    Metrics,
+    Recipe,
+    States,
+    local,
+)
 
 
 class _BeforeStep(TrainerCallback):
@@ -99,8 +112,7 @@ class ProxpoTrainer(GRPOTrainer):
         speaks = args.use_vllm or trl.get("rollout_func") is not None
         check_fit(self.recipe, args, reports_logp=speaks)
         self._needs = self.recipe.needs()
-        variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
-        self._watches = [Watch.of(recipe) for recipe in variants]
+        self._watches = [Watch.of(one) for one in variants(self.recipe) or (self.recipe,)]
         self._variants = tuple(watch.recipe for watch in self._watches)
         self._lengths = Lengths()
         self._early = {name for one in self._variants for name in early(one)}
@@ -149,7 +161,7 @@ class ProxpoTrainer(GRPOTrainer):
                 first=first,
                 version=self.state.global_step,
                 gather=self._gather,
-                state=self._state,
+                states=self._state,
                 noise=generator(self.args.seed, "rollout", self.state.global_step),
                 clock=self._clock(),
             )
@@ -271,7 +283,7 @@ class ProxpoTrainer(GRPOTrainer):
             whole = self._loss(step, recipe, fresh)
             extra, metrics = whole.value - self._loss(step, bare, fresh).value, whole.metrics
             self._backward(processes * extra)
-        given = self._given(step, bare)
+        ctx = self._context(step, bare)
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
         number = torch.arange(len(attended), device=attended.device)[:, None]
         self._block.enter_context(
@@ -284,7 +296,7 @@ class ProxpoTrainer(GRPOTrainer):
             )
         )
         batch = now(batch, self._forward(model, inputs, entropy=True))
-        split = objective(recipe, batch, **given)
+        split = objective(recipe, batch, ctx)
         descended = -(split.weights * batch.logp).sum()
         value = processes * (split.loss.value + extra).detach()
         return value + descended - descended.detach(), metrics | split.loss.metrics, batch
@@ -298,25 +310,23 @@ class ProxpoTrainer(GRPOTrainer):
             self.accelerator.backward(value)
 
     def _loss(self, step: Step, recipe: Recipe, batch: Batch) -> Loss:
-        return policy_loss(recipe, batch, **self._given(step, recipe))
+        return policy_loss(recipe, batch, self._context(step, recipe))
 
-    def _given(self, step: Step, recipe: Recipe) -> dict[str, Any]:
-        """Arguments of a recipe's loss besides the batch."""
+    def _context(self, step: Step, recipe: Recipe) -> Context:
+        """Context of a recipe's loss on the micro-batch in turn."""
         place = (
             self.state.global_step,
             self._step % self.args.gradient_accumulation_steps,
             self.accelerator.process_index,
         )
-        known = {
-            "denominators": step.window.denominators,
-            "state": self._state,
-            "clock": self._clock(),
-        }
+        ctx = Context(
+            denominators=step.window.denominators, states=self._state, clock=self._clock()
+        )
         whole = bool(recipe.regularisers)  # or the recipe without them, which asks for fewer sums
         if whole not in step.sums:
-            step.sums[whole] = self._sums(step, recipe, known)
+            step.sums[whole] = self._sums(step, recipe, ctx)
         noise = generator(self.args.seed, "loss", *place)
-        return {**known, "all_sum": step.sums[whole], "generator": noise}
+        return replace(ctx, all_sum=step.sums[whole], generator=noise)
 
     def _clock(self) -> Clock:
         """TRL counts optimizer steps; to a recipe that follows the run they are its steps."""
@@ -327,13 +337,13 @@ class ProxpoTrainer(GRPOTrainer):
             learning_rate=groups[0]["lr"] if groups else None,
         )
 
-    def _sums(self, step: Step, recipe: Recipe, known: dict[str, Any]) -> AllSum:
+    def _sums(self, step: Step, recipe: Recipe, ctx: Context) -> AllSum:
         """Statistics over all processes, and over the micro-batches if the recipe asks for any."""
         ranks = over_ranks() if self.accelerator.num_processes > 1 else local
         ranks = ranks if keeps_groups(recipe) else in_all_groups(ranks)
 
         def run(piece: Batch, *, all_sum: AllSum) -> Loss:
-            return policy_loss(recipe, piece, all_sum=all_sum, **known)
+            return policy_loss(recipe, piece, replace(ctx, all_sum=all_sum))
 
         if len(step.inputs) == 1 or not asks_for_sums(run, step, apart=not keeps_groups(recipe)):
             return ranks

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = Path(__file__).parent / "inside"
+ROOT = Path(__file__).parents[3]
 ENGINE = {
     "VERL_ENGINE_VENDOR": "proxpo",
     "VERL_PLATFORM": "cpu",
@@ -34,7 +35,7 @@ def run(files: list[str], folder: Path, **env: str) -> list[ElementTree.Element]
     found = subprocess.run(
         [python, "-m", "pytest", "-q", "-c", "pytest.ini", f"--junitxml={report}", *files],
         cwd=HERE,
-        env={**own, "PYTHONPATH": str(HERE), "TINY_MODEL": str(folder), **env},
+        env={**own, "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}", "TINY_MODEL": str(folder), **env},
         capture_output=True,
         text=True,
         timeout=540,

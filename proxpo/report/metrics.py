@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proxpo.report.runs import Run
+from proxpo.report.run_data import Run
 
 
 class Variant(NamedTuple):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from proxpo.inspection import Inspection
 from proxpo.ops.masked import row_mean, spread
 from proxpo.ops.shapes import Tensor
 from proxpo.recipes import methods
-from proxpo.report.facts import (
+from proxpo.report.inspection_text import (
     FIGURES,
     batch_line,
     caveats,
@@ -23,7 +22,7 @@ from proxpo.report.facts import (
     shares,
     short,
 )
-from proxpo.report.template import fill
+from proxpo.runs.page import escape, fill_page
 
 MOST_ROWS, MOST_TOKENS = 256, 4096
 GLOSSARY = (
@@ -37,16 +36,15 @@ GLOSSARY = (
 def inspect_page(found: Sequence[Inspection], file: BatchFile, *, source: str) -> str:
     """The page as HTML. At most 256 responses of 4,096 tokens are drawn, and it says so."""
     names = ", ".join(one.method for one in found)
-    parts = {
-        "title": escape(f"proxpo inspect: {names}"),
-        "batch": escape(batch_line(file, source)),
+    text = {"title": f"proxpo inspect: {names}", "batch": batch_line(file, source)}
+    markup = {
         "cards": "".join(_card(one, i) for i, one in enumerate(found)),
         "note": _notes(found, file),
         "maps": "".join(_map(one, i) for i, one in enumerate(found)),
         "table": _table(found, file),
         "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in GLOSSARY),
     }
-    return fill("inspect", parts, _data(found, file))
+    return fill_page("inspect", text=text, markup=markup, data=_data(found, file))
 
 
 def _card(one: Inspection, index: int) -> str:

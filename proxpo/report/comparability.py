@@ -11,8 +11,8 @@ from typing import Any
 
 from proxpo.compare.naming import shown
 from proxpo.compare.plan import Arm
-from proxpo.report.facts import one_line
-from proxpo.report.runs import Run
+from proxpo.report.run_data import Run
+from proxpo.report.text import one_line
 from proxpo.train._schema import SECTIONS, Config, as_dict
 
 Settings = Mapping[str, str]  # values as text, by path

@@ -1,10 +1,10 @@
 """All figures of a comparison, in reading order."""
 
 from proxpo.report.analysis import Analysis
-from proxpo.report.curves import cloud, curves
+from proxpo.report.curve_figures import cloud, curves
 from proxpo.report.figures import Figure
-from proxpo.report.quantities import CURVES, SCORE
-from proxpo.report.spots import cost, differences, robustness, tuning
+from proxpo.report.metrics import CURVES, SCORE
+from proxpo.report.point_figures import cost, differences, robustness, tuning
 
 INSIDE = "What happened inside"
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from proxpo.report.quantities import Series
+from proxpo.report.metrics import Series
 
 
 class Aligned(NamedTuple):

@@ -1,12 +1,12 @@
 """The ranking and the paired differences as HTML tables."""
 
 import math
-from html import escape
 
 from proxpo.report.analysis import Analysis, ArmResult
-from proxpo.report.drawing import PALETTE
-from proxpo.report.facts import count
-from proxpo.report.wording import duration, lost, number, settings_text, span, unit
+from proxpo.report.figure_images import PALETTE
+from proxpo.report.findings import duration, lost, number, settings_text, span, unit
+from proxpo.report.text import count
+from proxpo.runs.page import escape
 
 
 def ranking_words(analysis: Analysis) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from proxpo.batch_file import BatchFile
 from proxpo.inspection import Inspection
+from proxpo.report.text import count
 
 # metric, heading, meaning; a metric that a method lacks is shown as a dash
 FIGURES = (
@@ -67,15 +68,6 @@ def sentence(summary: str) -> str:
     return re.sub(r"^[^:]{1,40}: ", "", summary)
 
 
-def count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
-def one_line(label: str) -> str:
-    """Text from a file without line breaks or the control characters terminals obey."""
-    return "".join(c if c.isprintable() else "�" for c in " ".join(label.split()))
-
-
 def prompt_labels(file: BatchFile) -> list[str]:
     """Each response's prompt: its text where the file has text, else its number."""
     group, words = file.batch.group, file.text.get("group")
@@ -100,10 +92,8 @@ __all__ = [
     "FIGURES",
     "batch_line",
     "caveats",
-    "count",
     "figures",
     "loudest",
-    "one_line",
     "prompt_labels",
     "sentence",
     "shares",

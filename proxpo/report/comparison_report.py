@@ -10,9 +10,10 @@ from typing import Any
 from proxpo.compare.plan import PLAN, Arm
 from proxpo.errors import ProxpoError
 from proxpo.report.analysis import Analysis, analyse
-from proxpo.report.comparable import matters
-from proxpo.report.facts import one_line
-from proxpo.report.runs import Comparison, Run, read_comparison, read_run
+from proxpo.report.comparability import matters
+from proxpo.report.read_runs import read_comparison, read_run
+from proxpo.report.run_data import Comparison, Run
+from proxpo.report.text import one_line
 from proxpo.runs.files import write_whole
 
 OWN = ("seed", "out")  # differ between seeds of one arm
@@ -26,10 +27,10 @@ def write_comparison(folder: str | Path, *, out: str | Path | None = None) -> Pa
 def write_report(analysis: Analysis, out: Path) -> Path:
     """Every file whole or not at all; the page comes last, when all it names is there."""
     from proxpo.report.comparison_page import comparison_page
-    from proxpo.report.drawing import draw
-    from proxpo.report.gallery import figures
+    from proxpo.report.figure_images import draw
+    from proxpo.report.figure_list import figures
+    from proxpo.report.html_tables import arm_names
     from proxpo.report.summary import summary, summary_csv
-    from proxpo.report.tables import arm_names
 
     drawn = figures(analysis)
     (out / "figures").mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ import numpy as np
 
 from proxpo.report.analysis import Analysis
 from proxpo.report.figures import POINTS, Cloud, Curve, Figure, digits, thin
-from proxpo.report.quantities import SCORE, Quantity, Series, pick, series
-from proxpo.report.runs import Run
+from proxpo.report.metrics import SCORE, Quantity, Series, pick, series
+from proxpo.report.run_data import Run
 from proxpo.report.statistics import bootstrap_band, convex_hull
 
 BAND = "Line: mean over seeds. Band: bootstrap 95 % of the mean."

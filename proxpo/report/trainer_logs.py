@@ -1,21 +1,22 @@
-"""Runs made elsewhere: TRL's (transformers') trainer_state.json and verl's `file` logger."""
+"""Logs of other trainers: TRL's (transformers') trainer_state.json and verl's `file` logger."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.state import measured, parsed
 from proxpo.errors import ProxpoError
-from proxpo.report.facts import one_line
-from proxpo.report.runs import Rows, Run, read_lines, rows_of, seed_in
+from proxpo.report.run_data import Run, StepRows, read_log, rows_by_step, seed_in_name
+from proxpo.report.text import one_line
+from proxpo.runs.files import read_object
+from proxpo.runs.jsonlines import metric_value
 
 STATE = "trainer_state.json"
-KNOWN = ("max_steps", "train_batch_size")  # settings that TRL's state holds
+SETTINGS = ("max_steps", "train_batch_size")  # that TRL's state holds
 EXPECTED = "expected a proxpo run folder, TRL's trainer_state.json or verl's .jsonl log"
 
 
-def read(path: Path) -> Run:
-    """The run of a file, or of a folder that holds one."""
+def read_trainer_log(path: Path) -> Run:
+    """The run in a log file, or in a folder that holds one."""
     if path.is_dir():
         return _trl(_state(path), named=path) if _has_state(path) else _verl(_log(path))
     if path.suffix == ".jsonl":
@@ -36,44 +37,41 @@ def _state(folder: Path) -> Path:
 
 
 def _number(path: Path) -> int:
-    found = re.search(r"\d+$", path.parent.name)
-    return int(found[0]) if found else -1
+    number = re.search(r"\d+$", path.parent.name)
+    return int(number[0]) if number else -1
 
 
 def _trl(path: Path, *, named: Path) -> Run:
-    """transformers logs training and evaluation of one step apart: they become one row."""
-    try:
-        state = parsed(path.read_bytes())
-    except OSError:
-        state = None
-    history = state.get("log_history") if isinstance(state, dict) else None
+    """The run of a trainer_state.json, which logs training and evaluation of a step apart."""
+    state = read_object(path) or {}
+    history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise ProxpoError(f"{path}: no log_history found; {EXPECTED}")
     folder = named.parent if re.fullmatch(r"checkpoint-\d+", named.name) else named
-    read = rows_of(history, shown=str(path))
-    known = {key: state[key] for key in KNOWN if measured(state.get(key)) is not None}
+    read = rows_by_step(history, shown=str(path))
+    known = {key: state[key] for key in SETTINGS if metric_value(state.get(key)) is not None}
     notes = [*_unfinished(state, path), *read.notes]
     return _run(folder, read, source="trl", notes=notes, config=known)
 
 
 def _unfinished(state: dict[str, Any], path: Path) -> list[str]:
-    done, wanted = (measured(state.get(key, 0)) for key in ("global_step", "max_steps"))
+    done, wanted = (metric_value(state.get(key, 0)) for key in ("global_step", "max_steps"))
     if done is None or wanted is None or done >= wanted:
         return []
     return [f"{path}: ends at step {done:g} of {wanted:g}"]
 
 
 def _log(folder: Path) -> Path:
-    found = sorted(folder.glob("*.jsonl"))
-    if len(found) != 1:
-        many = f"{len(found)} .jsonl files, name one of them" if found else f"no run; {EXPECTED}"
-        raise ProxpoError(f"{folder}: {many}")
-    return found[0]
+    logs = sorted(folder.glob("*.jsonl"))
+    if len(logs) != 1:
+        problem = f"{len(logs)} .jsonl files, name one of them" if logs else f"no run; {EXPECTED}"
+        raise ProxpoError(f"{folder}: {problem}")
+    return logs[0]
 
 
 def _verl(path: Path) -> Run:
-    """Lines of {"step": n, "data": {name: value}}."""
-    lines, notes = read_lines(path, shown=str(path))
+    """The run of a log with lines of {"step": n, "data": {name: value}}."""
+    lines, notes = read_log(path, shown=str(path))
     logged = [
         {**line["data"], "step": line.get("step")}
         for line in lines
@@ -81,14 +79,14 @@ def _verl(path: Path) -> Run:
     ]
     if not logged:
         raise ProxpoError(f"{path}: no metrics of a verl run found; {EXPECTED}")
-    read = rows_of(logged, shown=str(path))
+    read = rows_by_step(logged, shown=str(path))
     notes += read.notes
     return _run(path.with_suffix(""), read, source="verl", shown=path, notes=notes)
 
 
 def _run(
     path: Path,
-    read: Rows,
+    read: StepRows,
     *,
     source: str,
     notes: list[str],
@@ -99,7 +97,7 @@ def _run(
     return Run(
         name=one_line(name),
         method=one_line(name),
-        seed=seed_in(path.name),
+        seed=seed_in_name(path.name),
         folder=one_line(str(shown or path)),
         rows=read.rows,
         broken=read.broken,
@@ -109,4 +107,4 @@ def _run(
     )
 
 
-__all__ = ["read"]
+__all__ = ["read_trainer_log"]

@@ -10,8 +10,8 @@ import numpy as np
 from proxpo.compare.plan import Arm
 from proxpo.report.analysis import Analysis, ArmResult
 from proxpo.report.figures import Figure, Spot
-from proxpo.report.quantities import phases, series
-from proxpo.report.runs import Run
+from proxpo.report.metrics import phases, series
+from proxpo.report.run_data import Run
 
 WHISKER = "Point: mean over seeds. Bar: Student's 95 % interval."
 

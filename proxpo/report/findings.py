@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxpo.report.analysis import Analysis, ArmResult, Pair
-from proxpo.report.facts import count
 from proxpo.report.statistics import Interval
+from proxpo.report.text import count
 
 MINUS = "−"
 MEASURES = {"final": "final score", "area": "mean score over training"}

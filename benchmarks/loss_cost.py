@@ -56,14 +56,16 @@ def timer(recipe: proxpo.Recipe, batch: proxpo.Batch):
 
     Advantages are prepared beforehand, once per rollout as in training; the update is what repeats.
     """
-    ready = proxpo.prepare(recipe, batch, generator=torch.Generator().manual_seed(0))
+    drawn = proxpo.Context(generator=torch.Generator().manual_seed(0))
+    ready = proxpo.prepare(recipe, batch, drawn)
+    ctx = proxpo.Context(denominators=ready.ctx.denominators, clock=CLOCK)
 
     def run() -> float:
         logp = batch.logp.detach().clone().requires_grad_()
         current = ready.batch.replace(logp=logp)
         _wait(logp)
         start = time.perf_counter()
-        loss = proxpo.policy_loss(recipe, current, denominators=ready.denominators, clock=CLOCK)
+        loss = proxpo.policy_loss(recipe, current, ctx)
         loss.value.backward()
         _wait(logp)
         return time.perf_counter() - start

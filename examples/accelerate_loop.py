@@ -40,11 +40,12 @@ def main():
         seeds = [step * len(PROBLEMS) + row for row in mine]
         (ids, seen), batch = sample(policy, rollout, [PROBLEMS[row] for row in mine], seeds)
         # Advantages belong to whole groups, which are all here; the counts are those of all ranks.
-        batch, counts, _ = proxpo.prepare(recipe, batch, all_sum=all_sum)
+        batch, ctx, _ = proxpo.prepare(recipe, batch, proxpo.Context(all_sum=all_sum))
+        ctx = proxpo.Context(denominators=ctx.denominators)  # refuses statistics of a micro-batch
         for _ in range(UPDATES):
             for rows in torch.arange(len(mine)).chunk(len(parts)):
                 cut = (ids[rows], seen[rows], batch.rows(rows))
-                backward(model, recipe, transform, *cut, counts)
+                backward(model, recipe, transform, *cut, ctx)
             for weight in model.parameters():
                 weight.grad *= ranks  # DDP took the mean; with shared counts the sum is meant
             norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)

@@ -25,15 +25,15 @@ def sample(policy, rollout, problems, seeds):
     return inputs(drawn, policy.pad_id), proxpo.Batch(**known, rewards=rewards, group=group)
 
 
-def backward(model, recipe, transform, ids, seen, batch, counts):
+def backward(model, recipe, transform, ids, seen, batch, ctx):
     """Gradients of one update: ISOPO acts inside the backward pass, most methods in the loss."""
     rows = torch.arange(len(ids), device=ids.device)[:, None].where(seen, -1)
     given = {"sequences": rows, "advantages": per_response(recipe, batch)} if transform else {}
     with transform.applied(model, **given) if transform else torch.enable_grad():
         logp = proxpo.model_logp(model, ids, batch.mask, attention_mask=seen)
-        now = {"batch": batch.replace(logp=logp), "denominators": counts}
-        loss = proxpo.policy_loss(recipe, **now).value
-        (-(objective(recipe, **now).weights * logp).sum() if transform else loss).backward()
+        now = batch.replace(logp=logp)
+        loss = proxpo.policy_loss(recipe, now, ctx).value
+        (-(objective(recipe, now, ctx).weights * logp).sum() if transform else loss).backward()
 
 
 def main():
@@ -44,9 +44,9 @@ def main():
     for step in range(STEPS):
         seeds = [step * len(PROBLEMS) + row for row in range(len(PROBLEMS))]
         (ids, seen), batch = sample(policy, rollout, PROBLEMS, seeds)
-        batch, counts, _ = proxpo.prepare(recipe, batch)
+        batch, ctx, _ = proxpo.prepare(recipe, batch)
         for _ in range(UPDATES):
-            backward(policy.model, recipe, transform, ids, seen, batch, counts)
+            backward(policy.model, recipe, transform, ids, seen, batch, ctx)
             optimizer.step()
             optimizer.zero_grad()
             if transform:

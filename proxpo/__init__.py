@@ -24,6 +24,7 @@ _WHERE = {
     "policy_loss": "proxpo.compose",
     "prepare": "proxpo.compose",
     "make_recipe": "proxpo.settings",
+    "Parts": "proxpo.stages",
     "make_stage": "proxpo.stages",
     "stage": "proxpo.stages",
     "register": "proxpo.recipes",
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from proxpo.optimizers import make_optimizer
     from proxpo.recipes import methods, register
     from proxpo.settings import make_recipe
-    from proxpo.stages import make_stage, stage
+    from proxpo.stages import Parts, make_stage, stage
     from proxpo.types import Batch, Context, Denominators, Loss, Recipe, Stage
 
 
@@ -74,6 +75,7 @@ __all__ = [
     "Context",
     "Denominators",
     "Loss",
+    "Parts",
     "ProxpoError",
     "Recipe",
     "Stage",

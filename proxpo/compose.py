@@ -7,8 +7,8 @@ policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,11 @@ from proxpo.fields import check_rollout
 from proxpo.ops.masked import spread
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
+from proxpo.settings import make_recipe
 from proxpo.stages import check
 from proxpo.types import (
     AllSum,
     Batch,
-    Clock,
     Context,
     Denominators,
     Loss,
@@ -30,11 +30,10 @@ from proxpo.types import (
     Reach,
     Recipe,
     Stage,
-    State,
     local,
+    whole,
 )
 
-States = Mapping[str, State]
 AROUND = {  # stages that act around the loss, and how
     "budget": "decides how many responses are sampled and how long they may be",
     "prompts": "decides which prompts are trained on and draws others",
@@ -47,10 +46,10 @@ CURRENT = {"logp", "entropy", "values", "vocab_logp", "hidden", "mean"}
 
 
 class Prepared(NamedTuple):
-    """A batch with advantages and its final mask, the counts of the step, and metrics."""
+    """A batch with advantages and its final mask, a context with the step's counts, and metrics."""
 
     batch: Batch
-    denominators: Denominators
+    ctx: Context
     metrics: Metrics
 
 
@@ -63,26 +62,11 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
     recipe = check(_made(recipe))
     _tell(recipe)
 
-    def loss(
-        batch: Batch,
-        *,
-        state: States | None = None,
-        all_sum: AllSum = local,
-        generator: torch.Generator | None = None,
-        clock: Clock | None = None,
-    ) -> Loss:
-        ready = prepare(
-            recipe, batch, state=state, all_sum=all_sum, generator=generator, clock=clock
-        )
-        value, metrics = policy_loss(
-            recipe,
-            ready.batch,
-            denominators=ready.denominators,
-            state=state,
-            all_sum=all_sum,
-            generator=generator,
-            clock=clock,
-        )
+    def loss(batch: Batch, ctx: Context = Context()) -> Loss:
+        if ctx.all_sum is whole:  # and `batch` is: nothing to verify
+            ctx = replace(ctx, all_sum=local)
+        ready = prepare(recipe, batch, ctx)
+        value, metrics = policy_loss(recipe, ready.batch, ready.ctx)
         return Loss(value, ready.metrics | metrics)
 
     return loss
@@ -110,23 +94,14 @@ def _tell(recipe: Recipe) -> None:
         _TOLD.add(line)
 
 
-def prepare(
-    recipe: Recipe | str,
-    batch: Batch,
-    *,
-    state: States | None = None,
-    all_sum: AllSum = local,
-    generator: torch.Generator | None = None,
-    clock: Clock | None = None,
-) -> Prepared:
+def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Prepared:
     """What is fixed for all updates on a rollout: mask, advantages, denominators.
 
-    Groups must be whole in `batch`; ranks may hold different groups (`all_sum` adds over them).
+    Groups must be whole in `batch`; ranks may hold different groups (`ctx.all_sum` adds over them).
     Advantages given with the batch are used as they are. Numbers at valid tokens must be finite.
     """
     recipe, batch = _made(recipe), _given(batch)
-    ctx = Context(all_sum=all_sum, generator=generator, clock=clock or Clock())
-    run = _Run(recipe, ctx, recipe.init_state() if state is None else state)
+    run = _Run(recipe, ctx)
     batch = batch.clean()
     check_rollout(batch.items(), batch.mask)
     earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
@@ -151,33 +126,22 @@ def prepare(
             batch = batch.replace(**stage.prepare(batch))
     if batch.group is not None and batch.group_tokens is None:
         batch = batch.replace(group_tokens=tokens_of_group(batch))
-    return Prepared(batch, count(batch, all_sum=all_sum), run.metrics)
+    counted = replace(ctx, denominators=count(batch, all_sum=ctx.all_sum))
+    return Prepared(batch, counted, run.metrics)
 
 
-def policy_loss(
-    recipe: Recipe | str,
-    batch: Batch,
-    *,
-    denominators: Denominators,
-    state: States | None = None,
-    all_sum: AllSum | None = None,
-    generator: torch.Generator | None = None,
-    clock: Clock | None = None,
-) -> Loss:
+def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
     """Loss of a prepared batch, or of any cut of it: the cuts add up to the whole.
 
-    The fields of the current forward pass may be new: logp, entropy, values, vocab_logp. Without
-    `all_sum`, a recipe that compares responses or takes statistics of the batch is refused on a cut
-    that cannot answer: `proxpo.over_microbatches` makes the sums of all cuts.
+    `ctx` is the one that `prepare` returned, or any with the step's denominators. The fields of the
+    current forward pass may be new: logp, entropy, values, vocab_logp. With the default `all_sum`,
+    a recipe that compares responses or takes statistics of the batch is refused on a cut that
+    cannot answer: `proxpo.over_microbatches` makes the sums of all cuts.
     """
     recipe, batch = _made(recipe), _given(batch)
-    ctx = Context(
-        all_sum=_uncut(recipe, batch, denominators) if all_sum is None else all_sum,
-        denominators=denominators,
-        generator=generator,
-        clock=clock or Clock(),
-    )
-    run = _Run(recipe, ctx, recipe.init_state() if state is None else state)
+    if ctx.all_sum is whole:
+        ctx = replace(ctx, all_sum=_uncut(recipe, batch, ctx.counts))
+    run = _Run(recipe, ctx)
     read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))
     batch = batch.clean(*(read & CURRENT))
     # Bounds on a ratio would hide an infinite log-probability; NaN comes through to the loss.
@@ -238,8 +202,6 @@ def _made(recipe: Recipe | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
-        from proxpo.settings import make_recipe  # which needs this module
-
         return make_recipe(recipe)
     hint = ": call it first" if callable(recipe) else ""
     raise ProxpoError(f"expected a recipe or the name of a method, got {recipe!r}{hint}")
@@ -251,20 +213,19 @@ def _given(batch: Batch) -> Batch:
     return batch
 
 
-@dataclass(frozen=True)
 class _Run:
-    """Applies stages of a recipe, each with its own state, and gathers what they saw."""
+    """Applies stages of a recipe, each with its own state, and gathers their metrics."""
 
-    recipe: Recipe
-    ctx: Context
-    state: States
-    metrics: Metrics = field(default_factory=dict)
+    def __init__(self, recipe: Recipe, ctx: Context) -> None:
+        self.recipe, self.ctx = recipe, ctx
+        self.states = recipe.init_state() if ctx.states is None else ctx.states
+        self.metrics: Metrics = {}
 
     def __call__(self, place: str, stage: Stage, batch: Batch, *inputs: Tensor) -> Any:
         require(self.recipe, stage, batch)
-        own = replace(self.ctx, state=self.state.get(place, {}))
-        value, seen = stage.apply(*inputs, batch, own)
-        self.metrics.update(seen)
+        own = replace(self.ctx, state=self.states.get(place, {}))
+        value, metrics = stage.apply(*inputs, batch, own)
+        self.metrics.update(metrics)
         return value
 
 

@@ -1,7 +1,7 @@
 """What a method does with a batch: its loss, the gradient on every token, and what drove it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,11 +61,9 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
     given = batch.advantages
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     logp = doubled.pop("logp").detach().clone().requires_grad_()
-    generator = torch.Generator().manual_seed(seed)
-    ready = prepare(recipe, Batch(logp=logp, **doubled), generator=generator)
-    loss, seen = policy_loss(
-        recipe, ready.batch, denominators=ready.denominators, generator=generator
-    )
+    ctx = Context(generator=torch.Generator().manual_seed(seed))
+    ready = prepare(recipe, Batch(logp=logp, **doubled), ctx)
+    loss, seen = policy_loss(recipe, ready.batch, ready.ctx)
     gradient = torch.zeros_like(logp)
     if loss.requires_grad:
         found = torch.autograd.grad(loss, logp, allow_unused=True)[0]
@@ -125,14 +123,13 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
         "advantage": masked_mean(_advantages(batch).abs(), mask),
     }
     if recipe.rescale is not None:  # over tokens in place of parameters: there is no model here
-        norm = logp_norm(recipe, batch, denominators=ready.denominators)
+        norm = logp_norm(recipe, batch, ready.ctx)
         measured["rescale_norm_logp"] = norm
         measured["rescale_factor_logp"] = norm.new_tensor(rescaling_of(recipe).factor(float(norm)))
     with torch.no_grad():
         if recipe.ratio.gives == "ratio":
             state = recipe.init_state().get("ratio", {})
-            context = Context(denominators=ready.denominators, state=state)
-            ratio, _ = recipe.ratio.apply(batch, context)
+            ratio, _ = recipe.ratio.apply(batch, replace(ready.ctx, state=state))
             measured["ess"] = ess(ratio, mask, eps=0.0)
         if batch.old_logp is not None:
             # The tokens were drawn from the old policy, so this direction is the unbiased one.

@@ -20,6 +20,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
 State = dict[str, Tensor]
+States = Mapping[str, State]
 Scope = Literal["batch", "microbatch"]
 Reach = Literal["batch", "microbatch", "rank"]
 
@@ -35,8 +36,13 @@ class AllSum(Protocol):
     def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor: ...
 
 
+def whole(x: Tensor, scope: Reach = "batch") -> Tensor:
+    """No sum: the batch is claimed to be the whole step, which `policy_loss` verifies."""
+    return x
+
+
 def local(x: Tensor, scope: Reach = "batch") -> Tensor:
-    """The batch at hand is the whole batch."""
+    """No sum: statistics are those of the batch at hand, whole or cut."""
     return x
 
 
@@ -217,18 +223,25 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a stage may use besides the batch; all of it has a single-process default."""
+    """Everything that a loss and its stages use besides the batch, with single-process defaults.
 
-    all_sum: AllSum = local
+    all_sum: adds over ranks and micro-batches; the default is for a whole batch and is verified
+    denominators: counts of the optimizer step, from `prepare`
+    states: memory of the recipe's stages by place; None stands for `Recipe.init_state()`
+    state: memory of the stage being applied, set for each stage
+    """
+
+    all_sum: AllSum = whole
     denominators: Denominators | None = None
     generator: torch.Generator | None = None
+    clock: Clock = Clock()
+    states: States | None = None
     state: State = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
 
     @property
     def counts(self) -> Denominators:
         if self.denominators is None:
-            raise ProxpoError("aggregation needs the denominators of the step: call compose.count")
+            raise ProxpoError("the loss needs the denominators of the step: call proxpo.prepare")
         return self.denominators
 
 
@@ -349,30 +362,28 @@ class Recipe:
         """Fresh state of every stage that has memory, by place."""
         return {place: stage.init() for place, stage in self.stages() if stage.init is not None}
 
-    def update_state(
-        self, state: Mapping[str, State], batch: Batch, metrics: Metrics
-    ) -> dict[str, State]:
-        """The state after a rollout: each stage with memory sees the batch and the metrics."""
+    def update_state(self, states: States, batch: Batch, metrics: Metrics) -> dict[str, State]:
+        """The states after a rollout: each stage with memory sees the batch and the metrics."""
         return {
-            place: finite(stage.update(state[place], batch, metrics), state[place])
+            place: finite(stage.update(states[place], batch, metrics), states[place])
             if stage.update
-            else state[place]
+            else states[place]
             for place, stage in self.stages()
-            if place in state
+            if place in states
         }
 
     def step_state(
-        self, state: Mapping[str, State], batch: Batch, metrics: Metrics, *, ctx: Context
+        self, states: States, batch: Batch, metrics: Metrics, ctx: Context
     ) -> dict[str, State]:
-        """The state after one optimizer step; `ctx` has the clock and the sum over ranks."""
+        """The states after one optimizer step; `ctx` has the clock and the sum over ranks."""
         return {
             place: finite(
-                stage.step(batch, metrics, replace(ctx, state=state[place])), state[place]
+                stage.step(batch, metrics, replace(ctx, state=states[place])), states[place]
             )
             if stage.step
-            else state[place]
+            else states[place]
             for place, stage in self.stages()
-            if place in state
+            if place in states
         }
 
 
@@ -424,5 +435,7 @@ __all__ = [
     "Shaped",
     "Stage",
     "State",
+    "States",
     "local",
+    "whole",
 ]

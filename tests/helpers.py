@@ -12,7 +12,7 @@ from methods.cases_trust import TRUST
 from torch import Tensor
 
 import proxpo
-from proxpo import Batch, Recipe
+from proxpo import Batch, Context, Recipe
 from proxpo.types import ROWS
 
 VOCAB = 4
@@ -264,17 +264,17 @@ def gradients(value: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def loss_and_gradients(
-    made: Recipe, batch: Batch, **options: Any
+    made: Recipe, batch: Batch, ctx: Context = Context()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a whole batch and its gradients with respect to what a model gives."""
     batch = with_leaves(batch)
-    value = proxpo.loss_fn(made)(batch, **options).value
+    value = proxpo.loss_fn(made)(batch, ctx).value
     return value.detach(), gradients(value, batch)
 
 
-def policy_gradient(made: Recipe, batch: Batch, **options: Any) -> Tensor:
+def policy_gradient(made: Recipe, batch: Batch, ctx: Context = Context()) -> Tensor:
     """dloss/dlogp."""
-    return loss_and_gradients(made, batch, **options)[1]["logp"]
+    return loss_and_gradients(made, batch, ctx)[1]["logp"]
 
 
 def method(slug: str, **settings: Any) -> Recipe:

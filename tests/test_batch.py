@@ -193,7 +193,7 @@ def test_a_reward_whose_square_overflows_is_refused() -> None:
 def test_an_infinite_log_probability_of_a_new_pass_is_no_finite_loss() -> None:
     ready = proxpo.prepare("grpo", Batch(**given()))
     spoilt = ready.batch.replace(logp=torch.where(ready.batch.logp == -0.2, -torch.inf, -0.3))
-    found = proxpo.policy_loss("grpo", spoilt, denominators=ready.denominators)
+    found = proxpo.policy_loss("grpo", spoilt, ready.ctx)
     assert found.value.isnan()
 
 

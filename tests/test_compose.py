@@ -9,7 +9,7 @@ from helpers import close, f64, loss_and_gradients, make_batch, method, policy_g
 import proxpo
 from proxpo import ProxpoError, Recipe, compose
 from proxpo.compose import count
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.filter import not_truncated
 from proxpo.stages.ratio import none, token
@@ -61,9 +61,9 @@ def test_filters_shrink_every_denominator() -> None:
     )  # fmt: skip
     ready = proxpo.prepare(made, batch)
     kept = batch.mask & ~batch.truncated[:, None]
-    assert ready.denominators.tokens == kept.sum() < batch.mask.sum()
-    assert ready.denominators.sequences == kept.any(1).sum()
-    assert ready.denominators.rows == 9
+    assert ready.ctx.counts.tokens == kept.sum() < batch.mask.sum()
+    assert ready.ctx.counts.sequences == kept.any(1).sum()
+    assert ready.ctx.counts.rows == 9
 
 
 def test_counts() -> None:
@@ -87,9 +87,7 @@ def test_new_forward_pass_on_a_prepared_batch() -> None:
     made = method("grpo", kl_coef=0.1)
     ready = proxpo.prepare(made, batch)
     logp = torch.where(batch.mask, batch.logp + 0.01, torch.nan)
-    fresh = proxpo.policy_loss(
-        made, ready.batch.replace(logp=logp), denominators=ready.denominators
-    ).value
+    fresh = proxpo.policy_loss(made, ready.batch.replace(logp=logp), ready.ctx).value
     moved = batch.replace(logp=batch.logp + 0.01)
     close(fresh, proxpo.loss_fn(made)(moved).value)
 
@@ -103,25 +101,22 @@ def test_a_stage_returns_metrics_and_they_carry_no_gradient() -> None:
 
 
 def test_state_reaches_the_stage_and_is_updated_by_it() -> None:
-    def start(options: dict) -> dict:
-        return {"seen": f64(0.0)}
-
-    def update(options: dict, state: dict, batch: object, metrics: dict) -> dict:
-        return {"seen": state["seen"] + options["step"]}
-
-    @stage("weights", name="counting_for_this_test", init=start, update=update)
+    @stage("weights", name="counting_for_this_test")
     def counting(*, step: float = 2.0):
         def weights(batch, ctx):
             return torch.ones_like(batch.logp) * (1 + ctx.state["seen"]), {}
 
-        return weights
+        def update(state: dict, batch: object, metrics: dict) -> dict:
+            return {"seen": state["seen"] + step}
+
+        return Parts(apply=weights, init=lambda: {"seen": f64(0.0)}, update=update)
 
     made = method("grpo").replace(weights=(counting(),))
     batch = make_batch(1)
     state = made.init_state()
-    first, _ = loss_and_gradients(made, batch, state=state)
+    first, _ = loss_and_gradients(made, batch, proxpo.Context(states=state))
     state = made.update_state(state, batch, {})
-    second, _ = loss_and_gradients(made, batch, state=state)
+    second, _ = loss_and_gradients(made, batch, proxpo.Context(states=state))
     close(second, 3 * first)
 
 

@@ -5,6 +5,7 @@ To accept one on purpose: python tests/test_signatures.py
 
 import inspect
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import proxpo
@@ -20,10 +21,15 @@ def parameters(function: object) -> str:
         if p.kind is p.KEYWORD_ONLY and not keyword:
             shown.append("*")
             keyword = True
-        plain = p.default is p.empty
-        default = "" if plain else f"={getattr(p.default, '__name__', repr(p.default))}"
-        shown.append(name + default)
+        shown.append(name if p.default is p.empty else f"{name}={default(p.default)}")
     return f"({', '.join(shown)})"
+
+
+def default(value: object) -> str:
+    """A function by its name, a dataclass as a call, anything else as Python writes it."""
+    if is_dataclass(value):
+        return f"{type(value).__name__}()"
+    return getattr(value, "__name__", repr(value))
 
 
 def signatures() -> list[str]:

@@ -31,10 +31,10 @@ def batch() -> proxpo.Batch:
 def test_weights_times_advantages_are_the_slope_of_the_loss(slug: str, average: str) -> None:
     recipe = proxpo.make_recipe(slug, {"aggregate": average, "advantage": "group_relative"})
     ready = proxpo.prepare(recipe, batch())
-    found = objective(recipe, ready.batch, denominators=ready.denominators)
+    found = objective(recipe, ready.batch, ready.ctx)
     logp = ready.batch.logp.clone().requires_grad_()
     now = ready.batch.replace(logp=logp)
-    loss = proxpo.policy_loss(recipe, now, denominators=ready.denominators)
+    loss = proxpo.policy_loss(recipe, now, ready.ctx)
     (slope,) = torch.autograd.grad(loss.value, logp)
     torch.testing.assert_close(found.weights * found.advantages[:, None], -slope)
     torch.testing.assert_close(found.loss.value.detach(), loss.value.detach())
@@ -45,6 +45,6 @@ def test_a_response_without_advantage_weighs_what_the_average_gives_it(average: 
     """Else the kernel of a transform would hold sequence gradients of two scales."""
     recipe = proxpo.make_recipe("reinforce", {"aggregate": average, "advantage": "group_relative"})
     ready = proxpo.prepare(recipe, batch())
-    found = objective(recipe, ready.batch, denominators=ready.denominators)
+    found = objective(recipe, ready.batch, ready.ctx)
     assert found.advantages[2:].tolist() == [0.0, 0.0]
     torch.testing.assert_close(found.weights, WEIGHTS[average](ready.batch.mask).double())

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.train.rewards.worker import (
+from proxpo.rewards.answers import answer_of
+from proxpo.rewards.worker import (
     Unusable,
     batch_outcomes,
     call,
     per_sample,
     takes_batch,
 )
-from proxpo.train.tasks.own import answer_of
 
 Function = Callable[..., Any]
 

@@ -79,7 +79,7 @@ def lora() -> str:
 
 def formulas() -> str:
     """Scores a right and a wrong answer by their formulas."""
-    from proxpo.train.rewards.answers import final_answer
+    from proxpo.rewards.answers import final_answer
 
     for answer, right in ((r"\boxed{\frac{1}{2}}", 1.0), (r"\boxed{\frac{1}{3}}", 0.0)):
         score = final_answer(answer, "0.5", verifier="math-verify")["score"]

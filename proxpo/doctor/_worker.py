@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 
-from proxpo.train.rewards.worker import describe
+from proxpo.rewards.worker import describe
 
 
 def main(hosts: list[list[str]]) -> None:

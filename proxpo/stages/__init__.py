@@ -1,16 +1,16 @@
 """The registry of stages: every factory by kind and name, so that any stage can be swapped by name.
 
-    @stage("trust", needs=("old_logp",), takes=("ratio",), gives="loss")
+    @stage("trust", takes=("ratio",), gives="loss")
     def ppo_clip(*, low: float = 0.2, high: float = 0.2): ...
 
-turns a keyword-only factory of a pure function into a factory of `Stage`.
+turns a keyword-only factory of pure functions into a factory of `Stage`; see `stage`.
 """
 
 import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.ops.shapes import Tensor
@@ -18,40 +18,85 @@ from proxpo.stages._options import bind
 from proxpo.types import KINDS, MANY, Batch, Context, Metrics, Recipe, Stage, State
 
 Factory = Callable[..., Stage]
-Needs = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
-Instead = Mapping[str, str] | Callable[[Mapping[str, Any]], Mapping[str, str]] | None
 STAGES: dict[str, dict[str, Factory]] = {kind: {} for kind in KINDS}
+
+
+class Parts(NamedTuple):
+    """The functions of one stage and the declarations that depend on its factory's arguments.
+
+    The functions are closures: they share the arguments of the factory that returns them. Their
+    meaning is that of the fields of `Stage`; None leaves what the decorator declares.
+    """
+
+    apply: Callable[..., Any]
+    init: Callable[[], State] | None = None
+    update: Callable[[State, Batch, Metrics], State] | None = None
+    step: Callable[[Batch, Metrics, Context], State] | None = None
+    prepare: Callable[[Batch], dict[str, Tensor]] | None = None
+    needs: tuple[str, ...] | None = None
+    instead: Mapping[str, str] | None = None
+    takes: tuple[str, ...] | None = None
+    whole_batch: bool | None = None
 
 
 def stage(
     kind: str,
     *,
     name: str = "",
-    needs: Needs = (),
-    instead: Instead = None,
-    takes: Needs = (),
+    needs: tuple[str, ...] = (),
+    instead: Mapping[str, str] | None = None,
+    takes: tuple[str, ...] = (),
     gives: str = "",
-    whole_batch: bool | Callable[[Mapping[str, Any]], bool] = True,
+    whole_batch: bool = True,
     live: bool = False,
     length: float | None = None,
     decides: tuple[str, ...] = (),
     adds: tuple[str, ...] = (),
-    prepare: Callable[[Mapping[str, Any], Batch], dict[str, Tensor]] | None = None,
-    init: Callable[[Mapping[str, Any]], State] | None = None,
-    update: Callable[[Mapping[str, Any], State, Batch, Metrics], State] | None = None,
-    step: Callable[[Mapping[str, Any], Batch, Metrics, Context], State] | None = None,
 ) -> Callable[[Callable[..., Any]], Factory]:
-    """Register a factory. `needs`, `instead`, `takes`, `whole_batch` may depend on the options.
+    """Registers a factory of stages: keyword-only options in, one function or `Parts` out.
 
-    instead names a field that does in place of one in `needs`: {"rewards": "token_rewards"}.
-    whole_batch=False marks a stage that looks at the micro-batch it is given, by its definition,
-    so that cutting the batch differently changes its result. live=True marks an advantage that
+        @stage("weights", needs=("entropy",))
+        def above_usual_entropy(*, momentum: float = 0.9):
+            def init():
+                return {"usual": torch.zeros(())}
+
+            def apply(batch, ctx):
+                mean = masked_mean(batch.entropy.detach(), batch.mask)
+                return batch.entropy.detach() > ctx.state["usual"], {"entropy": mean}
+
+            def update(state, batch, metrics):
+                return {"usual": momentum * state["usual"] + (1 - momentum) * metrics["entropy"]}
+
+            return Parts(apply=apply, init=init, update=update)
+
+    A stage without memory returns its `apply` alone. `apply` takes what its kind is given (see
+    CONTRIBUTING.md) and returns (value, metrics). `init` makes the state; `update` makes the next
+    one after a rollout, `step` after every optimizer step. `prepare` returns fields to add to the
+    batch once per rollout. The decorator declares what holds for all options:
+
+    needs: the batch fields it reads. instead: a field that does in place of one in `needs`, such as
+    {"rewards": "token_rewards"}. takes, gives: the kind of per-token values it works on and makes,
+    "ratio" or "loss" for example. whole_batch=False: by definition it looks at the micro-batch it
+    is given, so that cutting the batch differently changes its result. live=True: an advantage that
     every update computes anew, unless the batch came with advantages. length: the longest response
-    that the stage assumes where its option max_tokens is none and no host gives its own. decides:
-    what a schedule settles itself, so that a host's settings for it have no effect: `count`,
-    `parts` and `optimizer` (see `proxpo.stages.schedule.Updates`). adds: the metrics that are
-    divided by a count of the whole step, which micro-batches add up; see proxpo/ops/metering.py.
+    assumed where its option max_tokens is none and no host gives its own. decides: what a schedule
+    settles itself, so that a host's settings for it have no effect: `count`, `parts`, `optimizer`
+    (see `proxpo.stages.schedule.Updates`). adds: the metrics that are divided by a count of the
+    whole step, which micro-batches add up; see proxpo/ops/metering.py.
+
+    Where `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it.
     """
+    declared: dict[str, Any] = {
+        "needs": needs,
+        "instead": instead or {},
+        "takes": takes,
+        "gives": gives,
+        "whole_batch": whole_batch,
+        "live": live,
+        "length": length,
+        "decides": decides,
+        "adds": adds,
+    }
 
     def decorate(factory: Callable[..., Any]) -> Factory:
         label = name or factory.__name__
@@ -59,25 +104,10 @@ def stage(
         @functools.wraps(factory)
         def make(**given: Any) -> Stage:
             options = bind(factory, given, what=f"{kind}={label}")
-            return Stage(
-                kind=kind,
-                name=label,
-                apply=factory(**options),
-                options=options,
-                needs=needs(options) if callable(needs) else needs,
-                instead=(instead(options) if callable(instead) else instead) or {},
-                takes=takes(options) if callable(takes) else takes,
-                gives=gives,
-                whole_batch=whole_batch(options) if callable(whole_batch) else whole_batch,
-                live=live,
-                length=length,
-                decides=decides,
-                adds=adds,
-                prepare=functools.partial(prepare, options) if prepare else None,
-                init=functools.partial(init, options) if init else None,
-                update=functools.partial(update, options) if update else None,
-                step=functools.partial(step, options) if step else None,
-            )
+            made = factory(**options)
+            parts = made if isinstance(made, Parts) else Parts(apply=made)
+            own = {field: part for field, part in parts._asdict().items() if part is not None}
+            return Stage(kind=kind, name=label, options=options, **declared | own)
 
         STAGES[kind][label] = make
         return make
@@ -86,7 +116,7 @@ def stage(
 
 
 def make_stage(kind: str, name: str, **options: Any) -> Stage:
-    """The stage `name` of this kind, e.g. make_stage("ratio", "kalman", q=1e-6)."""
+    """Makes the stage `name` of this kind, e.g. make_stage("ratio", "kalman", q=1e-6)."""
     load_all()
     if kind not in STAGES:
         raise ProxpoError(f"unknown kind of stage '{kind}'{nearest(kind, KINDS)}")
@@ -94,13 +124,15 @@ def make_stage(kind: str, name: str, **options: Any) -> Stage:
 
 
 def check(recipe: Recipe) -> Recipe:
-    """The recipe, if its stages fit together; else the reason why they cannot."""
+    """Returns the recipe if its stages fit together; else raises with the reason."""
     for kind in KINDS:
-        found = getattr(recipe, kind)
-        for one in found if kind in MANY else [found]:
-            if one is not None and one.kind != kind:
-                raise ProxpoError(f"{recipe.name}: '{one.name}' is a {one.kind} stage, not {kind}")
-    penalised = [(recipe.ratio, one) for one in recipe.regularisers]
+        member = getattr(recipe, kind)
+        for each in member if kind in MANY else [member]:
+            if each is not None and each.kind != kind:
+                raise ProxpoError(
+                    f"{recipe.name}: '{each.name}' is a {each.kind} stage, not {kind}"
+                )
+    penalised = [(recipe.ratio, penalty) for penalty in recipe.regularisers]
     for giver, taker in (
         (recipe.ratio, recipe.trust),
         (recipe.trust, recipe.aggregate),
@@ -129,4 +161,4 @@ def load_all() -> None:
         importlib.import_module(module.name)
 
 
-__all__ = ["STAGES", "check", "load_all", "make_stage", "stage"]
+__all__ = ["STAGES", "Parts", "check", "load_all", "make_stage", "stage"]

@@ -7,7 +7,7 @@ multiplied by once the norm of that vector is known. Called, it is the function 
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -15,7 +15,7 @@ from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Denominators, Metrics, Recipe, Stage
+from proxpo.types import Batch, Context, Metrics, Recipe, Stage
 
 
 @runtime_checkable
@@ -98,25 +98,21 @@ def rescaling_of(recipe: Recipe) -> Rescaling:
     return cast(Rescaling, recipe.rescale.apply)
 
 
-def measured_loss(
-    recipe: Recipe, batch: Batch, *, denominators: Denominators, **options: Any
-) -> Float[Tensor, ""]:
+def measured_loss(recipe: Recipe, batch: Batch, ctx: Context) -> Float[Tensor, ""]:
     """The scalar whose gradient a rescale stage measures: the recipe with its term for the trust.
 
-    Takes a prepared batch, or a cut of one, and the options of `policy_loss`; cuts add up.
+    Takes a prepared batch, or a cut of one, and the context of `policy_loss`; cuts add up.
     """
     term = rescaling_of(recipe)
     trust = Stage(kind="trust", name="measured", apply=term, takes=("ratio",), gives="loss")
     bare = recipe.replace(trust=trust, regularisers=(), value=None)
-    return policy_loss(bare, batch, denominators=denominators, **options).value
+    return policy_loss(bare, batch, ctx).value
 
 
-def logp_norm(
-    recipe: Recipe, batch: Batch, *, denominators: Denominators, **options: Any
-) -> Float[Tensor, ""]:
+def logp_norm(recipe: Recipe, batch: Batch, ctx: Context) -> Float[Tensor, ""]:
     """A proxy where no model is at hand: the norm of ∂C/∂log π over tokens, not over parameters."""
     logp = batch.logp.detach().requires_grad_()
-    value = measured_loss(recipe, batch.replace(logp=logp), denominators=denominators, **options)
+    value = measured_loss(recipe, batch.replace(logp=logp), ctx)
     if not value.requires_grad:
         return torch.zeros_like(value)
     found = torch.autograd.grad(value, logp, allow_unused=True)[0]

@@ -4,7 +4,6 @@ A recipe's `budget` stages say how many responses a prompt gets and how long the
 `prompts` stages which prompts are worth training on.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,11 +14,11 @@ from proxpo.errors import ProxpoError
 from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.ops.streams import derive, generator, turn_seed
+from proxpo.rewards import Logged, Outcome, RewardPool, tally
 from proxpo.sampler import Rollout
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.experience import Experience, join
 from proxpo.train.grading import grade, span_rewards, verdicts
-from proxpo.train.rewards import Logged, Outcome, RewardPool
 from proxpo.train.tasks import Lazy, Problem, Task
 from proxpo.types import Batch, Budget, Clock, Context, Recipe, State
 
@@ -312,7 +311,6 @@ def _first(rows: Experience, kept: Bool[Tensor, " seq"], prompts: int) -> Int[Te
 def _metrics(seen: list[_Round]) -> dict[str, float]:
     """TRL's names where TRL has one; taken over everything sampled, kept or not."""
     outcomes = [outcome for part in seen for outcome in part.outcomes]
-    status = Counter(outcome.status for outcome in outcomes)
 
     def column(name: str) -> Tensor:
         return torch.cat([getattr(part.experience, name) for part in seen]).cpu()
@@ -331,7 +329,7 @@ def _metrics(seen: list[_Round]) -> dict[str, float]:
         "proxpo/rounds": float(len(seen)),
         "proxpo/samples": float(len(outcomes)),
         "proxpo/tokens": float(lengths.sum()),
-        **{f"proxpo/reward_{name}": float(status[name]) for name in ("timeout", "error", "nan")},
+        **{f"proxpo/reward_{name}": float(count) for name, count in tally(outcomes).items()},
         **_accuracy(seen),
         **_turns(seen),
         **seen[-1].metrics,

@@ -1,7 +1,8 @@
 """The update on a mini-batch: one backward pass, micro-batch by micro-batch."""
 
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from proxpo.train.learner import (
     vocabulary,
     widened,
 )
-from proxpo.types import ROWS, AllSum, Batch, Clock, Loss, Metrics, Reach, Recipe, local
+from proxpo.types import ROWS, AllSum, Batch, Clock, Context, Loss, Metrics, Reach, Recipe, local
 
 
 class Descent(NamedTuple):
@@ -40,7 +41,7 @@ def gradients(
     *,
     how: Pass,
     seed: int,
-    clock: Clock | None = None,
+    clock: Clock = Clock(),
 ) -> Descent:
     """Backward of one mini-batch, micro-batch by micro-batch; the metrics of the whole.
 
@@ -49,28 +50,27 @@ def gradients(
     count in the denominators and cost nothing. Of the policy's present numbers the batch handed
     back has those that a stage reads after the step.
     """
-    fixed: dict[str, Any] = {"denominators": count(batch), "state": learner.state, "clock": clock}
+    ctx = Context(denominators=count(batch), states=learner.state, clock=clock)
     rows, batch = _filled(recipe, rows, batch)
     batch = _narrow(batch, rows.mask.shape[1])
     parts = list(cuts(len(batch.mask), how.micro_batch, batch.mask.device))
-    sums = partial(_sums, learner, rows=rows, batch=batch, parts=parts, how=how, fixed=dict(fixed))
-    fixed["all_sum"] = apart = sums(recipe)
+    sums = partial(_sums, learner, rows=rows, batch=batch, parts=parts, how=how, ctx=ctx)
+    apart = sums(recipe)
+    ctx = replace(ctx, all_sum=apart)
     if learner.transform is not None and _bare(recipe) != recipe:
         apart = sums(_bare(recipe))  # it asks for other sums, in another order
     share = [float(batch.mask[part].sum()) for part in parts]
     totals: Metrics = {}
     present: list[dict[str, Tensor]] = []
     for number, part in enumerate(parts):
-        options = fixed | {"generator": _draws(seed, number)}
-        loss, now = _backward(
-            learner, recipe, rows.rows(part), batch.rows(part), how, options, apart
-        )
+        own = replace(ctx, generator=_draws(seed, number))
+        loss, now = _backward(learner, recipe, rows.rows(part), batch.rows(part), how, own, apart)
         present.append(_followed(recipe, now, batch.mask.shape[1]))
         weight = share[number] / max(sum(share), 1.0)
         seen = {**loss.metrics, "loss": loss.value}
         totals = combined(recipe, totals, seen, share=weight)
     if recipe.rescale is not None:
-        totals |= _rescaled(learner, recipe, rows, batch, parts, how, fixed, seed)
+        totals |= _rescaled(learner, recipe, rows, batch, parts, how, ctx, seed)
     joined = {name: torch.cat([one[name] for one in present]) for name in present[0]}
     return Descent(totals, batch.replace(**joined).clean(*joined) if joined else batch)
 
@@ -102,7 +102,7 @@ def _rescaled(
     batch: Batch,
     parts: list[Tensor],
     how: Pass,
-    fixed: dict[str, Any],
+    ctx: Context,
     seed: int,
 ) -> Metrics:
     """A second backward pass measures what the rescale stage asks for; the policy's are scaled."""
@@ -115,7 +115,7 @@ def _rescaled(
         cut = rows.rows(part)
         narrow = _narrow(batch.rows(part), cut.mask.shape[1])
         now = narrow.replace(**forward(learner, cut, how=how))
-        value = measured_loss(recipe, now, **(fixed | {"generator": _draws(seed, number)}))
+        value = measured_loss(recipe, now, replace(ctx, generator=_draws(seed, number)))
         if value.requires_grad:
             value.backward()
     squares = [p.grad.double().square().sum() for p in trained if p.grad is not None]
@@ -133,7 +133,7 @@ def _backward(
     rows: Experience,
     batch: Batch,
     how: Pass,
-    options: dict[str, Any],
+    ctx: Context,
     apart: AllSum,
 ) -> tuple[Loss, dict[str, Tensor]]:
     """The loss, and what the forward pass brought.
@@ -143,16 +143,16 @@ def _backward(
     narrow = _narrow(batch, rows.mask.shape[1])
     if learner.transform is None:
         found = forward(learner, rows, how=how)
-        loss = policy_loss(recipe, narrow.replace(**found), **options)
+        loss = policy_loss(recipe, narrow.replace(**found), ctx)
         loss.value.backward()
         return loss, found
-    bare, alone = _bare(recipe), options | {"all_sum": apart}
+    bare, alone = _bare(recipe), replace(ctx, all_sum=apart)
     whole = None
     if bare != recipe:
         # Terms without an advantage: an ordinary backward of their own.
         now = narrow.replace(**forward(learner, rows, how=how))
-        whole = policy_loss(recipe, now, **options)
-        (whole.value - policy_loss(bare, now, **alone).value).backward()
+        whole = policy_loss(recipe, now, ctx)
+        (whole.value - policy_loss(bare, now, alone).value).backward()
     aside = _vocabulary(learner, rows, how)
     sequences = torch.where(
         rows.attention_mask, torch.arange(len(rows.mask), device=rows.mask.device)[:, None], -1
@@ -162,7 +162,7 @@ def _backward(
         learner.policy.model, sequences=sequences, advantages=advantages, groups=rows.group
     ):
         found = forward(learner, rows, how=how, without=VOCABULARY) | aside
-        split = objective(recipe, narrow.replace(**found), **alone)
+        split = objective(recipe, narrow.replace(**found), alone)
         (-(split.weights * found["logp"]).sum()).backward()
     if whole is None:
         return split.loss, found
@@ -194,7 +194,7 @@ def _sums(
     batch: Batch,
     parts: list[Tensor],
     how: Pass,
-    fixed: dict[str, Any],
+    ctx: Context,
 ) -> AllSum:
     """Statistics over all micro-batches, for recipes that ask for any; else nothing to do."""
     asked: list[Tensor] = []
@@ -204,14 +204,14 @@ def _sums(
         return x
 
     if len(parts) > 1:
-        policy_loss(recipe, batch, all_sum=probe, **fixed)
+        policy_loss(recipe, batch, replace(ctx, all_sum=probe))
     if not asked:
         return local
     found = score(learner, rows, how=how)
     pieces = [batch.replace(**found).rows(part) for part in parts]
 
     def run(piece: Batch, *, all_sum: AllSum) -> Loss:
-        return policy_loss(recipe, piece, all_sum=all_sum, **fixed)
+        return policy_loss(recipe, piece, replace(ctx, all_sum=all_sum))
 
     return over_microbatches(run, pieces)
 

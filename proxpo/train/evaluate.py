@@ -12,10 +12,10 @@ from torch import nn
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.streams import turn_seed
+from proxpo.rewards import Outcome, RewardPool
 from proxpo.sampler import Rollout
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.grading import grade, verdicts
-from proxpo.train.rewards import Outcome, RewardPool
 from proxpo.train.tasks import Problem, Task
 
 Progress = Callable[[int, int], None]  # done, total

@@ -8,9 +8,9 @@ import torch
 
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Tensor
+from proxpo.rewards import Outcome, RewardItem, RewardPool
 from proxpo.stages.reward.spans import token_values
 from proxpo.train.episodes import Episodes
-from proxpo.train.rewards import Outcome, RewardItem, RewardPool
 from proxpo.train.tasks import Problem
 
 

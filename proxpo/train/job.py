@@ -14,6 +14,7 @@ from proxpo.errors import ProxpoError
 from proxpo.models import Policy, load_policy, save_policy
 from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
+from proxpo.rewards import RewardPool
 from proxpo.runs.checkpoint import Checkpoint, save_checkpoint
 from proxpo.sampler import Rollout, make_rollout
 from proxpo.settings import at_length
@@ -24,7 +25,6 @@ from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
 from proxpo.train.learner import Learner
 from proxpo.train.refusals import check_fields
-from proxpo.train.rewards import RewardPool
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.types import Clock, Recipe
 

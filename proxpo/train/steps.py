@@ -211,14 +211,14 @@ class Steps:
         job, rows = self.job, self.rows
         how = pass_of(job.config, len(rows.mask))
         seed = derive(job.config.seed, *self.path, "prepare")
-        options: dict[str, Any] = {
-            "state": job.learner.state,
-            "generator": torch.Generator().manual_seed(seed),
-            "clock": job.clock,
-        }
+        ctx = Context(
+            states=job.learner.state,
+            generator=torch.Generator().manual_seed(seed),
+            clock=job.clock,
+        )
         if judges_first(variant):
             bare = Batch(logp=rows.rollout_logp, mask=rows.mask, **sampled(job, rows))
-            batch, _, metrics = prepare(variant, bare, **options)
+            batch, _, metrics = prepare(variant, bare, ctx)
             index = batch.mask.any(dim=1).nonzero()[:, 0]
             if len(index):
                 found = scored_where(job, rows, index, late=self._late) | self._fields
@@ -229,7 +229,7 @@ class Steps:
         if batch.old_logp is None:
             batch = batch.replace(old_logp=batch.logp)
         if not judges_first(variant):
-            batch, _, metrics = prepare(variant, batch, **options)
+            batch, _, metrics = prepare(variant, batch, ctx)
         return Ready(batch, metrics, how)
 
     def _part(self, number: int, parts: int) -> tuple[Tensor, int]:
@@ -271,7 +271,7 @@ class Steps:
         metrics = {**ready.metrics, **metrics, "grad_norm": torch.tensor(norm)}
         if math.isfinite(norm):
             self._made = metrics
-            moved = recipe.step_state(learner.state, batch, metrics, ctx=Context(clock=clock))
+            moved = recipe.step_state(learner.state, batch, metrics, Context(clock=clock))
             learner.state = {**learner.state, **moved}
         return metrics
 

@@ -61,7 +61,7 @@ def inspect(proxpo):
 def by_hand(recipe, batch):
     logp = batch.logp.clone().requires_grad_()
     generator = torch.Generator().manual_seed(0)
-    loss = library.loss_fn(recipe)(batch.replace(logp=logp), generator=generator)
+    loss = library.loss_fn(recipe)(batch.replace(logp=logp), library.Context(generator=generator))
     loss.value.backward()
     return loss, logp.grad
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,9 +167,9 @@ def test_microbatch_scope_searches_in_each_part() -> None:
         pieces = [ready.batch.rows(torch.tensor(r)) for r in ([0, 1, 2, 3], [4, 5, 6, 7, 8])]
 
         def loss(part: Batch, all_sum: object, made: object = made, ready: object = ready):
-            return proxpo.policy_loss(
-                made, part, denominators=ready.denominators, all_sum=all_sum
-            ).metrics["trust/high"]
+            return proxpo.policy_loss(made, part, replace(ready.ctx, all_sum=all_sum)).metrics[
+                "trust/high"
+            ]
 
         all_sum = proxpo.over_microbatches(loss, pieces)
         found[name] = {float(loss(piece, all_sum=all_sum)) for piece in pieces}

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,7 @@ def tokens(batch: Batch) -> Candidates:
 
 def kept_tokens(made: proxpo.Recipe, batch: Batch, **options: object) -> torch.Tensor:
     ready = proxpo.prepare(made, batch)
-    counts = {"denominators": ready.denominators}
-    ctx = Context(**counts, **options)
-    return made.select[0].apply(ready.batch, ctx)[0] > 0
+    return made.select[0].apply(ready.batch, replace(ready.ctx, **options))[0] > 0
 
 
 @pytest.mark.checks("capo", "bounds of infinity, or of 0 (off): the host's loss exactly")
@@ -184,7 +183,7 @@ def test_everything_rejected() -> None:
 
 
 def stepped(made: proxpo.Recipe, state: dict, batch: Batch) -> dict:
-    return made.step_state(state, batch, {}, ctx=Context())
+    return made.step_state(state, batch, {}, Context())
 
 
 def test_moments(batch: Batch) -> None:

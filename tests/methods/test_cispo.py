@@ -91,7 +91,7 @@ def test_scalerl_drops_prompts_with_equal_answers() -> None:
     batch = make_batch(1, groups=2).replace(correct=right, rewards=right.double())
     ready = proxpo.prepare(method("scalerl"), batch)
     assert ready.batch.mask.any(1).tolist() == [False] * 3 + [True] * 3
-    assert ready.denominators.prompts == 1
+    assert ready.ctx.counts.prompts == 1
 
 
 def test_scalerl_caps_the_ratio_to_the_sampler() -> None:

@@ -23,7 +23,9 @@ def base(**options: object) -> object:
 def removed(made: object, batch: object, seed: int = 0) -> torch.Tensor:
     """Tokens whose gradient differs from plain GRPO's."""
     generator = torch.Generator().manual_seed(seed)
-    return policy_gradient(made, batch, generator=generator) != policy_gradient(base(), batch)
+    return policy_gradient(made, batch, proxpo.Context(generator=generator)) != policy_gradient(
+        base(), batch
+    )
 
 
 @pytest.mark.checks("clip-cov", "no token eligible: PPO/GRPO's token mean with the same clip")

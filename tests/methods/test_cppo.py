@@ -103,8 +103,8 @@ def test_one_released_version_rounds_what_it_removes() -> None:
     batch = make_batch(1)  # three groups of three
     for rate, kept in ((0.5, 6), (1 / 3, 6), (2 / 3, 3)):
         made = method("cppo", rate=rate, floor="removed")
-        assert proxpo.prepare(made, batch).denominators.sequences == kept
-    assert proxpo.prepare(method("cppo", rate=0.5), batch).denominators.sequences == 3
+        assert proxpo.prepare(made, batch).ctx.counts.sequences == kept
+    assert proxpo.prepare(method("cppo", rate=0.5), batch).ctx.counts.sequences == 3
 
 
 def test_ties_go_to_the_earlier_row_and_empty_rows_do_not_count() -> None:
@@ -136,7 +136,7 @@ def test_random_draws_from_the_generator() -> None:
         return (made.prune[0].apply(batch, ctx)[0] & batch.mask).any(1)
 
     generator = torch.Generator().manual_seed(1)
-    ready = proxpo.prepare(made, batch, generator=generator).batch
+    ready = proxpo.prepare(made, batch, Context(generator=generator)).batch
     assert torch.equal(drawn(1), ready.mask.any(1))
     found = torch.stack([drawn(seed) for seed in range(200)]).double()
     assert found.sum(1).eq(6).all()
@@ -154,7 +154,7 @@ def test_allocation_and_use_in_other_recipes() -> None:
     assert method(SLUG, prompt_factor=1).prune[0].options["prompt_factor"] == 1
     made = method("p3o", **{"prune": "largest_advantages", "prune.rate": 0.5, "reward": "dither"})
     batch = distinct(1, size=4)
-    ready = proxpo.prepare(made, batch, generator=torch.Generator().manual_seed(0))
+    ready = proxpo.prepare(made, batch, Context(generator=torch.Generator().manual_seed(0)))
     assert ready.batch.mask.any(1).sum() == 6
     for options in ({"rate": 1.0}, {"prompt_factor": 0.5}):
         with pytest.raises(ValueError, match=next(iter(options))):

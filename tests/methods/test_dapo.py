@@ -86,7 +86,7 @@ def test_group_filter() -> None:
     kept = ready.batch.mask.any(1)
     assert kept.tolist() == [False] * 6 + [True] * 6
     assert (ready.batch.advantages[kept].abs().amax(1) > 0).all()
-    assert ready.denominators.tokens == batch.mask[6:].sum()
+    assert ready.ctx.counts.tokens == batch.mask[6:].sum()
     keep, _ = method("dapo").prompts[0].apply(batch, Context())
     assert keep.tolist() == kept.tolist()
 
@@ -121,7 +121,7 @@ def test_overlong_filter_masks_truncated_rows() -> None:
     batch = make_batch(1).replace(truncated=torch.arange(9) == 4)
     ready = proxpo.prepare(method("dapo", overlong="filter"), batch)
     assert not ready.batch.mask[4].any()
-    assert ready.denominators.tokens == batch.mask.sum() - batch.mask[4].sum()
+    assert ready.ctx.counts.tokens == batch.mask.sum() - batch.mask[4].sum()
 
 
 def test_the_penalty_follows_the_hosts_length() -> None:

@@ -37,7 +37,7 @@ def visited(*visits: list[float], prompt_id: int = 7) -> dict:
 
 def at(state: dict, rewards: list[float], prompt_id: int = 7) -> torch.Tensor:
     batch = prompt(rewards, prompt_id)
-    return proxpo.prepare(method(SLUG), batch, state=state).batch.advantages[:, 0]
+    return proxpo.prepare(method(SLUG), batch, proxpo.Context(states=state)).batch.advantages[:, 0]
 
 
 def remembered(*visits: list[float]) -> tuple[int, float, float]:

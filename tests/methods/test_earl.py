@@ -81,10 +81,7 @@ def test_gate_is_found_once_per_rollout() -> None:
     made, batch = method(SLUG), make_batch(1)
     ready = proxpo.prepare(made, batch)
     later = ready.batch.replace(entropy=-batch.entropy)
-    first, second = (
-        proxpo.policy_loss(made, one, denominators=ready.denominators).value
-        for one in (ready.batch, later)
-    )
+    first, second = (proxpo.policy_loss(made, one, ready.ctx).value for one in (ready.batch, later))
     close(first, second, rtol=0, atol=0)
 
 

@@ -20,7 +20,7 @@ OPTIONS = {"prompts": None}
 def selected(batch: object, **options: object) -> torch.Tensor:
     stage = method("entropy-80-20", **options).weights[0]
     ready = proxpo.prepare(method("dapo"), batch)
-    return stage.apply(ready.batch, proxpo.Context(denominators=ready.denominators))[0]
+    return stage.apply(ready.batch, ready.ctx)[0]
 
 
 @pytest.mark.checks("entropy-80-20", "ρ = 1 is DAPO; otherwise max(1, ⌈ρN⌉) tokens are chosen")

@@ -139,7 +139,7 @@ def test_steps_without_noise_are_left_out() -> None:
     noise[:, 0] = 0.0
     ready = proxpo.prepare(method(SLUG), batch.replace(noise=noise))
     assert not ready.batch.mask[:, 0].any()
-    assert ready.denominators.tokens == batch.mask[:, 1:].sum()
+    assert ready.ctx.counts.tokens == batch.mask[:, 1:].sum()
     assert proxpo.loss_fn(method(SLUG))(batch.replace(noise=noise)).value.isfinite()
 
 

@@ -99,7 +99,7 @@ def test_filter_needs_a_calm_start() -> None:
         ready = proxpo.prepare(made, first)
         state = made.update_state(made.init_state(), ready.batch, ready.metrics)
         for _ in range(2):  # the first batch alone counts
-            now = proxpo.prepare(made, lively, state=state)
+            now = proxpo.prepare(made, lively, proxpo.Context(states=state))
             assert bool(now.batch.advantages.eq(0).all()) == dropped
             state = made.update_state(state, now.batch, now.metrics)
     released = proxpo.prepare(method(SLUG, code_compat=True), lively)
@@ -110,7 +110,7 @@ def test_each_update_takes_the_entropy_of_the_current_policy() -> None:
     made, batch = method(SLUG), spoken([[1, 2], [3, 4]], [1, 0])
     ready = proxpo.prepare(made, batch)
     moved = ready.batch.replace(entropy=torch.full_like(batch.logp, 0.6))
-    value = proxpo.policy_loss(made, moved, denominators=ready.denominators).value
+    value = proxpo.policy_loss(made, moved, ready.ctx).value
     close(value, -((0.5 - 0.06) + (-0.5 - 0.06)) / 2)
 
 

@@ -106,7 +106,7 @@ def test_annealing() -> None:
 
 def test_the_clock_reaches_the_loss() -> None:
     batch = make_batch(1, spread=0.4)
-    late = proxpo.loss_fn(method(SLUG))(batch, clock=Clock(step=3, steps=4))
+    late = proxpo.loss_fn(method(SLUG))(batch, proxpo.Context(clock=Clock(step=3, steps=4)))
     close(late.value, proxpo.loss_fn(method(SLUG, step_size=0.25))(batch).value)
     close(late.metrics["trust/step_size"], 0.25)
 

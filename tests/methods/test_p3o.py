@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,9 +113,7 @@ def test_scope_of_the_statistic() -> None:
         parts = [ready.batch.rows(slice(0, 4)), ready.batch.rows(slice(4, 9))]
 
         def loss(part: object, all_sum: object, made: object = made, ready: object = ready):
-            return proxpo.policy_loss(
-                made, part, denominators=ready.denominators, all_sum=all_sum
-            ).value
+            return proxpo.policy_loss(made, part, replace(ready.ctx, all_sum=all_sum)).value
 
         total = proxpo.over_microbatches(loss, parts)
         value = sum(loss(part, all_sum=total) for part in parts)

@@ -154,5 +154,5 @@ def test_state_changes_the_next_loss() -> None:
     made = method("ppo", kl_coef=0.1, kl_controller="doubling")
     batch = make_batch(1)
     state = {"reward.kl_in_reward": {"coef": f64(0.4)}}
-    found = proxpo.loss_fn(made)(batch, state=state).value
+    found = proxpo.loss_fn(made)(batch, proxpo.Context(states=state)).value
     close(found, proxpo.loss_fn(method("ppo", kl_coef=0.4))(batch).value, rtol=1e-7)

@@ -18,7 +18,9 @@ def seeded(seed: int) -> torch.Generator:
 
 def dithered(batch: Batch, seed: int, *, step: int = 0, **options: object) -> Batch:
     made = method(SLUG, **options)
-    return proxpo.prepare(made, batch, generator=seeded(seed), clock=Clock(step=step)).batch
+    return proxpo.prepare(
+        made, batch, proxpo.Context(generator=seeded(seed), clock=Clock(step=step))
+    ).batch
 
 
 def flat(rewards: list[float]) -> Batch:
@@ -40,7 +42,7 @@ def test_noise_enters_before_the_advantage() -> None:
     """GRPO's plain loops on the rewards that the same generator dithers."""
     batch = make_batch(2)
     noise = 0.05 * torch.randn(len(batch.rewards), generator=seeded(5), dtype=torch.float64)
-    found, _ = loss_and_gradients(method(SLUG), batch, generator=seeded(5))
+    found, _ = loss_and_gradients(method(SLUG), batch, proxpo.Context(generator=seeded(5)))
     close(found, REFERENCES["grpo"](batch.replace(rewards=batch.rewards + noise)))
     close(dithered(batch, 5).rewards, batch.rewards + noise)
 
@@ -81,7 +83,10 @@ def test_determinism_and_range() -> None:
     assert torch.equal(first, dithered(batch, 4, distribution="uniform").rewards)
     assert not torch.equal(first, dithered(batch, 5, distribution="uniform").rewards)
     goes_on, made = seeded(4), method(SLUG, distribution="uniform")
-    steps = [proxpo.prepare(made, batch, generator=goes_on).batch.rewards for _ in range(2)]
+    steps = [
+        proxpo.prepare(made, batch, proxpo.Context(generator=goes_on)).batch.rewards
+        for _ in range(2)
+    ]
     assert torch.equal(steps[0], first)
     assert not torch.equal(steps[1], first)  # the next step of the run draws anew
     assert 0.0499 < first.abs().max() <= 0.05

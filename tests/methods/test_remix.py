@@ -37,7 +37,7 @@ def test_share_of_the_base() -> None:
     for t, expected in times.items():
         assert base_share(t) == pytest.approx(expected)
     batch, made = make_batch(1), method(SLUG, kl_coef=0.3)
-    late = proxpo.loss_fn(made)(batch, clock=Clock(updates=75)).value
+    late = proxpo.loss_fn(made)(batch, proxpo.Context(clock=Clock(updates=75))).value
     close(late, proxpo.loss_fn(method(SLUG, kl_coef=0.3, base_share=0.7))(batch).value)
 
 

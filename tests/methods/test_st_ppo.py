@@ -67,7 +67,7 @@ def test_on_policy() -> None:
             inside = batch.mask[i] & (batch.turn[i] == k)
             averaged[i][inside] = a[i][inside].mean() if inside.any() else 0.0
     close(gradient_of(made, batch), -averaged / 9 / batch.mask.sum(1, keepdim=True))
-    norm = logp_norm(made, ready.batch, denominators=ready.denominators)
+    norm = logp_norm(made, ready.batch, ready.ctx)
     assert norm == 0
     assert made.rescale.apply.factor(float(norm)) == 1.0
 
@@ -115,9 +115,8 @@ class Linear:
         """∇J (as a loss) and C over the parameters."""
         logp = self.batch.logp + self.inputs @ self.theta
         ready = proxpo.prepare(made, self.batch.replace(logp=logp, advantages=advantages))
-        counts = ready.denominators
-        loss = proxpo.policy_loss(made, ready.batch, denominators=counts).value
-        measured = measured_loss(made, ready.batch, denominators=counts)
+        loss = proxpo.policy_loss(made, ready.batch, ready.ctx).value
+        measured = measured_loss(made, ready.batch, ready.ctx)
         (g,) = torch.autograd.grad(loss, self.theta, retain_graph=True)
         (c,) = torch.autograd.grad(measured, self.theta)
         return g, c
@@ -186,9 +185,9 @@ def test_cuts_of_the_batch_add_up() -> None:
     batch = make_batch(2, spread=0.6)
     made = method(SLUG)
     ready = proxpo.prepare(made, batch)
-    whole = measured_loss(made, ready.batch, denominators=ready.denominators)
+    whole = measured_loss(made, ready.batch, ready.ctx)
     parts = [
-        measured_loss(made, ready.batch.rows(torch.tensor(rows)), denominators=ready.denominators)
+        measured_loss(made, ready.batch.rows(torch.tensor(rows)), ready.ctx)
         for rows in ([8, 0, 4], [1, 2, 3, 5, 6, 7])
     ]
     close(sum(parts), whole)
@@ -241,7 +240,7 @@ def test_refused(option: dict) -> None:
 def test_no_rescale_stage_is_said() -> None:
     ready = proxpo.prepare(method("ppo"), make_batch(1))
     with pytest.raises(ValueError, match="ppo: there is no rescale stage"):
-        measured_loss(method("ppo"), ready.batch, denominators=ready.denominators)
+        measured_loss(method("ppo"), ready.batch, ready.ctx)
 
 
 def test_only_the_policy_term_is_measured() -> None:
@@ -249,5 +248,5 @@ def test_only_the_policy_term_is_measured() -> None:
     found = []
     for made in (method(SLUG), method(SLUG, kl_coef=0.7)):
         ready = proxpo.prepare(made, batch)
-        found.append(measured_loss(made, ready.batch, denominators=ready.denominators))
+        found.append(measured_loss(made, ready.batch, ready.ctx))
     close(found[0], found[1])

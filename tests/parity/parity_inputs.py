@@ -64,10 +64,10 @@ def make_batch(kind: str = "plain", *, advantages: str | None = "tokens", **chan
     return batch.replace(**changes)
 
 
-def evaluate(recipe: proxpo.Recipe, batch: Batch, wrt: str = "logp", **options):
+def evaluate(recipe: proxpo.Recipe, batch: Batch, wrt: str = "logp", ctx=proxpo.Context()):
     """Loss, its gradient to one field, and the metrics."""
     leaves = {name: getattr(batch, name).clone().requires_grad_() for name in {"logp", wrt}}
-    loss = proxpo.loss_fn(recipe)(batch.replace(**leaves), **options)
+    loss = proxpo.loss_fn(recipe)(batch.replace(**leaves), ctx)
     (grad,) = torch.autograd.grad(
         loss.value, leaves[wrt], allow_unused=True, materialize_grads=True
     )

@@ -79,8 +79,8 @@ def tensor(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def agree(recipe: proxpo.Recipe, batch: proxpo.Batch, theirs: dict[str, Any], **options) -> None:
-    value, grad, _ = evaluate(recipe, batch, **options)
+def agree(recipe: proxpo.Recipe, batch: proxpo.Batch, theirs: dict[str, Any], **given) -> None:
+    value, grad, _ = evaluate(recipe, batch, **given)
     close(value, tensor(theirs["value"]))
     close(grad, tensor(theirs["grad"]))
 
@@ -89,7 +89,9 @@ def agree(recipe: proxpo.Recipe, batch: proxpo.Batch, theirs: dict[str, Any], **
 def test_policy_loss(verl, name):
     case = LOSSES[name]
     generator = torch.Generator().manual_seed(11)
-    agree(case.recipe(), make_batch(case.batch), verl[name], generator=generator)
+    agree(
+        case.recipe(), make_batch(case.batch), verl[name], ctx=proxpo.Context(generator=generator)
+    )
 
 
 @pytest.mark.parametrize("agg", EXACT)
@@ -102,7 +104,7 @@ def test_micro_batch_of_a_larger_step(verl, agg):
         rows=tensor(GLOBAL["global_batch_size"]),
     )
     leaf = ready.logp.clone().requires_grad_()
-    ours = policy_loss(recipe, ready.replace(logp=leaf), denominators=counts).value
+    ours = policy_loss(recipe, ready.replace(logp=leaf), proxpo.Context(denominators=counts)).value
     close(ours.detach(), tensor(verl[f"global {agg}"]["value"]))
     close(torch.autograd.grad(ours, leaf)[0], tensor(verl[f"global {agg}"]["grad"]))
 

@@ -75,23 +75,20 @@ def of_loss(made: Recipe) -> Iterator[Any]:
 def rollout(made: Recipe, batch: Batch, state: dict, clock: Clock) -> tuple[dict, Any]:
     """The state after a rollout, and what was seen of it."""
     drawn = torch.Generator().manual_seed(0)
-    ready = prepare(made, batch, state=state, clock=clock, generator=drawn)
-    fixed: dict[str, Any] = {
-        "denominators": ready.denominators, "state": state, "clock": clock
-    }  # fmt: skip
+    ready = prepare(made, batch, Context(states=state, clock=clock, generator=drawn))
     leaves = with_leaves(ready.batch)
-    loss = policy_loss(made, leaves, generator=drawn, **fixed)
+    loss = policy_loss(made, leaves, ready.ctx)
     half = max(len(batch.mask) // 2, 1)
     pieces = [ready.batch.rows(slice(0, half)), ready.batch.rows(slice(half, None))]
 
     def part(piece: Batch, *, all_sum: Any) -> Any:
         drawn = torch.Generator().manual_seed(1)
-        return policy_loss(made, piece, all_sum=all_sum, generator=drawn, **fixed)
+        return policy_loss(made, piece, replace(ready.ctx, all_sum=all_sum, generator=drawn))
 
     all_sum = over_microbatches(part, pieces)
     cut = [part(piece, all_sum=all_sum).value for piece in pieces]
     seen = ready.metrics | loss.metrics
-    stepped = made.step_state(state, ready.batch, seen, ctx=Context(clock=clock))
+    stepped = made.step_state(state, ready.batch, seen, Context(clock=clock))
     after = {**state, **made.update_state({**state, **stepped}, ready.batch, seen)}
     rows = {name: getattr(ready.batch, name) for name in ("mask", "rewards", "advantages")}
     return after, [loss.value, gradients(loss.value, leaves), cut, seen, after, rows]

@@ -18,10 +18,10 @@ SEED = 11
 def run_case(case: str, batch: Batch, all_sum: AllSum = local) -> dict:
     """Loss, gradients and next state, as plain lists."""
     made, leaves = recipe(case), with_leaves(batch)
-    batch, counts, seen = proxpo.prepare(made, leaves, all_sum=all_sum)
-    value, metrics = proxpo.policy_loss(made, batch, denominators=counts, all_sum=all_sum)
+    batch, ctx, seen = proxpo.prepare(made, leaves, Context(all_sum=all_sum))
+    value, metrics = proxpo.policy_loss(made, batch, ctx)
     state = made.update_state(made.init_state(), batch, seen | metrics)
-    state = made.step_state(state, batch, metrics, ctx=Context(all_sum=all_sum))
+    state = made.step_state(state, batch, metrics, ctx)
     return {
         "loss": float(value.detach()),
         "gradients": {name: grad.tolist() for name, grad in gradients(value, leaves).items()},

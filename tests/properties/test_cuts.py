@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ from torch import Tensor
 import proxpo
 from properties.ranks import SEED, run_case
 from properties.strategies import Spec, specs
-from proxpo import Batch, Recipe
+from proxpo import Batch, Context, Recipe
 from proxpo.errors import ProxpoError
 from proxpo.ops.metering import combined
-from proxpo.types import Denominators, Loss, local
+from proxpo.types import Loss, local
 
 pytestmark = pytest.mark.long  # the shapes of every case are checked in tests/methods
 PER_MICROBATCH = [
@@ -47,10 +48,10 @@ def cut_losses(made: Recipe, batch: Batch, cut: list[list[int]]) -> list[tuple[f
     """Each micro-batch's share of the tokens and its loss, with the statistics of the whole."""
     ready = proxpo.prepare(made, batch)
     parts = [ready.batch.rows(torch.tensor(rows)) for rows in cut]
-    counts = ready.denominators
+    counts = ready.ctx.counts
 
     def loss(part: Batch, all_sum: object) -> Loss:
-        return proxpo.policy_loss(made, part, denominators=counts, all_sum=all_sum)
+        return proxpo.policy_loss(made, part, replace(ready.ctx, all_sum=all_sum))
 
     all_sum = proxpo.over_microbatches(loss, parts)
     shares = [float(part.mask.sum() / counts.tokens.clamp(min=1)) for part in parts]
@@ -90,7 +91,7 @@ def test_microbatches_add_up(case: str) -> None:
 def test_metrics_of_microbatches_are_those_of_the_whole(case: str) -> None:
     made, batch = recipe(case), make_batch(1, spread=0.4)
     ready = proxpo.prepare(made, batch)
-    value, metrics = proxpo.policy_loss(made, ready.batch, denominators=ready.denominators)
+    value, metrics = proxpo.policy_loss(made, ready.batch, ready.ctx)
     found = cut_metrics(made, batch, ACROSS_GROUPS)
     close(found, {**metrics, "loss": value}, rtol=1e-5, atol=1e-6)
 
@@ -111,19 +112,16 @@ def test_any_cut_adds_up_or_is_refused(case: str, spec: Spec, data: st.DataObjec
     close(found[0], value, **LOOSE)
     close(found[1], grads, **LOOSE)
     ready = proxpo.prepare(made, batch)
-    counts = ready.denominators
-    _, metrics = proxpo.policy_loss(made, ready.batch, denominators=counts)
+    _, metrics = proxpo.policy_loss(made, ready.batch, ready.ctx)
     close(cut_metrics(made, batch, cut), {**metrics, "loss": value}, rtol=1e-4, atol=1e-5)
     parts = [ready.batch.rows(torch.tensor(rows)) for rows in cut]
-    close(sum_or_refusal(made, parts, counts, expected=value), value, **LOOSE)
+    close(sum_or_refusal(made, parts, ready.ctx, expected=value), value, **LOOSE)
 
 
-def sum_or_refusal(
-    made: Recipe, parts: list[Batch], counts: Denominators, *, expected: Tensor
-) -> Tensor:
+def sum_or_refusal(made: Recipe, parts: list[Batch], ctx: Context, *, expected: Tensor) -> Tensor:
     """The sum over cuts without a word of their being cuts; `expected` where that is refused."""
     try:
-        return sum(proxpo.policy_loss(made, one, denominators=counts).value for one in parts)
+        return sum(proxpo.policy_loss(made, one, ctx).value for one in parts)
     except ProxpoError as refusal:
         if not re.search(r"sums over .* of the step's \d+ tokens: pass all_sum=", str(refusal)):
             raise
@@ -134,13 +132,12 @@ def test_pairs_cut_apart_are_refused_without_the_sums_of_all_cuts() -> None:
     """Half of each group here and half there, as micro-batches of 4 cut groups of 8."""
     made, batch = recipe("dpo"), make_batch(1)
     ready = proxpo.prepare(made, batch)
-    counts = ready.denominators
     value = proxpo.loss_fn(made)(batch).value
     half = ready.batch.rows(torch.tensor(IN_TWO[0]))
     with pytest.raises(ProxpoError, match=r"dpo: the loss takes sums over whole groups, and"):
-        proxpo.policy_loss(made, half, denominators=counts)
+        proxpo.policy_loss(made, half, ready.ctx)
     parts = [ready.batch.rows(torch.tensor(rows)) for rows in BY_GROUP]
-    close(sum(proxpo.policy_loss(made, one, denominators=counts).value for one in parts), value)
+    close(sum(proxpo.policy_loss(made, one, ready.ctx).value for one in parts), value)
 
 
 @pytest.mark.parametrize("case", PER_MICROBATCH)
@@ -151,10 +148,9 @@ def test_choice_within_a_microbatch(case: str) -> None:
     for cut in IN_TWO:
         part = ready.batch.rows(torch.tensor(cut))
         own = proxpo.compose.count(part)
-        share = own.tokens / ready.denominators.tokens
-        options = {"denominators": ready.denominators, "all_sum": local}
-        found = proxpo.policy_loss(made, part, **options).value
-        alone = proxpo.policy_loss(made, part, denominators=own).value
+        share = own.tokens / ready.ctx.counts.tokens
+        found = proxpo.policy_loss(made, part, replace(ready.ctx, all_sum=local)).value
+        alone = proxpo.policy_loss(made, part, Context(denominators=own)).value
         close(found, share * alone)
 
 
@@ -165,7 +161,7 @@ def test_averaging_token_means_is_wrong() -> None:
     ready = proxpo.prepare(made, batch)
     parts = [ready.batch.rows(torch.tensor(rows)) for rows in IN_TWO]
     own = [
-        proxpo.policy_loss(made, part, denominators=proxpo.compose.count(part)).value
+        proxpo.policy_loss(made, part, Context(denominators=proxpo.compose.count(part))).value
         for part in parts
     ]
     assert abs(sum(own) / 2 - proxpo.loss_fn(made)(batch).value) > 1e-3
@@ -176,11 +172,9 @@ def test_local_statistics_are_wrong_for_p3o() -> None:
     ready = proxpo.prepare(recipe("p3o"), batch)
     parts = [ready.batch.rows(torch.tensor(rows)) for rows in IN_TWO]
     with pytest.raises(ProxpoError, match="p3o: the loss takes sums over the whole step"):
-        proxpo.policy_loss(recipe("p3o"), parts[0], denominators=ready.denominators)
+        proxpo.policy_loss(recipe("p3o"), parts[0], ready.ctx)
     naive = sum(
-        proxpo.policy_loss(
-            recipe("p3o"), part, denominators=ready.denominators, all_sum=local
-        ).value
+        proxpo.policy_loss(recipe("p3o"), part, replace(ready.ctx, all_sum=local)).value
         for part in parts
     )
     assert abs(naive - proxpo.loss_fn(recipe("p3o"))(batch).value) > 1e-4

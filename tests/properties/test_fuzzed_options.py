@@ -10,7 +10,7 @@ from helpers import make_batch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxpo import ProxpoError, Recipe, make_recipe, methods
+from proxpo import Context, ProxpoError, Recipe, make_recipe, methods
 from proxpo.compose import policy_loss, prepare
 from proxpo.settings import _same, parse_setting
 from proxpo.stages import STAGES, load_all
@@ -47,8 +47,8 @@ def runs(recipe: Recipe) -> None:
     """The recipe gives a loss of a batch with every field, or the reason why it cannot."""
     batch, chance = make_batch(1), torch.Generator().manual_seed(0)
     try:
-        ready = prepare(recipe, batch, generator=chance)
-        policy_loss(recipe, ready.batch, denominators=ready.denominators, generator=chance)
+        ready = prepare(recipe, batch, Context(generator=chance))
+        policy_loss(recipe, ready.batch, ready.ctx)
     except ProxpoError as error:
         one_line(error)
 

@@ -33,9 +33,9 @@ def assert_same(found: dict, expected: dict) -> None:
 
 def stepped(made: object, state: dict, seed: int) -> tuple[torch.Tensor, dict]:
     """The loss, and the state after an optimizer step and the end of the rollout."""
-    batch, counts, seen = proxpo.prepare(made, make_batch(seed), state=state)
-    value, metrics = proxpo.policy_loss(made, batch, denominators=counts, state=state)
-    state = made.step_state(state, batch, metrics, ctx=Context())
+    batch, ctx, seen = proxpo.prepare(made, make_batch(seed), Context(states=state))
+    value, metrics = proxpo.policy_loss(made, batch, ctx)
+    state = made.step_state(state, batch, metrics, ctx)
     return value, made.update_state(state, batch, seen | metrics)
 
 
@@ -73,7 +73,7 @@ def test_a_step_neither_changes_its_state_nor_its_batch() -> None:
     made = method("ppo", kl_coef=0.1, kl_controller="doubling", kl_target=1e-6)
     state, batch = made.init_state(), make_batch(1)
     before = {name: value.clone() for name, value in batch.items()}
-    _, metrics = proxpo.loss_fn(made)(batch, state=state)
+    _, metrics = proxpo.loss_fn(made)(batch, Context(states=state))
     following = made.update_state(state, batch, metrics)
     assert following != state
     close(state["reward.kl_in_reward"]["coef"], 0.1)

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.streams import derive, generator
+from proxpo.rewards import Outcome, RewardItem, RewardPool, RewardSpec, gym
 from proxpo.train.collect import Source
-from proxpo.train.rewards import Outcome, RewardItem, RewardPool, gym
-from proxpo.train.tasks import Lazy, Problem, RewardSpec, fit_prompts, make_task, take_pool
+from proxpo.train.tasks import Lazy, Problem, fit_prompts, make_task, take_pool
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, Sum, held_out
 from proxpo.train.tasks.calculator import calculate, solution
 from proxpo.train.tasks.reasoning_gym import _apart

@@ -51,8 +51,8 @@ def check_trl() -> None:
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as error:
         raise ImportError(
-            f"proxpo.adapters.trl needs trl {TESTED_VERSION}.*, which cannot be imported ({error}): "
-            "pip install 'proxpo[trl]'"
+            f"proxpo.adapters.trl needs trl {TESTED_VERSION}.*, which cannot be imported "
+            f"({error}): pip install 'proxpo[trl]'"
         ) from error
     moved = differences(GRPOTrainer, GRPOConfig, tuple(DECIDED))
     if moved:

@@ -1,4 +1,4 @@
-"""One optimizer step in TRL: its micro-batches on this process, and the counts and sums they share."""
+"""One optimizer step in TRL: its micro-batches, and the counts and sums they share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -165,7 +165,6 @@ class ProxpoTrainer(GRPOTrainer):
                 recipe,
                 fields,
                 Context(
-                    all_sum=local,
                     states=self._states,
                     clock=self._clock(),
                     generator=generator(self.args.seed, "rollout", self.state.global_step),
@@ -287,7 +286,7 @@ class ProxpoTrainer(GRPOTrainer):
         )
 
     def _backward(self, value: Tensor) -> None:
-        """Back-propagates terms that a transform leaves out; TRL's backward adds to the gradients."""
+        """Back-propagates terms that a transform leaves out; TRL's own backward adds to them."""
         if self.is_deepspeed_enabled:  # its engine would make the optimizer step as well
             engine = self.accelerator.deepspeed_engine_wrapped
             engine.backward(value, sync_gradients=False, scale_wrt_gas=False)

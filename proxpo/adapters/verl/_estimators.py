@@ -14,7 +14,7 @@ from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.recipes import methods
 from proxpo.settings import at_length
 from proxpo.stages import STAGES, load_all
-from proxpo.types import Batch, Recipe
+from proxpo.types import Batch, Context, Recipe
 
 CARRIER = "reinforce"  # the recipe that carries an advantage stage asked for by its own name
 
@@ -60,7 +60,8 @@ def estimator(
         recipe = find((config.get("options", None) or {}) if config is not None else {})
         recipe = at_length(recipe, response_mask.shape[1])  # verl pads to its response length
         batch = make_batch(recipe, token_level_rewards, response_mask.bool(), index)
-        advantages = prepare(recipe.replace(value=None), batch, clock=NO_CLOCK).batch.advantages
+        ready = prepare(recipe.replace(value=None), batch, Context(clock=NO_CLOCK))
+        advantages = ready.batch.advantages
         assert advantages is not None
         if recipe.filter:
             dropped = ", ".join(stage.name for stage in recipe.filter)

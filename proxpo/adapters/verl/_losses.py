@@ -18,7 +18,7 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Shaped, Tensor
 from proxpo.recipes import methods
 from proxpo.stages import aggregate
-from proxpo.types import AllSum, Batch, Denominators, Loss, Recipe, Stage
+from proxpo.types import AllSum, Batch, Context, Denominators, Loss, Recipe, Stage
 
 AVERAGES = {
     "token-mean": "token_mean",
@@ -157,14 +157,8 @@ class Step:
 
     def loss(self, batch: Batch) -> Loss:
         """The share of this micro-batch, times the ranks verl averages gradients over."""
-        found = policy_loss(
-            self.recipe,
-            batch,
-            denominators=self.counts,
-            state={},
-            all_sum=self.all_sum,
-            clock=NO_CLOCK,
-        )
+        ctx = Context(denominators=self.counts, states={}, all_sum=self.all_sum, clock=NO_CLOCK)
+        found = policy_loss(self.recipe, batch, ctx)
         return Loss(found.value * self.ranks, found.metrics)
 
     def rest(self, batch: Batch) -> Loss:

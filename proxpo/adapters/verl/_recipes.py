@@ -14,7 +14,7 @@ from proxpo.errors import ProxpoError, fold, nearest
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
 from proxpo.stages.aggregate import token_mean
-from proxpo.types import FIELDS, Batch, Clock, Recipe, Stage
+from proxpo.types import FIELDS, Batch, Clock, Context, Recipe, Stage
 
 PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
@@ -155,9 +155,7 @@ def rehearse(recipe: Recipe, given: set[str]) -> str:
         policy_loss(
             recipe.replace(aggregate=token_mean(), value=None),
             batch,
-            denominators=count(batch),
-            state={},
-            clock=NO_CLOCK,
+            Context(denominators=count(batch), states={}, clock=NO_CLOCK),
         )
     except ProxpoError as reason:
         return f"verl: {recipe.name}: {str(reason).removeprefix('verl: ')}"

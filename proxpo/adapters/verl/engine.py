@@ -45,7 +45,7 @@ from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import Transform
 from proxpo.ops.shapes import Int, Tensor
 from proxpo.stages.gradient import objective, per_response
-from proxpo.types import Batch, Recipe
+from proxpo.types import Batch, Context, Recipe
 
 OURS = ["fsdp", "fsdp2"]
 OTHERS = ["automodel", "megatron", "torchtitan", "veomni"]
@@ -293,9 +293,8 @@ def _policy(
     config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
     step = Step.of(recipe, batch, config.loss_agg_mode, config, given.get("rollout_is_weights"))
     with full_precision(log_prob):
-        split = objective(
-            step.recipe, batch, denominators=step.counts, state={}, all_sum=step.all_sum
-        )
+        ctx = Context(denominators=step.counts, states={}, all_sum=step.all_sum)
+        split = objective(step.recipe, batch, ctx)
     seen = Metric.from_dict(report(split.loss, batch), aggregation=AggregationType.MEAN)
     value = split.loss.value.detach() * step.ranks
     seen["actor/pg_loss"] = Metric(value=value, aggregation=AggregationType.SUM)

@@ -1,7 +1,6 @@
 """Advantages that the policy's entropy changes: per response, or per step of an agent."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -10,34 +9,18 @@ from proxpo.ops.extremes import batch_max, batch_min
 from proxpo.ops.groups import group_sum_over_cuts, numbered
 from proxpo.ops.masked import row_mean, spread
 from proxpo.ops.shapes import Bool, Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.advantage.group_relative import group_relative
 from proxpo.stages.advantage.returns import next_valid
 from proxpo.stages.ratio.turn import turn_index
 from proxpo.types import Batch, Context, Metrics, State
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
-SEEN = "advantage/entropy"
+ENTROPY = "advantage/entropy"  # the metric that the first batch's mean entropy is kept from
 UNKNOWN = -1.0
 
 
-def _start(options: Mapping[str, Any]) -> State:
-    return {"initial": torch.tensor(UNKNOWN, dtype=torch.float64)}
-
-
-def _keep_first(options: Mapping[str, Any], state: State, batch: Batch, seen: Metrics) -> State:
-    if state["initial"] >= 0 or SEEN not in seen:
-        return state
-    return {"initial": seen[SEEN].detach().double().cpu()}
-
-
-@stage(
-    "advantage",
-    needs=("rewards", "group", "entropy"),
-    live=True,
-    init=_start,
-    update=_keep_first,
-)
+@stage("advantage", needs=("rewards", "group", "entropy"), live=True)
 def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool = True):
     """A'_i = δ_i (r_i - mean_g - γ H_i), δ_i = 1[H_i ≤ most]. GTPO, arXiv:2508.03772.
 
@@ -51,12 +34,20 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
             f"got {gamma}, {most}"
         )
 
+    def init() -> State:
+        return {"initial": torch.tensor(UNKNOWN, dtype=torch.float64)}
+
+    def update(state: State, batch: Batch, metrics: Metrics) -> State:
+        if state["initial"] >= 0 or ENTROPY not in metrics:
+            return state
+        return {"initial": metrics[ENTROPY].detach().double().cpu()}
+
     def advantage(batch: Batch, ctx: Context) -> Result:
         group = numbered(batch)
         scored = ~batch.rewards.isnan()
-        one = scored.to(batch.logp.dtype)
+        counted = scored.to(batch.logp.dtype)
         r = torch.nan_to_num(batch.rewards, nan=0.0).to(batch.logp.dtype)
-        sums = group_sum_over_cuts(torch.stack([one, r], 1), group, all_sum=ctx.all_sum)
+        sums = group_sum_over_cuts(torch.stack([counted, r], 1), group, all_sum=ctx.all_sum)
         size, total = sums.unbind(1)
         h = row_mean(batch.entropy.detach(), batch.mask)
         filled = batch.mask.any(dim=1).to(h.dtype)
@@ -67,26 +58,19 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
         dropped = (h > most) & (not if_calm or bool(first <= most))
         out = torch.where(scored & ~dropped, r - total / size.clamp(min=1) - gamma * h, 0.0)
         cut, every = ctx.all_sum(torch.stack([dropped.sum(), filled.new_tensor(len(h))]).double())
-        return spread(out, batch.mask), {SEEN: now, "advantage/dropped": cut / every.clamp(min=1)}
+        share = cut / every.clamp(min=1)
+        return spread(out, batch.mask), {ENTROPY: now, "advantage/dropped": share}
 
-    return advantage
-
-
-Split = Literal["turn", "mask", "response"]
+    return Parts(apply=advantage, init=init, update=update)
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    base = ("rewards", "group", "entropy")
-    return (*base, "turn") if options["split"] == "turn" else base
-
-
-@stage("advantage", needs=_needs)
+@stage("advantage")
 def entropy_modulated(
     *,
     k: float = 1.0,
     k_future: float = 1.0,
     bonus: float = 0.1,
-    split: Split = "turn",
+    split: Literal["turn", "mask", "response"] = "turn",
     scale: Literal["group", "batch", "centred", "none"] = "group",
     eps: float = 1e-6,
     tiny: float = 1e-8,
@@ -121,7 +105,8 @@ def entropy_modulated(
         final = torch.where(there, out - mean, 0.0).gather(1, index)
         return torch.where(batch.mask, final, 0.0), {"advantage/steps": n}
 
-    return advantage
+    needs = ("rewards", "group", "entropy")
+    return Parts(apply=advantage, needs=(*needs, "turn") if split == "turn" else needs)
 
 
 def _steps(

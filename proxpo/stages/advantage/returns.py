@@ -1,7 +1,6 @@
 """Advantages from returns: rewards summed to the end of the response, with or without a critic."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -9,7 +8,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import is_packed, last_valid, moments, packing, suffix_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import AllSum, Batch, Context, Metrics, local
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
@@ -47,16 +46,7 @@ def whiten(
     return torch.where(mask, (x - mean) * scale, 0.0)
 
 
-def _return_needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    grouped = options["baseline"] in ("group", "leave_one_out")
-    return ("rewards", "group") if grouped else ("rewards",)
-
-
-def _return_instead(options: Mapping[str, Any]) -> dict[str, str]:
-    return {"rewards": "token_rewards"} if options["baseline"] == "none" else {}
-
-
-@stage("advantage", needs=_return_needs, instead=_return_instead)
+@stage("advantage")
 def discounted_return(
     *,
     gamma: float = 1.0,
@@ -79,7 +69,11 @@ def discounted_return(
             out = whiten(out, batch.mask, unbiased=whiten_unbiased, all_sum=ctx.all_sum)
         return out, {}
 
-    return advantage
+    return Parts(
+        apply=advantage,
+        needs=("rewards", "group") if baseline in ("group", "leave_one_out") else ("rewards",),
+        instead={"rewards": "token_rewards"} if baseline == "none" else {},
+    )
 
 
 def _baseline(batch: Batch, ctx: Context, baseline: str, singleton: str) -> Float[Tensor, " seq"]:
@@ -100,12 +94,7 @@ def _baseline(batch: Batch, ctx: Context, baseline: str, singleton: str) -> Floa
     return torch.where(scored & (stats.size == 1), 0.0 if singleton == "raw" else torch.nan, mean)
 
 
-def _greedy_needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    anchored = options["form"] == "official" and options["kl_coef"]
-    return ("rewards", "greedy_rewards", *(("old_logp", "ref_logp") if anchored else ()))
-
-
-@stage("advantage", needs=_greedy_needs)
+@stage("advantage", needs=("rewards", "greedy_rewards"))
 def greedy_baseline(
     *,
     form: Literal["framework", "official"] = "framework",
@@ -141,7 +130,10 @@ def greedy_baseline(
             )
         return batch.mask & ~batch.rewards.isnan()[:, None]
 
-    return framework if form == "framework" else official
+    if form == "framework":
+        return framework
+    anchors = ("old_logp", "ref_logp") if kl_coef else ()
+    return Parts(apply=official, needs=("rewards", "greedy_rewards", *anchors))
 
 
 @stage("advantage", needs=("rewards",), instead={"rewards": "token_rewards"})

@@ -1,7 +1,6 @@
 """Advantages standardised over all visits of a prompt, not the present one alone."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -9,7 +8,7 @@ from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import spread
 from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics, State
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
@@ -45,13 +44,8 @@ def visit(batch: Batch, state: State) -> Visit:
     return Visit(i, now.mean, now.std, all_mean, variance.sqrt(), now.scored & (now.size > 1))
 
 
-def _start(options: Mapping[str, Any]) -> State:
-    return blank(*COLUMNS) if options["history"] else {}
-
-
-def _count_visit(options: Mapping[str, Any], state: State, batch: Batch, seen: Metrics) -> State:
-    if not options["history"] or batch.rewards is None or batch.prompt_id is None:
-        return state
+def count_visits(state: State, batch: Batch) -> State:
+    """The state with this batch's visits of each prompt counted."""
     order = _visit_in_batch(batch)
     for number in range(int(order.max()) + 1 if len(order) else 0):
         part = batch.rows((order == number).nonzero()[:, 0])
@@ -71,11 +65,7 @@ def _visit_in_batch(batch: Batch) -> Int[Tensor, " seq"]:
     return (torch.arange(len(pairs), device=first.device) - first)[index]
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("rewards", "group", "prompt_id") if options["history"] else ("rewards", "group")
-
-
-@stage("advantage", needs=_needs, init=_start, update=_count_visit)
+@stage("advantage")
 def smooth_standardised(*, history: bool = True):
     """A = the smaller of S_new and S_tot in magnitude. DCPO's SAS, arXiv:2509.02333.
 
@@ -85,6 +75,13 @@ def smooth_standardised(*, history: bool = True):
     i counts the visits of `prompt_id`. A zero spread gives 0 for its part; a group with fewer than
     two rewards gives 0 and is no visit. history=False: every visit is the first, A = A_new.
     """
+
+    def init() -> State:
+        return blank(*COLUMNS) if history else {}
+
+    def update(state: State, batch: Batch, metrics: Metrics) -> State:
+        known = batch.rewards is not None and batch.prompt_id is not None
+        return count_visits(state, batch) if history and known else state
 
     def advantage(batch: Batch, ctx: Context) -> Result:
         now = visit(batch, ctx.state)
@@ -97,7 +94,8 @@ def smooth_standardised(*, history: bool = True):
         out = torch.where(now.counted, out, 0.0).to(batch.logp.dtype)
         return spread(out, batch.mask), {}
 
-    return advantage
+    needs = ("rewards", "group", "prompt_id") if history else ("rewards", "group")
+    return Parts(apply=advantage, init=init, update=update, needs=needs)
 
 
 def _standard(rewards: Tensor, mean: Tensor, std: Tensor) -> Float[Tensor, " seq"]:

@@ -1,7 +1,6 @@
 """Averages of per-token losses, and the pairwise loss of DPO."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -10,7 +9,7 @@ from proxpo.ops.groups import group_sum_over_cuts
 from proxpo.ops.masked import masked_mean, masked_sum, row_mean, row_sum
 from proxpo.ops.pairs import roles
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.token import bounded_exp
 from proxpo.types import Batch, Context, Metrics
 
@@ -121,15 +120,10 @@ def prompt_mean():
     return aggregate
 
 
-def _roles(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-    return {} if batch.rewards is None or batch.group is None else roles(batch)
-
-
 @stage(
     "aggregate",
     takes=("log_ratio",),
     needs=("rewards", "group"),
-    prepare=_roles,
     adds=("pairs/accuracy", "pairs/margin"),
 )
 def pairwise_logistic(
@@ -150,6 +144,9 @@ def pairwise_logistic(
     """
     if form == "robust" and not label_smoothing < 0.5:
         raise ProxpoError("pairwise_logistic: the robust form needs label_smoothing below 0.5")
+
+    def prepare(batch: Batch) -> dict[str, Tensor]:
+        return {} if batch.rewards is None or batch.group is None else roles(batch)
 
     def per_pair(h: Tensor) -> Tensor:
         agree = -torch.nn.functional.logsigmoid(beta * h)
@@ -182,7 +179,7 @@ def pairwise_logistic(
         value = per_pair(h).sum() + (mirrored - mirrored.detach()).sum()  # its gradient alone
         return value / pairs, seen
 
-    return aggregate
+    return Parts(apply=aggregate, prepare=prepare)
 
 
 def _count(n: Tensor, like: Tensor) -> Tensor:

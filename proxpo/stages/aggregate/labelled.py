@@ -1,7 +1,6 @@
 """Whole responses as examples of a classifier: their scores come from log-ratios."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -9,7 +8,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_sum_over_cuts
 from proxpo.ops.masked import row_mean, row_sum
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import AllSum, Batch, Context, Metrics
 
 Score = Literal["leave_one_out", "standardised", "centred", "plain"]
@@ -61,17 +60,7 @@ def pulled_back(e: Row, psi: Row, s: Row, at: Members, score: Score, eps: float)
     return centred / s - bend
 
 
-def _numbered(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-    return {"group": batch.require("group", by=NAME).unique(return_inverse=True)[1]}
-
-
-@stage(
-    "aggregate",
-    takes=("log_ratio",),
-    needs=("rewards", "group"),
-    prepare=_numbered,
-    adds=("score/agrees",),
-)
+@stage("aggregate", takes=("log_ratio",), needs=("rewards", "group"), adds=("score/agrees",))
 def labelled_scores(
     *,
     beta: float = 1.0,
@@ -91,6 +80,10 @@ def labelled_scores(
     if not beta > 0:
         raise ProxpoError(f"labelled_scores: beta must be positive, got {beta}")
 
+    def prepare(batch: Batch) -> dict[str, Tensor]:
+        """Groups numbered from 0."""
+        return {"group": batch.require("group", by=NAME).unique(return_inverse=True)[1]}
+
     def aggregate(
         x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
     ) -> tuple[Float[Tensor, ""], Metrics]:
@@ -108,7 +101,7 @@ def labelled_scores(
         rows = ctx.counts.sequences.clamp(min=1).to(x.dtype)
         return value.sum() / rows, {"score/agrees": (agree > 0).to(x.dtype).sum() / rows}
 
-    return aggregate
+    return Parts(apply=aggregate, prepare=prepare)
 
 
 __all__ = ["labelled_scores"]

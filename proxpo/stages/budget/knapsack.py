@@ -1,14 +1,13 @@
 """How many responses each prompt gets, by the rate at which it was solved before."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.budget.allocation import allocate
 from proxpo.stages.budget.visits import Visits, visits
 from proxpo.types import Batch, Budget, Context, Metrics, State
@@ -16,13 +15,8 @@ from proxpo.types import Batch, Budget, Context, Metrics, State
 LONGEST = 48  # outcomes that fit into one float64, a bit each
 
 
-def _start(options: Mapping[str, Any]) -> State:
-    return blank("rate", "recorded", "recent")
-
-
-def _record(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metrics) -> State:
+def record_outcomes(state: State, batch: Batch, *, window: int) -> State:
     """p of this visit, or of the last `window` outcomes if it had fewer; those as bits."""
-    window = options["window"]
     seen = visits(batch, by="budget=knapsack")
     right, size = seen.right & seen.there, seen.size
     recorded = recall(state, "recorded", seen.prompt_id) + size
@@ -48,7 +42,7 @@ def _bits(seen: Visits, window: int) -> Int[Tensor, " prompt"]:
     return torch.where(counted, 2 ** age.clamp(0, window), 0).sum(dim=1)
 
 
-@stage("budget", needs=("prompt_id",), init=_start, update=_record)
+@stage("budget", needs=("prompt_id",))
 def knapsack(
     *,
     low: int = 2,
@@ -80,6 +74,12 @@ def knapsack(
             f"got {confidence}, {window}"
         )
 
+    def init() -> State:
+        return blank("rate", "recorded", "recent")
+
+    def update(state: State, batch: Batch, metrics: Metrics) -> State:
+        return record_outcomes(state, batch, window=window)
+
     def apply(budget: Budget, ctx: Context) -> tuple[Budget, Metrics]:
         few, many = int(budget.samples.min()), int(budget.samples.max())
         if max(low, positive, negative) > few or high < many:
@@ -109,7 +109,7 @@ def knapsack(
         }
         return budget.replace(samples=samples.to(budget.samples.dtype)), seen
 
-    return apply
+    return Parts(apply=apply, init=init, update=update)
 
 
 def _column(state: State, name: str, budget: Budget) -> Float[Tensor, " prompt"]:

@@ -1,15 +1,12 @@
 """How long a response to each prompt may be."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import row_quantile
 from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.budget.visits import Visits, visits
 from proxpo.types import Batch, Budget, Context, Metrics, State
 
@@ -21,22 +18,7 @@ def quantile_step(seen: Visits, tau: float) -> Float[Tensor, " prompt"]:
     return longest - row_quantile(seen.length, right, 1 - tau)
 
 
-def _start(options: Mapping[str, Any]) -> State:
-    return blank("removed")
-
-
-def _move(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metrics) -> State:
-    """L_q - α where the prompt was solved often enough, L_max else; kept as L_max - L_q."""
-    seen = visits(batch, by="budget=length_budget")
-    rate = (seen.right & seen.there).sum(dim=1) / seen.size.clamp(min=1)
-    removed = recall(state, "removed", seen.prompt_id)
-    shrunk = removed + quantile_step(seen, options["tau"]).ceil()
-    return remember(
-        state, seen.prompt_id, {"removed": torch.where(rate >= options["target"], shrunk, 0.0)}
-    )
-
-
-@stage("budget", needs=("prompt_id",), init=_start, update=_move)
+@stage("budget", needs=("prompt_id",))
 def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1):
     """L_q <- L_q - α if the prompt's pass rate was at least `target`, else L_max. arXiv:2510.10168.
 
@@ -50,6 +32,17 @@ def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1)
     if min_tokens < 1:
         raise ProxpoError(f"length_budget: min_tokens must be 1 or more, got {min_tokens}")
 
+    def init() -> State:
+        return blank("removed")
+
+    def update(state: State, batch: Batch, metrics: Metrics) -> State:
+        """L_q - α where the prompt was solved often enough, L_max else; kept as L_max - L_q."""
+        seen = visits(batch, by="budget=length_budget")
+        rate = (seen.right & seen.there).sum(dim=1) / seen.size.clamp(min=1)
+        shrunk = recall(state, "removed", seen.prompt_id) + quantile_step(seen, tau).ceil()
+        removed = torch.where(rate >= target, shrunk, 0.0)
+        return remember(state, seen.prompt_id, {"removed": removed})
+
     def apply(budget: Budget, ctx: Context) -> tuple[Budget, Metrics]:
         most = budget.max_tokens
         removed = (
@@ -60,4 +53,4 @@ def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1)
         tokens = torch.minimum((most - removed).clamp(min=min_tokens).to(most.dtype), most)
         return budget.replace(max_tokens=tokens), {"budget/tokens": tokens.double().mean()}
 
-    return apply
+    return Parts(apply=apply, init=init, update=update)

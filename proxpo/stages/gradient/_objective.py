@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from proxpo.compose import States, policy_loss
+from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.gradients import isopo, isopo_ntk
 from proxpo.gradients.proma import proma
 from proxpo.ops.masked import row_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import AllSum, Batch, Clock, Context, Denominators, Loss, Recipe
+from proxpo.types import Batch, Context, Loss, Recipe
 
 
 def _gradient_stage(factory: Callable[..., Any]) -> None:
@@ -46,16 +46,7 @@ class Objective(NamedTuple):
     loss: Loss
 
 
-def objective(
-    recipe: Recipe,
-    batch: Batch,
-    *,
-    denominators: Denominators,
-    state: States | None = None,
-    all_sum: AllSum | None = None,
-    generator: torch.Generator | None = None,
-    clock: Clock | None = None,
-) -> Objective:
+def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
     """The recipe's policy term on a prepared batch, taken apart for a gradient transform.
 
     Responses with advantage 0 get the weight of a token in the recipe's average, so that they
@@ -74,11 +65,7 @@ def objective(
             regularisers=(), value=None, aggregate=replace(recipe.aggregate, apply=average)
         ),
         batch.replace(logp=logp),
-        denominators=denominators,
-        state=state,
-        all_sum=all_sum,
-        generator=generator,
-        clock=clock,
+        ctx,
     )
     slope, share = torch.autograd.grad(loss.value, [logp, averaged[0]])
     advantages = per_response(recipe, batch)[:, None]

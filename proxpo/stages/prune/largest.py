@@ -6,7 +6,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
 Metric = Literal["smallest", "largest", "random"]
@@ -39,11 +39,7 @@ def keep_best(
     return kept
 
 
-@stage(
-    "prune",
-    needs=lambda options: ("group",) if options["pool"] == "question" else (),
-    whole_batch=lambda options: options["pool"] == "question",
-)
+@stage("prune")
 def largest_advantages(
     *,
     rate: float = 0.5,
@@ -72,7 +68,8 @@ def largest_advantages(
         share = kept.sum() / present.sum().clamp(min=1)
         return kept[:, None].expand_as(batch.mask), {"prune/kept": share}
 
-    return keep
+    grouped = pool == "question"
+    return Parts(apply=keep, needs=("group",) if grouped else (), whole_batch=grouped)
 
 
 def _score(batch: Batch, prune: Metric, ctx: Context) -> Float[Tensor, " seq"]:

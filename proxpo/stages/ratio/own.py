@@ -1,10 +1,9 @@
 """Log-probabilities of the current policy alone, or held against the old ones without exp."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
@@ -20,15 +19,11 @@ def current():
     return ratio
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("old_logp",) if options["anchor"] == "old" else ()
-
-
-@stage("ratio", needs=_needs, gives="log_ratio")
+@stage("ratio", gives="log_ratio")
 def log_ratio(*, anchor: Literal["old", "none"] = "old"):
     """log π - log π_old per token, or log π itself, for losses that compare whole responses."""
 
     def ratio(batch: Batch, ctx: Context) -> Result:
         return (batch.logp - batch.old_logp.detach() if anchor == "old" else batch.logp), {}
 
-    return ratio
+    return Parts(apply=ratio, needs=("old_logp",) if anchor == "old" else ())

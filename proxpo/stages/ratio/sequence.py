@@ -7,14 +7,14 @@ import torch
 
 from proxpo.ops.masked import masked_mean, row_mean, row_sum
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.token import ANCHORS, Anchor
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
-@stage("ratio", needs=lambda options: (ANCHORS[options["anchor"]],), gives="ratio")
+@stage("ratio", gives="ratio")
 def sequence(
     *,
     anchor: Anchor = "old",
@@ -35,7 +35,7 @@ def sequence(
             exponent = exponent.detach() + batch.logp - batch.logp.detach()
         return exponent.clamp(max=limit).exp().expand_as(batch.logp), {}
 
-    return ratio
+    return Parts(apply=ratio, needs=(ANCHORS[anchor],))
 
 
 @stage("ratio", needs=("old_logp",), gives="ratio")

@@ -1,13 +1,12 @@
 """One ratio per token."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.proximal import PROXIMAL, Proximal, proximal_logp, proximal_needs
 from proxpo.types import Batch, Context, Metrics
 
@@ -21,12 +20,7 @@ def bounded_exp(log_ratio: Float[Tensor, "*shape"], limit: float) -> Float[Tenso
     return log_ratio.clamp(-limit, limit).exp() if limit < math.inf else log_ratio.exp()
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    anchor = options["anchor"]
-    return proximal_needs(anchor) if anchor in PROXIMAL else (ANCHORS[anchor],)
-
-
-@stage("ratio", needs=_needs, gives="ratio")
+@stage("ratio", gives="ratio")
 def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: float = 0.0):
     """r_t = exp(log π - log π_anchor), the log-ratio held within ±limit (verl: 20).
 
@@ -42,7 +36,9 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
         other = (other.exp() + smooth).log() if smooth else other
         return bounded_exp(batch.logp - other, limit), {}
 
-    return ratio
+    proximal = anchor in PROXIMAL
+    needs = proximal_needs(cast(Proximal, anchor)) if proximal else (ANCHORS[anchor],)
+    return Parts(apply=ratio, needs=needs)
 
 
 @stage("ratio", gives="no ratio")

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 
 from proxpo.ops.shapes import Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.token import bounded_exp
 from proxpo.types import Batch, Context, Metrics
 
@@ -29,11 +29,7 @@ def turn_index(batch: Batch, split: Split) -> Int[Tensor, "seq tok"]:
     return number.unique(return_inverse=True)[1]  # sorts all tokens: for odd numbers only
 
 
-@stage(
-    "ratio",
-    needs=lambda options: ("old_logp", "turn") if options["split"] == "turn" else ("old_logp",),
-    gives="ratio",
-)
+@stage("ratio", gives="ratio")
 def turn(*, split: Split = "turn", limit: float = 20.0):
     """w_k = exp((1/|y^k|) Σ_{t∈k} (log π - log π_old)), GSPO's within a turn. arXiv:2511.20718.
 
@@ -50,4 +46,4 @@ def turn(*, split: Split = "turn", limit: float = 20.0):
         exponent = (blank.scatter_add(1, index, d) / length).gather(1, index)
         return bounded_exp(exponent, limit), {}
 
-    return ratio
+    return Parts(apply=ratio, needs=("old_logp", "turn") if split == "turn" else ("old_logp",))

@@ -1,7 +1,6 @@
 """A KL penalty whose weight is a Lagrange multiplier. FixPO, arXiv:2312.05405."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -10,7 +9,7 @@ from proxpo.ops.extremes import batch_max
 from proxpo.ops.kl import kl_estimate, kl_exact
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics, State
 
 Statistic = Literal["max", "mean"]
@@ -18,29 +17,7 @@ METRIC = {"max": "kl/old_max", "mean": "kl/old"}
 BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's, for the multiplier
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("vocab_logp", "old_vocab_logp") if options["kl"] == "exact" else ("old_logp",)
-
-
-def _init(options: Mapping[str, Any]) -> State:
-    zero = torch.zeros((), dtype=torch.float64)
-    return {"coef": zero + options["coef"], "m": zero, "v": zero, "t": zero}
-
-
-def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Context) -> State:
-    """One Adam step on β·(ε - C·KL), then β ≥ 0; metrics without the KL leave β as it is."""
-    name, state = METRIC[options["statistic"]], ctx.state
-    if name not in metrics:
-        return state
-    slope = options["radius"] - options["margin"] * float(metrics[name])
-    t = state["t"] + 1
-    m = BETAS[0] * state["m"] + (1 - BETAS[0]) * slope
-    v = BETAS[1] * state["v"] + (1 - BETAS[1]) * slope**2
-    step = (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
-    return {"coef": (state["coef"] - options["lr"] * step).clamp(min=0.0), "m": m, "v": v, "t": t}
-
-
-@stage("regularisers", needs=_needs, init=_init, step=_follow)
+@stage("regularisers")
 def kl_dual(
     *,
     coef: float = 1.0,
@@ -62,6 +39,22 @@ def kl_dual(
             f"{margin}"
         )
 
+    def init() -> State:
+        zero = torch.zeros((), dtype=torch.float64)
+        return {"coef": zero + coef, "m": zero, "v": zero, "t": zero}
+
+    def step(batch: Batch, metrics: Metrics, ctx: Context) -> State:
+        """One Adam step on β·(ε - C·KL), then β ≥ 0; metrics without the KL leave β as it is."""
+        name, state = METRIC[statistic], ctx.state
+        if name not in metrics:
+            return state
+        slope = radius - margin * float(metrics[name])
+        t = state["t"] + 1
+        m = BETAS[0] * state["m"] + (1 - BETAS[0]) * slope
+        v = BETAS[1] * state["v"] + (1 - BETAS[1]) * slope**2
+        move = (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
+        return {"coef": (state["coef"] - lr * move).clamp(min=0.0), "m": m, "v": v, "t": t}
+
     def penalty(
         ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
     ) -> tuple[Float[Tensor, "seq tok"], Metrics]:
@@ -74,7 +67,8 @@ def kl_dual(
             "kl/beta": seen.new_tensor(beta),
         }
 
-    return penalty
+    needs = ("vocab_logp", "old_vocab_logp") if kl == "exact" else ("old_logp",)
+    return Parts(apply=penalty, init=init, step=step, needs=needs)
 
 
 def divergence_from_old(batch: Batch, *, exact: bool) -> Float[Tensor, "seq tok"]:

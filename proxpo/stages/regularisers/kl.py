@@ -3,17 +3,13 @@
 from proxpo.ops.kl import Clamp, Estimator, kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
-@stage(
-    "regularisers",
-    needs=("ref_logp",),
-    takes=lambda options: ("ratio",) if options["ratio_corrected"] else (),
-)
+@stage("regularisers", needs=("ref_logp",))
 def kl_to_ref(
     *,
     coef: float = 0.001,
@@ -32,7 +28,7 @@ def kl_to_ref(
         kl = ratio * kl if ratio_corrected else kl
         return coef * kl, {"kl/ref": masked_mean(kl.detach(), batch.mask)}
 
-    return penalty
+    return Parts(apply=penalty, takes=("ratio",) if ratio_corrected else ())
 
 
 @stage("regularisers", needs=("old_logp",))

@@ -1,13 +1,12 @@
 """The proximal term of mirror descent: a KL to the previous policy over an annealed step size."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.kl import kl_estimate, kl_exact
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Clock, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
@@ -28,13 +27,7 @@ def mirror_step_size(
     return max(floor, start * (1 - k / clock.steps))
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    if options["estimator"] == "exact" and options["tsallis"] is None:
-        return ("vocab_logp", "old_vocab_logp")
-    return ("old_logp",)
-
-
-@stage("regularisers", needs=_needs)
+@stage("regularisers")
 def mirror_kl(
     *,
     estimator: Estimator = "sampled",
@@ -75,4 +68,5 @@ def mirror_kl(
         }
         return kl / t, seen
 
-    return penalty
+    exact = estimator == "exact" and tsallis is None
+    return Parts(apply=penalty, needs=("vocab_logp", "old_vocab_logp") if exact else ("old_logp",))

@@ -1,8 +1,7 @@
 """Terms added to the reward: a KL penalty, a length penalty, a clip."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -10,7 +9,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.kl import Clamp, Estimator, kl_estimate
 from proxpo.ops.masked import row_mean, row_sum
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.advantage.returns import token_rewards
 from proxpo.types import Batch, Context, Metrics, State
 
@@ -62,36 +61,7 @@ def overlong_penalty(
     return shape
 
 
-def _start(options: Mapping[str, Any]) -> State:
-    return {"coef": torch.tensor(float(options["coef"]), dtype=torch.float64)}
-
-
-def _adapt(options: Mapping[str, Any], state: State, batch: Batch, metrics: Metrics) -> State:
-    """The coefficient after a batch whose mean KL was `reward/kl`."""
-    if options["controller"] == "fixed" or "reward/kl" not in metrics:
-        return state
-    kl, target = metrics["reward/kl"].double().cpu(), options["target"]
-    if options["controller"] == "horizon":
-        error = (kl / target - 1).clamp(-0.2, 0.2)
-        n = metrics["reward/responses"].double().cpu()
-        return {"coef": state["coef"] * (1 + error * n / options["horizon"])}
-    if kl < target / 1.5:
-        return {"coef": state["coef"] / 2}
-    return {"coef": state["coef"] * 2 if kl > 1.5 * target else state["coef"]}
-
-
-def _needs_kl(options: Mapping[str, Any]) -> tuple[str, ...]:
-    if not options["coef"]:
-        return ("rewards",)
-    read = ("ref_kl",) if options["estimator"] == "full" else ("old_logp", "ref_logp")
-    return ("rewards", *read)
-
-
-def _instead(options: Mapping[str, Any]) -> dict[str, str]:
-    return {} if options["per"] == "sequence" else {"rewards": "token_rewards"}
-
-
-@stage("reward", needs=_needs_kl, instead=_instead, init=_start, update=_adapt)
+@stage("reward")
 def kl_in_reward(
     *,
     coef: float = 0.001,
@@ -113,6 +83,22 @@ def kl_in_reward(
     """
     if estimator == "full" and clamp != "none":
         raise ProxpoError(f"kl_in_reward: clamp={clamp} bounds an estimate, not estimator=full")
+
+    def init() -> State:
+        return {"coef": torch.tensor(float(coef), dtype=torch.float64)}
+
+    def update(state: State, batch: Batch, metrics: Metrics) -> State:
+        """The coefficient after a batch whose mean KL was `reward/kl`."""
+        if controller == "fixed" or "reward/kl" not in metrics:
+            return state
+        kl = metrics["reward/kl"].double().cpu()
+        if controller == "horizon":
+            error = (kl / target - 1).clamp(-0.2, 0.2)
+            n = metrics["reward/responses"].double().cpu()
+            return {"coef": state["coef"] * (1 + error * n / horizon)}
+        if kl < target / 1.5:
+            return {"coef": state["coef"] / 2}
+        return {"coef": state["coef"] * 2 if kl > 1.5 * target else state["coef"]}
 
     def divergence(batch: Batch) -> Float[Tensor, "seq tok"]:
         if estimator == "full":
@@ -139,4 +125,11 @@ def kl_in_reward(
         kept = batch.replace(rewards=None)
         return batch.replace(token_rewards=token_rewards(kept) - beta * kl), seen
 
-    return shape
+    anchors = ("ref_kl",) if estimator == "full" else ("old_logp", "ref_logp")
+    return Parts(
+        apply=shape,
+        init=init,
+        update=update,
+        needs=("rewards", *anchors) if coef else ("rewards",),
+        instead={} if per == "sequence" else {"rewards": "token_rewards"},
+    )

@@ -1,17 +1,10 @@
 """Responses that take no part in the statistics of their group."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("rewards", *(name for name in ("truncated", "void") if options[name]))
-
-
-@stage("reward", needs=_needs)
+@stage("reward")
 def usable_only(*, truncated: bool = False, void: bool = False):
     """r_i -> NaN, no reward, for a response without a token: its group's statistics ignore it.
 
@@ -26,4 +19,5 @@ def usable_only(*, truncated: bool = False, void: bool = False):
             usable = usable & ~batch.void
         return batch.replace(rewards=batch.rewards.masked_fill(~usable, float("nan"))), {}
 
-    return shape
+    marks = [name for name, read in (("truncated", truncated), ("void", void)) if read]
+    return Parts(apply=shape, needs=("rewards", *marks))

@@ -1,23 +1,16 @@
 """Fast steps, a step back, a slow one: SFPO, arXiv:2510.04072."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.schedule._types import Updates
 from proxpo.types import Context, Metrics, State
 
 
-def _blank(options: Mapping[str, Any]) -> State:
-    return {"entropies": torch.zeros(0, dtype=torch.float64), "off": torch.tensor(False)}
-
-
-@stage("schedule", needs=("old_logp", "entropy"), decides=("count", "parts"), init=_blank)
+@stage("schedule", needs=("old_logp", "entropy"), decides=("count", "parts"))
 def fast_slow(
     *,
     steps: int = 3,
@@ -43,6 +36,9 @@ def fast_slow(
             f"fast_slow: expected window >= 2 and trigger > 0, got {window}, {trigger}"
         )
 
+    def init() -> State:
+        return {"entropies": torch.zeros(0, dtype=torch.float64), "off": torch.tensor(False)}
+
     def schedule(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
         batch = updates.batch()
         found = batch.require("entropy", by="schedule=fast_slow")
@@ -67,7 +63,7 @@ def fast_slow(
             "schedule/entropy_z": z,
         }
 
-    return schedule
+    return Parts(apply=schedule, init=init)
 
 
 def z_score(x: Float[Tensor, ""], past: Float[Tensor, " past"]) -> Float[Tensor, ""]:

@@ -3,12 +3,12 @@
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.schedule._types import Updates
 from proxpo.types import Context, Metrics, State
 
 
-@stage("schedule", decides=("count",), init=lambda options: {"reborn": torch.tensor(False)})
+@stage("schedule", decides=("count",))
 def reincarnation(*, share: float = 0.4, window: int = 2, passes: int = 2, at: int | None = 50):
     """Until optimizer step `at`: each prompt from one of the last `window` rollouts with chance
     `share`. Then the reference policy becomes the present one, and training goes on on-policy.
@@ -41,7 +41,7 @@ def reincarnation(*, share: float = 0.4, window: int = 2, passes: int = 2, at: i
             state |= _written("base", base)
         return state, {"schedule/reborn": torch.tensor(float(base is not None))}
 
-    return schedule
+    return Parts(apply=schedule, init=lambda: {"reborn": torch.tensor(False)})
 
 
 def _written(name: str, weights: list[torch.Tensor]) -> State:

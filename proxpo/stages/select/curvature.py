@@ -10,8 +10,7 @@ probability π among themselves, e the one it drew, has v = e - π and the gradi
 CAPO, arXiv:2510.00819.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,7 +18,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean, row_sum, spread
 from proxpo.ops.prompt_memory import find
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics, State
 
 OFFICIAL_RATE = 1.5e-5  # learning rate of the paper's runs
@@ -104,53 +103,34 @@ def gradient(tokens: Candidates) -> Float[Tensor, "n k dim"]:
     return (tokens.advantage[:, None] * tokens.pull)[..., None] * tokens.hidden[:, None]
 
 
-def _start(options: Mapping[str, Any]) -> State:
-    if options["optimizer"] == "sgd":
-        return {}
-    empty = torch.zeros(0, dtype=torch.float64)
-    ids = torch.zeros(0, dtype=torch.int64)
-    steps = torch.zeros((), dtype=torch.float64)
-    return {"token_id": ids, "first": empty, "second": empty, "steps": steps}
-
-
-def _follow(options: Mapping[str, Any], batch: Batch, metrics: Metrics, ctx: Context) -> State:
-    """Moments after a step: each row takes the mean of its kept gradients; absent rows rest.
-
-    The mean is over the tokens of all ranks.
-    """
-    if options["optimizer"] == "sgd":
-        return ctx.state
-    keep, tokens, _ = _judge(batch, ctx.state, _rate(options, ctx), options)
-    some = Candidates(*(x[keep] for x in tokens))
-    vocabulary = batch.require("vocab_logp", by="select=curvature_mask").shape[-1]
-    count = ctx.all_sum(torch.bincount(some.ids.flatten(), minlength=vocabulary).double())
+def mean_gradients(
+    tokens: Candidates, vocabulary: int, ctx: Context
+) -> tuple[Int[Tensor, " row"], Float[Tensor, "row dim"]]:
+    """Ids of the head's rows that were candidates, and the mean gradient of each over all ranks."""
+    count = ctx.all_sum(torch.bincount(tokens.ids.flatten(), minlength=vocabulary).double())
     ids = count.nonzero()[:, 0]
-    row, _ = find(ids, some.ids)
-    total = some.hidden.new_zeros(len(ids), some.hidden.shape[1], dtype=torch.float64)
-    for k in range(some.ids.shape[1]):  # a candidate at a time: no token x candidate x unit
-        part = (some.advantage * some.pull[:, k])[:, None] * some.hidden
+    row, _ = find(ids, tokens.ids)
+    total = tokens.hidden.new_zeros(len(ids), tokens.hidden.shape[1], dtype=torch.float64)
+    for k in range(tokens.ids.shape[1]):  # a candidate at a time: no token x candidate x unit
+        part = (tokens.advantage * tokens.pull[:, k])[:, None] * tokens.hidden
         total.index_add_(0, row[:, k], part.double())
-    mean = ctx.all_sum(total) / count[ids][:, None]
-    return _moved(options, ctx.state, ids.cpu(), mean.cpu())
+    return ids.cpu(), (ctx.all_sum(total) / count[ids][:, None]).cpu()
 
 
-def _rate(options: Mapping[str, Any], ctx: Context) -> float:
-    """η: the option, or the trainer's at this moment, or that of the paper's runs."""
-    for rate in (options["learning_rate"], ctx.clock.learning_rate):
-        if rate is not None:
-            return rate
-    return OFFICIAL_RATE
-
-
-def _moved(options: Mapping[str, Any], state: State, ids: Tensor, mean: Tensor) -> State:
+def next_moments(
+    state: State,
+    ids: Int[Tensor, " row"],
+    mean: Float[Tensor, "row dim"],
+    *,
+    beta1: float,
+    beta2: float,
+) -> State:
+    """Adam's two moments of the head's rows after a step; rows without a gradient rest."""
     every = torch.cat([state["token_id"], ids]).unique()
     now, _ = find(every, ids)
     before, _ = find(every, state["token_id"])
     table: State = {"token_id": every, "steps": state["steps"] + 1}
-    for name, beta, value in (
-        ("first", options["beta1"], mean),
-        ("second", options["beta2"], mean.square()),
-    ):
+    for name, beta, value in (("first", beta1, mean), ("second", beta2, mean.square())):
         column = mean.new_zeros(len(every), mean.shape[1])
         column[before] = state[name].reshape(len(before), mean.shape[1])
         column[now] = beta * column[now] + (1 - beta) * value
@@ -158,29 +138,7 @@ def _moved(options: Mapping[str, Any], state: State, ids: Tensor, mean: Tensor) 
     return table
 
 
-def _judge(
-    batch: Batch, state: State, rate: float, options: Mapping[str, Any]
-) -> tuple[Bool[Tensor, " n"], Candidates, Shifts]:
-    """Which valid tokens stay."""
-    tokens = candidates(batch, k=options["k"])
-    if options["optimizer"] == "sgd":
-        u = sgd_step(tokens)
-    else:
-        adam = {name: options[name] for name in ("beta1", "beta2", "eps")}
-        u = adam_step(tokens, state, **adam)
-    found = shifts(tokens, u, rate=rate)
-    keep = torch.ones_like(found.policy, dtype=torch.bool)
-    if options["tau_policy"]:
-        keep &= found.policy < options["tau_policy"]
-    if options["tau_objective"]:
-        two = options["sides"] == "two"
-        size = found.objective.abs() if two else found.objective
-        keep &= size < options["tau_objective"]
-        keep &= two | (found.objective >= 0)
-    return keep, tokens, found
-
-
-@stage("select", needs=("hidden", "vocab_logp", "tokens"), init=_start, step=_follow)
+@stage("select", needs=("hidden", "vocab_logp", "tokens"))
 def curvature_mask(
     *,
     tau_policy: float = 1e-4,
@@ -207,35 +165,64 @@ def curvature_mask(
             raise ProxpoError(f"curvature_mask: {name} must not be negative, got {bound}")
     if k < 1:
         raise ProxpoError(f"curvature_mask: k must be at least 1, got {k}")
-    options = {
-        "tau_policy": tau_policy,
-        "tau_objective": tau_objective,
-        "optimizer": optimizer,
-        "sides": sides,
-        "k": k,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "learning_rate": learning_rate,
-    }
+
+    def init() -> State:
+        if optimizer == "sgd":
+            return {}
+        empty = torch.zeros(0, dtype=torch.float64)
+        ids = torch.zeros(0, dtype=torch.int64)
+        steps = torch.zeros((), dtype=torch.float64)
+        return {"token_id": ids, "first": empty, "second": empty, "steps": steps}
+
+    def rate(ctx: Context) -> float:
+        """η: the option, or the trainer's at this moment, or that of the paper's runs."""
+        if learning_rate is not None:
+            return learning_rate
+        return OFFICIAL_RATE if ctx.clock.learning_rate is None else ctx.clock.learning_rate
+
+    def judge(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, " n"], Candidates, Shifts]:
+        """The valid tokens that stay, with what was computed on the way."""
+        tokens = candidates(batch, k=k)
+        if optimizer == "sgd":
+            u = sgd_step(tokens)
+        else:
+            u = adam_step(tokens, ctx.state, beta1=beta1, beta2=beta2, eps=eps)
+        shift = shifts(tokens, u, rate=rate(ctx))
+        keep = torch.ones_like(shift.policy, dtype=torch.bool)
+        if tau_policy:
+            keep &= shift.policy < tau_policy
+        if tau_objective:
+            two = sides == "two"
+            keep &= (shift.objective.abs() if two else shift.objective) < tau_objective
+            keep &= two | (shift.objective >= 0)
+        return keep, tokens, shift
+
+    def step(batch: Batch, metrics: Metrics, ctx: Context) -> State:
+        """Moments after a step: each row takes the mean of its kept gradients."""
+        if optimizer == "sgd":
+            return ctx.state
+        keep, tokens, _ = judge(batch, ctx)
+        vocabulary = batch.require("vocab_logp", by="select=curvature_mask").shape[-1]
+        kept = Candidates(*(x[keep] for x in tokens))
+        ids, mean = mean_gradients(kept, vocabulary, ctx)
+        return next_moments(ctx.state, ids, mean, beta1=beta1, beta2=beta2)
 
     def select(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
-        rate = _rate(options, ctx)
-        stays, _, found = _judge(batch, ctx.state, rate, options)
+        stays, _, shift = judge(batch, ctx)
         keep = torch.zeros_like(batch.mask).index_put((batch.mask,), stays)
         weight = keep.to(batch.logp.dtype)
         if normalize == "sequence":
             kept = row_sum(keep, batch.mask).clamp(min=1)
             weight = weight * (batch.mask.sum(dim=1) / kept).to(weight.dtype)[:, None]
-        largest = found.policy.max() if len(found.policy) else found.policy.sum()
+        largest = shift.policy.max() if len(shift.policy) else shift.policy.sum()
         seen = {
             "select/kept": masked_mean(keep, batch.mask),
             "select/policy_shift_max": largest,
-            "select/learning_rate": torch.tensor(rate, dtype=torch.float64),
+            "select/learning_rate": torch.tensor(rate(ctx), dtype=torch.float64),
         }
         return weight, seen
 
-    return select
+    return Parts(apply=select, init=init, step=step)
 
 
 __all__ = [

@@ -1,15 +1,14 @@
 """Clip bounds searched until tokens of positive advantage supply their share of the surrogate."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.trust.clip import check_dual, clip_between
 from proxpo.types import Batch, Context, Metrics, Scope
 
@@ -34,11 +33,7 @@ SEARCHES: dict[str, Search] = {
 }
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("rollout_logp",) if options["statistic"] == "paper" else ()
-
-
-@stage("trust", needs=_needs, takes=("ratio",), gives="loss")
+@stage("trust", takes=("ratio",), gives="loss")
 def balanced_clip(
     *,
     statistic: Statistic = "official",
@@ -86,7 +81,8 @@ def balanced_clip(
             **{f"trust/{name}": ratio.new_tensor(value) for name, value in seen.items()},
         }
 
-    return surrogate
+    needs = ("rollout_logp",) if statistic == "paper" else ()
+    return Parts(apply=surrogate, needs=needs)
 
 
 def _balance(push: float, pull: float, statistic: str) -> float:

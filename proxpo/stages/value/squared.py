@@ -1,28 +1,17 @@
 """The critic's loss, for recipes that train one."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.advantage.returns import Holes, raw_gae, rollout_values
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
-def _returns(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-    """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""
-    if batch.returns is not None or (batch.values is None and batch.old_values is None):
-        return {}
-    raw = raw_gae(batch, gamma=options["gamma"], lam=options["lam"], holes=options["holes"])
-    return {"returns": raw + rollout_values(batch, by="value=value_loss")}
-
-
-@stage("value", needs=("values", "returns"), prepare=_returns)
+@stage("value", needs=("values", "returns"))
 def value_loss(
     *,
     coef: float = 1.0,
@@ -37,6 +26,13 @@ def value_loss(
     holes. verl: clip 0.5; TRL: 0.2 with coefficient 0.1.
     """
 
+    def prepare(batch: Batch) -> dict[str, Tensor]:
+        """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""
+        if batch.returns is not None or (batch.values is None and batch.old_values is None):
+            return {}
+        raw = raw_gae(batch, gamma=gamma, lam=lam, holes=holes)
+        return {"returns": raw + rollout_values(batch, by="value=value_loss")}
+
     def loss(batch: Batch, ctx: Context) -> Result:
         old = rollout_values(batch, by="value=value_loss")
         error = (batch.values - batch.returns).square()
@@ -47,4 +43,4 @@ def value_loss(
         share = masked_mean((bound > error).detach(), batch.mask)
         return coef * torch.maximum(error, bound) / 2, {"value/clipped": share}
 
-    return loss
+    return Parts(apply=loss, prepare=prepare)

@@ -1,15 +1,12 @@
 """Tokens that good and bad responses to a prompt share at their beginning and at their end."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import is_packed, masked_mean, packing, row_mean
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
 
@@ -78,13 +75,7 @@ def conflict_weights(
     return {"conflict": weight}
 
 
-def _prepare(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-    for name in ("tokens", "group"):
-        batch.require(name, by="weights=conflict_tokens")
-    return conflict_weights(batch, boost=options["boost"], divide=options["divide"])
-
-
-@stage("weights", needs=("tokens", "group"), prepare=_prepare)
+@stage("weights", needs=("tokens", "group"))
 def conflict_tokens(*, boost: float = 2.0, divide: bool = False):
     """λ_it: `boost` in each conflict run of a positive response, 0 in those of a negative one.
 
@@ -97,8 +88,13 @@ def conflict_tokens(*, boost: float = 2.0, divide: bool = False):
     if not boost >= 0:
         raise ProxpoError(f"conflict_tokens: boost must not be negative, got {boost}")
 
+    def prepare(batch: Batch) -> dict[str, Tensor]:
+        for name in ("tokens", "group"):
+            batch.require(name, by="weights=conflict_tokens")
+        return conflict_weights(batch, boost=boost, divide=divide)
+
     def weights(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
         found = batch.require("conflict", by="weights=conflict_tokens")
         return found, {"weights/silenced": masked_mean(found == 0, batch.mask)}
 
-    return weights
+    return Parts(apply=weights, prepare=prepare)

@@ -1,14 +1,13 @@
 """Importance weights between the policy that sampled and the one the ratio is taken against."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from proxpo.ops.masked import masked_mean, moments, row_mean, row_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.proximal import Proximal, proximal_logp, proximal_needs
 from proxpo.types import Batch, Context, Metrics
 
@@ -70,11 +69,7 @@ def tis(
     return weights
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return proximal_needs(options["prox"])
-
-
-@stage("weights", needs=_needs)
+@stage("weights")
 def behaviour(
     *,
     prox: Proximal = "recompute",
@@ -99,7 +94,7 @@ def behaviour(
             "weights/bounded": masked_mean(over, batch.mask),
         }
 
-    return weights
+    return Parts(apply=weights, needs=proximal_needs(prox))
 
 
 @stage("weights", needs=("rollout_logp",))

@@ -1,12 +1,11 @@
 """Tokens let through by their entropy within the response."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean, row_quantile
 from proxpo.ops.shapes import Bool, Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
 
@@ -17,11 +16,7 @@ def entropy_gates(batch: Batch, *, share: float) -> Bool[Tensor, "seq tok"]:
     return batch.mask & (entropy >= bound[:, None])
 
 
-def _prepare(options: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
-    return {"gate": entropy_gates(batch, share=options["share"])}
-
-
-@stage("weights", needs=("entropy",), prepare=_prepare)
+@stage("weights", needs=("entropy",))
 def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "all"):
     """1 on the tokens whose entropy is in the top `share` of their response, else 0.
 
@@ -32,6 +27,9 @@ def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "al
     if not 0 <= share <= 1:
         raise ProxpoError(f"entropy_gate: share must be in [0, 1], got {share}")
 
+    def prepare(batch: Batch) -> dict[str, Tensor]:
+        return {"gate": entropy_gates(batch, share=share)}
+
     def weights(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
         gate = batch.require("gate", by="weights=entropy_gate")
         weight = gate.to(batch.logp.dtype)
@@ -40,4 +38,4 @@ def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "al
             weight = weight * (ctx.counts.tokens / chosen.clamp(min=1)).to(weight.dtype)
         return weight, {"weights/selected": masked_mean(gate, batch.mask)}
 
-    return weights
+    return Parts(apply=weights, prepare=prepare)

@@ -1,21 +1,16 @@
 """Weights of denoising steps."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.gaussian import SMALLEST
 from proxpo.types import Batch, Context, Metrics
 
 Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
-def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("step_size", "time") if options["noise_schedule"] == "dance" else ("step_size",)
-
-
-@stage("weights", needs=_needs)
+@stage("weights")
 def inverse_step(*, noise_schedule: Literal["flow", "dance"] = "flow", eta: float = 0.3):
     """δ_t = 1/Δt, or (1 + η²(1-t)/(2t))/Δt where σ_t = η ("dance"). GRPO-Guard, arXiv:2510.22319.
 
@@ -29,4 +24,5 @@ def inverse_step(*, noise_schedule: Literal["flow", "dance"] = "flow", eta: floa
             weight = weight * (1 + eta**2 * (1 - t) / (2 * t))
         return weight, {}
 
-    return weights
+    needs = ("step_size", "time") if noise_schedule == "dance" else ("step_size",)
+    return Parts(apply=weights, needs=needs)

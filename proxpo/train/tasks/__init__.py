@@ -14,10 +14,8 @@ from proxpo.errors import ProxpoError, fold, resolve
 from proxpo.stages._options import bind
 from proxpo.train.tasks._types import (
     Lazy,
-    Messages,
     Problem,
     Reply,
-    RewardSpec,
     Task,
     fit_prompts,
     take_pool,
@@ -83,10 +81,8 @@ def is_generated(name: str) -> bool:
 __all__ = [
     "TASKS",
     "Lazy",
-    "Messages",
     "Problem",
     "Reply",
-    "RewardSpec",
     "Task",
     "fit_prompts",
     "is_generated",

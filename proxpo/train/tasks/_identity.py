@@ -1,8 +1,7 @@
 """Identity of a problem: by its prompt, wherever and however often it occurs."""
 
 from proxpo.ops.streams import derive
-
-Messages = list[dict[str, str]]
+from proxpo.rewards._types import Messages
 
 
 def identity(prompt: str | Messages) -> int:
@@ -24,4 +23,4 @@ def _written(prompt: str | Messages) -> str:
     return "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
 
 
-__all__ = ["Messages", "identity", "question"]
+__all__ = ["identity", "question"]

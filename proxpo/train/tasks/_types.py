@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Any, NamedTuple, overload
 
 from proxpo.errors import ProxpoError
-from proxpo.train.tasks._identity import Messages, identity, question
+from proxpo.rewards._types import Messages, RewardSpec
+from proxpo.train.tasks._identity import identity, question
 
 DRAWS = 20  # generated problems looked at for each different one that is wanted
 
@@ -55,23 +56,6 @@ class Lazy(Sequence[Problem]):
         if not -self.size <= index < self.size:
             raise IndexError(index)
         return self.make(index % self.size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardSpec:
-    """A reward function by name: "package.module:function" or "file.py:function".
-
-    `kwargs` are handed to it with every call. A trusted function is ours, cannot hang, and runs in
-    this process; every other one runs in a worker that can be killed. `source` is what verl calls
-    data_source, for problems that do not name one themselves. A response is right where the reward
-    is above `correct_above`, or, without it, where the function says so ("acc" or "correct").
-    """
-
-    where: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    trusted: bool = False
-    source: str = ""
-    correct_above: float | None = None
 
 
 class Reply(NamedTuple):
@@ -188,10 +172,8 @@ def take_pool(task: Task, size: int) -> Task:
 
 __all__ = [
     "Lazy",
-    "Messages",
     "Problem",
     "Reply",
-    "RewardSpec",
     "Task",
     "fit_prompts",
     "take_pool",

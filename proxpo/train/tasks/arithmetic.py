@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.streams import derive
-from proxpo.train.tasks._types import Lazy, Messages, Problem, RewardSpec, Task
+from proxpo.rewards._types import Messages, RewardSpec
+from proxpo.train.tasks._types import Lazy, Problem, Task
 
 TRAIN_SIZE = 1 << 20
 TEXT_LEVELS: dict[str, dict] = {
@@ -26,9 +27,9 @@ CHAT_LEVELS: dict[str, dict] = {
     "default": {"low": 10, "high": 49},
     "hard": {"low": 100, "high": 999},
 }
-EXACT = RewardSpec(where="proxpo.train.rewards.answers:exact", trusted=True)
+EXACT = RewardSpec(where="proxpo.rewards.answers:exact", trusted=True)
 LAST_NUMBER = RewardSpec(
-    where="proxpo.train.rewards.answers:final_answer", kwargs={"strict": False}, trusted=True
+    where="proxpo.rewards.answers:final_answer", kwargs={"strict": False}, trusted=True
 )
 
 

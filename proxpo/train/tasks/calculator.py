@@ -15,7 +15,8 @@ from typing import Literal
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.streams import derive
-from proxpo.train.tasks._types import Lazy, Problem, Reply, RewardSpec, Task
+from proxpo.rewards._types import RewardSpec
+from proxpo.train.tasks._types import Lazy, Problem, Reply, Task
 from proxpo.train.tasks.arithmetic import EXACT, TRAIN_SIZE
 
 Level = Literal["default", "chain"]

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
-from proxpo.train.rewards.answers import VERIFIERS
+from proxpo.rewards._types import RewardSpec
+from proxpo.rewards.answers import VERIFIERS
 from proxpo.train.tasks._files import read_jsonl, split_by_hash
-from proxpo.train.tasks._types import Problem, RewardSpec, Task
+from proxpo.train.tasks._types import Problem, Task
 
 HUB = "openai/gsm8k"
 SYSTEM = (
@@ -38,7 +39,7 @@ def gsm8k(
         train=[_problem(row, i, chat, system) for i, row in enumerate(train)],
         test=[_problem(row, i, chat, system) for i, row in enumerate(test)],
         reward=RewardSpec(
-            where="proxpo.train.rewards.answers:final_answer",
+            where="proxpo.rewards.answers:final_answer",
             kwargs={"verifier": verifier, "strict": strict},
             source=HUB,
             trusted=verifier == "numeric",  # symbolic mathematics can take for ever

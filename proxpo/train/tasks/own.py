@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError, nearest
+from proxpo.rewards._types import RewardSpec
+from proxpo.rewards.answers import answer_of
 from proxpo.train.tasks._files import read_jsonl, split_by_hash
-from proxpo.train.tasks._types import Problem, RewardSpec, Task
+from proxpo.train.tasks._types import Problem, Task
 
 BUILT_IN = {
-    "exact": "proxpo.train.rewards.answers:exact",
-    "final-answer": "proxpo.train.rewards.answers:final_answer",
+    "exact": "proxpo.rewards.answers:exact",
+    "final-answer": "proxpo.rewards.answers:final_answer",
 }
 PROMPTS = ("prompt", "question", "problem")
-ANSWERS = ("answer", "ground_truth", "solution")
 
 
 def own(
@@ -160,16 +161,6 @@ def _problem(
     return Problem(prompt, answer, index, rest | dict(row.get("extra_info") or {}))
 
 
-def answer_of(row: dict[str, Any], given: str | None) -> Any:
-    """The right answer of a row: in the field given, where verl has it, or under a usual name."""
-    if given:
-        return row.get(given)
-    truth = row.get("reward_model")
-    if isinstance(truth, dict) and "ground_truth" in truth:
-        return truth["ground_truth"]
-    return next((row[name] for name in ANSWERS if name in row), None)
-
-
 def _is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return bool(prompt)
@@ -180,4 +171,4 @@ def _is_prompt(prompt: Any) -> bool:
     )
 
 
-__all__ = ["BUILT_IN", "answer_of", "own", "reward_spec"]
+__all__ = ["BUILT_IN", "own", "reward_spec"]

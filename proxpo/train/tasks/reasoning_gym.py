@@ -5,7 +5,8 @@ from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.ops.streams import derive
-from proxpo.train.tasks._types import Lazy, Problem, RewardSpec, Task
+from proxpo.rewards._types import RewardSpec
+from proxpo.train.tasks._types import Lazy, Problem, Task
 
 SYSTEM = (
     "Think about the problem first. Then give your final answer between <answer> and </answer>, "
@@ -70,7 +71,7 @@ def reasoning_gym(
         train=_apart(entries(seed, size), {problem.question for problem in test}, name),
         test=test,
         reward=RewardSpec(
-            where="proxpo.train.rewards.gym:score",
+            where="proxpo.rewards.gym:score",
             kwargs={"name": name, "config": config or {}},
             source=f"reasoning-gym/{name}",
         ),

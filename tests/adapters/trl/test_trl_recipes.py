@@ -95,7 +95,7 @@ def first_loss(run: Watched, slug: str) -> float:
     )
     clock = Clock(steps=20)
     noise = torch.Generator().manual_seed(0)
-    return float(proxpo.loss_fn(made)(batch, generator=noise, clock=clock).value)
+    return float(proxpo.loss_fn(made)(batch, proxpo.Context(generator=noise, clock=clock)).value)
 
 
 @pytest.mark.parametrize("slug", SCHEDULED)

@@ -1,6 +1,7 @@
 """Loss modes and advantage estimators on verl's tensors, against proxpo's own and verl's own."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,7 +124,7 @@ def can_be_cut(recipe: proxpo.Recipe, batch: proxpo.Batch) -> bool:
         return x
 
     known = prepare(recipe, batch)
-    policy_loss(recipe, known.batch, denominators=known.denominators, all_sum=probe)
+    policy_loss(recipe, known.batch, replace(known.ctx, all_sum=probe))
     return not asked and all(stage.whole_batch for _, stage in recipe.stages())
 
 

@@ -12,6 +12,7 @@ TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 UNIT = re.compile(r"(?<=[\d.])\s+[^\d]*$")
 VERIFIERS = ("numeric", "math-verify")
+ANSWER_FIELDS = ("answer", "ground_truth", "solution")
 
 
 def exact(solution_str: str, ground_truth: Any) -> dict[str, Any]:
@@ -34,6 +35,16 @@ def final_answer(
     if given is None:
         return _outcome(False)
     return _outcome(same(given, str(ground_truth)) or _verified(given, ground_truth, verifier))
+
+
+def answer_of(row: dict[str, Any], answer_field: str | None) -> Any:
+    """The right answer of a row of data: `answer_field`, verl's ground_truth, or a usual name."""
+    if answer_field:
+        return row.get(answer_field)
+    truth = row.get("reward_model")
+    if isinstance(truth, dict) and "ground_truth" in truth:
+        return truth["ground_truth"]
+    return next((row[name] for name in ANSWER_FIELDS if name in row), None)
 
 
 def extract(text: str) -> str | None:
@@ -95,4 +106,14 @@ def _outcome(right: bool) -> dict[str, Any]:
     return {"score": float(right), "acc": right}
 
 
-__all__ = ["VERIFIERS", "boxed", "exact", "extract", "final_answer", "number", "same", "tagged"]
+__all__ = [
+    "VERIFIERS",
+    "answer_of",
+    "boxed",
+    "exact",
+    "extract",
+    "final_answer",
+    "number",
+    "same",
+    "tagged",
+]

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from proxpo.train.rewards.guard import MARK, end_worker
+from proxpo.rewards.guard import MARK, end_worker
 
 HERE = Path(__file__).parent
 REPLY = 1 << 20

@@ -19,9 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxpo.errors import ProxpoError
-from proxpo.train.rewards import Logged, Outcome, RewardItem, RewardPool, answers, tally
-from proxpo.train.rewards.worker import call
-from proxpo.train.tasks import RewardSpec
+from proxpo.rewards import Logged, Outcome, RewardItem, RewardPool, RewardSpec, answers, tally
+from proxpo.rewards.worker import call
 
 FAULTS = '''
 import ctypes, os, signal, subprocess, sys, time
@@ -261,8 +260,8 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path, ending):
 def test_a_child_in_a_session_of_its_own_ends_with_a_killed_trainer(tmp_path):
     where, child = write(tmp_path, AWAY), tmp_path / "child"
     code = f"""
-        from proxpo.train.rewards import RewardItem, RewardPool
-        from proxpo.train.tasks import RewardSpec
+        from proxpo.rewards import RewardItem, RewardPool
+        from proxpo.rewards import RewardSpec
         pool = RewardPool(RewardSpec(where={where!r}), workers=1)
         pool.score([RewardItem(prompt="", completion="pass", answer={str(child)!r})])
         print("scored", flush=True)
@@ -331,8 +330,8 @@ def test_killing_the_trainer_leaves_no_process(tmp_path):
     """kill -9 while one worker hangs with a child and the other is idle."""
     where = write(tmp_path, FAULTS)
     code = f"""
-        from proxpo.train.rewards import RewardItem, RewardPool
-        from proxpo.train.tasks import RewardSpec
+        from proxpo.rewards import RewardItem, RewardPool
+        from proxpo.rewards import RewardSpec
         pool = RewardPool(RewardSpec(where={where!r}), workers=2, timeout=600)
         pids = [one.process.pid for one in pool._workers] + [pool._guard._process.pid]
         print(*pids, flush=True)
@@ -518,7 +517,7 @@ def test_unusable_functions_are_refused_at_the_start(tmp_path, case):
 
 
 def test_trusted_functions_run_in_this_process():
-    spec = RewardSpec(where="proxpo.train.rewards.answers:exact", trusted=True)
+    spec = RewardSpec(where="proxpo.rewards.answers:exact", trusted=True)
     with RewardPool(spec) as pool:
         assert pool._workers == []
         right, wrong = pool.score(items("4", "5"))
@@ -531,7 +530,7 @@ def test_the_pool_checks_its_memory_limit():
 
 
 def test_the_pool_checks_its_options():
-    spec = RewardSpec(where="proxpo.train.rewards.answers:exact", trusted=True)
+    spec = RewardSpec(where="proxpo.rewards.answers:exact", trusted=True)
     for options in ({"workers": 0}, {"timeout": 0.0}):
         with pytest.raises(ProxpoError, match="at least 1 worker and a timeout above 0"):
             RewardPool(spec, **options)
@@ -541,7 +540,7 @@ def test_workers_start_without_torch(tmp_path):
     """A worker that is killed must be back in a moment, not after an import of seconds."""
     source = """
         import sys
-        from proxpo.train.rewards.answers import final_answer
+        from proxpo.rewards.answers import final_answer
         def score(completions): return [float("torch" in sys.modules)]
     """
     with RewardPool(RewardSpec(where=write(tmp_path, source)), workers=1) as pool:

@@ -4,7 +4,7 @@ import functools
 import json
 from typing import Any
 
-from proxpo.train.rewards.answers import tagged
+from proxpo.rewards.answers import tagged
 
 
 def score(

@@ -20,6 +20,7 @@ _WHERE = {
     "Recipe": "proxpo.types",
     "Stage": "proxpo.types",
     "ProxpoError": "proxpo.errors",
+    "backward_pass": "proxpo.backward",
     "loss_fn": "proxpo.compose",
     "policy_loss": "proxpo.compose",
     "prepare": "proxpo.compose",
@@ -47,6 +48,7 @@ _MODULES = (
 )
 
 if TYPE_CHECKING:
+    from proxpo.backward import backward_pass
     from proxpo.compose import loss_fn, policy_loss, prepare
     from proxpo.errors import ProxpoError
     from proxpo.logp import model_logp, token_logp
@@ -79,6 +81,7 @@ __all__ = [
     "ProxpoError",
     "Recipe",
     "Stage",
+    "backward_pass",
     "loss_fn",
     "make_optimizer",
     "make_recipe",

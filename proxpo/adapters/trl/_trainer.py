@@ -62,7 +62,18 @@ from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_ranks
 from proxpo.settings import Settings, at_length
-from proxpo.types import MOST_SKIPPED, AllSum, Batch, Clock, Context, Metrics, Recipe, States, local
+from proxpo.types import (
+    MOST_SKIPPED,
+    AllSum,
+    Batch,
+    Clock,
+    Context,
+    Metrics,
+    Reach,
+    Recipe,
+    States,
+    local,
+)
 
 IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),
@@ -373,12 +384,13 @@ class ProxpoTrainer(GRPOTrainer):
         made_up = {"logp": first.logp, "entropy": first.logp}
         if first.old_logp is None:
             made_up["old_logp"] = first.logp
+        scopes: tuple[Reach, ...] = ("batch", "rank")
         return sums_over_step(
             recipe,
             first.replace(**made_up),
             step.ctx,
             microbatches=microbatches,
-            scopes=("batch",) if needs_whole_groups(recipe) else ("batch", "rank"),
+            scopes=scopes[:1] if needs_whole_groups(recipe) else scopes,
         )
 
     def _noise(self) -> torch.Generator:
@@ -488,7 +500,7 @@ class ProxpoTrainer(GRPOTrainer):
         parts: list[Any] = []
         with self.accelerator.autocast():
             for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):
-                part = model_logp(
+                part: Any = model_logp(  # type: ignore[call-overload]
                     model,
                     input_ids[rows],
                     attention_mask[rows, -logits_to_keep:].bool(),

@@ -38,7 +38,6 @@ AROUND = {  # stages that act around the loss, and how
     "budget": "decides how many responses are sampled and how long they may be",
     "prompts": "decides which prompts are trained on and draws others",
     "gradient": "acts on the gradients of the model's layers (proxpo.gradients)",
-    "rescale": "scales the gradient after the backward pass",
     "schedule": "decides over the optimizer steps of a rollout",
 }
 _TOLD: set[str] = set()  # warnings given by this process
@@ -74,16 +73,11 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
 
 def left_out(recipe: Recipe) -> dict[str, str]:
     """What the recipe does around its loss, by place, as clauses of a sentence."""
-    parts = {
+    return {
         place: f"{stage.kind}={stage.name}, which {AROUND[stage.kind]}"
         for place, stage in recipe.stages()
         if stage.kind in AROUND
     }
-    if recipe.passes:
-        parts["passes"] = f"its {len(recipe.passes)} passes, which follow one another on a batch"
-    if recipe.fresh is not None:
-        parts["fresh"] = "its second loss, which is for data that were just sampled"
-    return parts
 
 
 def _tell(recipe: Recipe) -> None:

@@ -7,14 +7,13 @@ make_recipe("grpo", {"ratio": {"name": "kalman", "q": 1e-6}}) the same from YAML
 """
 
 import inspect
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
 from proxpo.recipes._registry import Method, method
 from proxpo.stages import STAGES, check, load_all, make_stage
-from proxpo.stages._options import variations
+from proxpo.stages._options import parameters, variations
 from proxpo.types import KINDS, MANY, Recipe, Stage
 
 Settings = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -30,10 +29,7 @@ def make_recipe(name: str, settings: Settings = ()) -> Recipe:
     recipe = entry.make(**options)
     for option in options:
         _check_effect(entry, options, recipe, option)
-    swaps = [(key, value) for key, value in pairs if _is_stage(key)]
-    passes = tuple(apply_swaps(one, swaps) for one in recipe.passes)
-    fresh = apply_swaps(recipe.fresh, swaps) if recipe.fresh is not None else None
-    return apply_swaps(recipe, swaps).replace(passes=passes, fresh=fresh)
+    return apply_swaps(recipe, [(key, value) for key, value in pairs if _is_stage(key)])
 
 
 def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
@@ -64,9 +60,7 @@ def at_length(recipe: Recipe, tokens: int | None) -> Recipe:
             fitted = fitted.replace(**{kind: tuple(_at_length(one, tokens) for one in stages)})
         elif stages is not None:
             fitted = fitted.replace(**{kind: _at_length(stages, tokens)})
-    passes = tuple(at_length(one, tokens) for one in recipe.passes)
-    fresh = at_length(recipe.fresh, tokens) if recipe.fresh is not None else None
-    return fitted.replace(passes=passes, fresh=fresh)
+    return fitted
 
 
 def lengths(recipe: Recipe) -> dict[str, float | None]:
@@ -108,15 +102,15 @@ def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, opt
     value = recipe.options[option]
     if value == entry.defaults[option] or _matters(entry, options, option):
         return
-    kinds = typing.get_type_hints(inspect.unwrap(entry.make))
-    near = variations(kinds.get(option), value)
+    kinds = {name: p.annotation for name, p in parameters(entry.make).items()}
+    near = variations(kinds[option], value)
     if any(_matters(entry, {**options, option: other}, option) for other in near):
         return
     others = {name: recipe.options[name] for name in entry.defaults if name != option}
     acting = (
         f"{name}={str(other).lower() if isinstance(other, bool) else other}"
         for name, present in others.items()
-        for other in variations(kinds.get(name), present)
+        for other in variations(kinds[name], present)
         if _matters(entry, {**options, name: other}, option)
     )
     where = next(acting, None)
@@ -141,17 +135,9 @@ def _matters(entry: Method, options: Mapping[str, Any], option: str) -> bool:
 
 def _same(a: Recipe, b: Recipe) -> bool:
     """Whether two recipes have equal stages; stages that are not registered are compared by id."""
-    pairs = list(zip(a.stages(), b.stages()))
-    parts = [*zip(a.passes, b.passes), *([(a.fresh, b.fresh)] if a.fresh and b.fresh else [])]
-    return (
-        len(a.stages()) == len(b.stages())
-        and len(a.passes) == len(b.passes)
-        and (a.fresh is None) == (b.fresh is None)
-        and all(
-            x == y and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
-            for x, y in pairs
-        )
-        and all(_same(x, y) for x, y in parts)
+    return len(a.stages()) == len(b.stages()) and all(
+        x == y and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
+        for x, y in zip(a.stages(), b.stages())
     )
 
 
@@ -189,7 +175,7 @@ def _swap(recipe: Recipe, key: str, value: Any, swaps: Swaps) -> Recipe:
         if add:
             raise ProxpoError(f"{recipe.name}: there is one {kind} stage; write {kind}=NAME")
         if value is None:
-            optional = ("advantage", "value", "gradient", "rescale", "schedule")
+            optional = ("advantage", "value", "gradient", "schedule")
             if kind not in optional and "none" not in STAGES[kind]:
                 raise ProxpoError(f"{recipe.name}: the {kind} stage cannot be left out")
             if kind in optional:
@@ -216,8 +202,8 @@ def _made(kind: str, value: Any, swaps: Swaps) -> Stage:
 def _required(kind: str, name: str, swaps: Swaps) -> dict[str, Any]:
     """The settings a stage cannot be made without: its options that have no default."""
     name = resolve(name, STAGES[kind], what=f"{kind} stage")
-    parameters = inspect.signature(STAGES[kind][name]).parameters
-    needed = [option for option, p in parameters.items() if p.default is p.empty]
+    known = inspect.signature(STAGES[kind][name]).parameters
+    needed = [option for option, p in known.items() if p.default is p.empty]
     places = {fold(f"{kind}.{place}{o}"): o for o in needed for place in ("", f"{name}.")}
     return {places[fold(key)]: value for key, value in swaps if fold(key) in places}
 

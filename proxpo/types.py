@@ -1,7 +1,7 @@
 """The vocabulary: Batch in, Loss out, and what a stage and a recipe are.
 
     budget -> prompts -> reward -> filter -> advantage -> prune -> weights -> ratio -> trust
-           -> regularisers -> select -> aggregate -> backward [gradient, rescale]
+           -> regularisers -> select -> aggregate -> backward [gradient]
            -> optimizer [schedule]
 
 Axes: `seq` responses, `tok` response tokens, `vocab` the vocabulary, `dim` hidden units, `latent`
@@ -312,11 +312,7 @@ def finite(moved: State, before: State) -> State:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A method: a frozen composition of stages.
-
-    `passes` are run one after another on a batch. `fresh` replaces the recipe on data that the
-    current policy has just sampled, for methods that tell fresh from replayed data.
-    """
+    """A method: a frozen composition of stages."""
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -334,10 +330,7 @@ class Recipe:
     aggregate: Stage
     value: Stage | None = None
     gradient: Stage | None = None
-    rescale: Stage | None = None
     schedule: Stage | None = None
-    passes: tuple["Recipe", ...] = field(default=(), repr=False)
-    fresh: "Recipe | None" = field(default=None, repr=False)
 
     def replace(self, **changes: Any) -> "Recipe":
         return replace(self, **changes)
@@ -354,9 +347,8 @@ class Recipe:
         return places
 
     def needs(self) -> set[str]:
-        """Batch fields that the recipe, its passes and its variant for fresh data read."""
-        variants = [self, *self.passes, *([self.fresh] if self.fresh else [])]
-        return {name for each in variants for _, stage in each.stages() for name in stage.needs}
+        """Batch fields that the recipe's stages read."""
+        return {name for _, stage in self.stages() for name in stage.needs}
 
     def init_state(self) -> dict[str, State]:
         """Fresh state of every stage that has memory, by place."""
@@ -403,7 +395,6 @@ KINDS = (
     "aggregate",
     "value",
     "gradient",
-    "rescale",
     "schedule",
 )
 MANY = ("budget", "prompts", "reward", "filter", "prune", "weights", "regularisers", "select")

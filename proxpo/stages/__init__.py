@@ -137,7 +137,7 @@ def check(recipe: Recipe) -> Recipe:
         (recipe.ratio, recipe.trust),
         (recipe.trust, recipe.aggregate),
         *penalised,
-        *(((recipe.ratio, recipe.rescale),) if recipe.rescale is not None else ()),
+        *(((recipe.ratio, recipe.schedule),) if recipe.schedule is not None else ()),
     ):
         if taker.takes and giver.gives not in taker.takes:
             raise ProxpoError(

@@ -173,7 +173,7 @@ def _needs_scores(wanted: set[str], stale: bool) -> bool:
 
 def scores_late(recipe: Recipe) -> bool:
     """Whether nothing reads `old_logp` before the update: no reward, filter or advantage does."""
-    return not recipe.passes and not any("old_logp" in one.needs for one in _early(recipe))
+    return not any("old_logp" in one.needs for one in _early(recipe))
 
 
 def judges_first(recipe: Recipe) -> bool:
@@ -181,8 +181,6 @@ def judges_first(recipe: Recipe) -> bool:
     early = _early(recipe)
     return (
         bool(recipe.prune or recipe.filter)
-        and not recipe.passes
-        and recipe.fresh is None
         and not any(SCORED & set(one.needs) for one in early)
         and not any(one.prepare or one.live for _, one in recipe.stages())
     )

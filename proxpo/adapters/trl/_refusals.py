@@ -7,6 +7,7 @@ from typing import Any
 from proxpo.errors import ProxpoError
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
+from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
 
 GIVEN = {
@@ -16,7 +17,6 @@ GIVEN = {
 # Kinds of stages that change what TRL does by itself.
 HOST_KINDS = {
     "budget": "it draws num_generations completions of every prompt",
-    "rescale": "it clips and uses the gradient of a single backward pass",
 }
 _NO_CRITIC = "GRPOTrainer trains no critic"
 _NO_LOGITS = "TRL's fused head keeps no logits"
@@ -254,22 +254,24 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
             f"steps_per_generation={microbatches}: an "
             "optimizer step would mix rollouts, whose token counts are not known in advance"
         )
-    if recipe.schedule is not None and recipe.schedule.name != "single_update":
+    single = recipe.schedule is not None and recipe.schedule.name == "single_update"
+    losses = (recipe,) if single else variants(recipe)
+    if recipe.schedule is not None and losses is None:
         raise ProxpoError(
             f"recipe {recipe.name}: schedule={recipe.schedule.name} decides over the optimizer "
             "steps of a rollout, which TRL does itself: recipe_options={'schedule': None} leaves "
             "them to num_iterations and steps_per_generation"
         )
-    if recipe.schedule is not None and (microbatches != accumulated or args.num_iterations != 1):
+    if single and (microbatches != accumulated or args.num_iterations != 1):
         raise ProxpoError(
             f"recipe {recipe.name} makes one update per rollout, but num_iterations="
             f"{args.num_iterations} and steps_per_generation={microbatches} with "
             f"gradient_accumulation_steps={accumulated} make "
             f"{args.num_iterations * microbatches // accumulated}"
         )
-    if args.num_iterations % max(len(recipe.passes), 1):
+    if losses is not None and args.num_iterations % len(losses):
         raise ProxpoError(
-            f"recipe {recipe.name} goes over a rollout in {len(recipe.passes)} passes: "
+            f"recipe {recipe.name} goes over a rollout in {len(losses)} passes: "
             f"num_iterations must be a multiple of that, got {args.num_iterations}"
         )
     if needs_whole_groups(recipe) and args.per_device_train_batch_size % args.num_generations:

@@ -62,6 +62,7 @@ from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_ranks
 from proxpo.settings import Settings, at_length
+from proxpo.stages.schedule import variants
 from proxpo.types import (
     MOST_SKIPPED,
     AllSum,
@@ -129,8 +130,8 @@ class ProxpoTrainer(GRPOTrainer):
         reports_logp = args.use_vllm or trl.get("rollout_func") is not None
         check_recipe(self.recipe, args, reports_logp=reports_logp)
         self._needs = self.recipe.needs()
-        variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
-        self._recorders = [ClipRecorder.of(variant) for variant in variants]
+        losses = variants(self.recipe) or (self.recipe,)
+        self._recorders = [ClipRecorder.of(loss) for loss in losses]
         self._variants = tuple(recorder.recipe for recorder in self._recorders)
         self._needs_before_update = set().union(*map(fields_before_update, self._variants))
         self._gradient_lengths = GradientLengths()

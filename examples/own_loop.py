@@ -20,9 +20,7 @@ def sample(policy, rollout, problems, seeds):
     prompts = [TASK.encode(problem, policy.tokenizer) for problem in problems]
     drawn = rollout.sample(prompts, seeds=seeds, max_tokens=6, temperature=1.0)
     texts = policy.tokenizer.batch_decode(drawn.tokens, skip_special_tokens=True)
-    rewards = drawn.logp.new_tensor(
-        [text == problem.answer for text, problem in zip(texts, problems)]
-    )
+    rewards = drawn.logp.new_tensor([text == case.answer for text, case in zip(texts, problems)])
     group = drawn.tokens.new_tensor([problem.index for problem in problems])
     known = {"logp": drawn.logp, "old_logp": drawn.logp, "mask": drawn.mask}
     return inputs(drawn, policy.pad_id), proxpo.Batch(**known, rewards=rewards, group=group)
@@ -30,11 +28,8 @@ def sample(policy, rollout, problems, seeds):
 
 def backward(model, recipe, transform, ids, seen, batch, ctx):
     """Gradients of one update: ISOPO acts inside the backward pass, most methods in the loss."""
-
-    def forward():
-        return {"logp": proxpo.model_logp(model, ids, batch.mask, attention_mask=seen)}
-
     rows = torch.arange(len(ids), device=ids.device)[:, None].where(seen, -1)
+    forward = partial(proxpo.model_logp, model, ids, batch.mask, attention_mask=seen)
     applied = partial(transform.applied, model, sequences=rows) if transform else None
     with proxpo.backward_pass(recipe, batch, ctx, forward=forward, applied=applied) as opened:
         opened.objective.backward()

@@ -18,7 +18,7 @@ from proxpo.ops.sums import over_microbatches
 from proxpo.stages.gradient import objective, per_response
 from proxpo.types import AllSum, Batch, Context, Loss, Reach, Recipe
 
-Forward = Callable[[], Mapping[str, Tensor]]
+Forward = Callable[[], Tensor | Mapping[str, Tensor]]
 
 
 class BackwardPass(NamedTuple):
@@ -26,7 +26,7 @@ class BackwardPass(NamedTuple):
 
     objective: the scalar to back-propagate before the block ends
     loss: value and metrics of the recipe on this micro-batch
-    fields: what `forward` returned for `objective`
+    fields: batch fields that `forward` computed for `objective`
     """
 
     objective: Float[Tensor, ""]
@@ -49,12 +49,13 @@ def backward_pass(
 ) -> Iterator[BackwardPass]:
     """Opens the backward pass of a prepared micro-batch; the caller back-propagates `objective`.
 
-        batch, ctx, _ = proxpo.prepare(recipe, rollout)
+        batch, ctx, _ = proxpo.prepare(recipe, batch)
+        forward = partial(proxpo.model_logp, model, ids, batch.mask)
         applied = partial(transform.applied, model, sequences=rows)   # None without a transform
         with backward_pass(recipe, batch, ctx, forward=forward, applied=applied) as step:
             step.objective.backward()
 
-    forward: runs the policy with gradient and returns the batch fields it computes, such as `logp`.
+    forward: runs the policy with gradient; returns `logp`, or all batch fields that it computes.
     applied: `Transform.applied` with all its arguments but `advantages`.
     forward_rest: the same as `forward` for the terms without an advantage, if they read more.
     policy_sum: `all_sum` for the policy term alone, where `ctx.all_sum` replays sums of the whole
@@ -63,18 +64,18 @@ def backward_pass(
     backward: back-propagates the terms without an advantage, for engines that do it themselves.
     """
     if applied is None:
-        fields = forward()
+        fields = _computed(forward)
         loss = policy_loss(recipe, batch.replace(**fields), ctx)
         yield BackwardPass(ranks * loss.value, loss, fields)
         return
     policy_ctx = ctx if policy_sum is None else replace(ctx, all_sum=policy_sum)
     whole = None
     if policy_term(recipe) != recipe:
-        present = batch.replace(**(forward_rest or forward)())
-        whole, rest = without_policy_term(recipe, present, ctx, policy_sum=policy_sum)
+        present = batch.replace(**_computed(forward_rest or forward))
+        whole, rest = without_policy_term(recipe, present, ctx, policy_ctx)
         backward(ranks * rest)
     with applied(advantages=ranks * per_response(recipe, batch)):
-        fields = forward()
+        fields = _computed(forward)
         weights, _, loss = objective(recipe, batch.replace(**fields), policy_ctx)
         if whole is not None:
             loss = Loss(whole.value, whole.metrics | loss.metrics)
@@ -87,17 +88,21 @@ def policy_term(recipe: Recipe) -> Recipe:
 
 
 def without_policy_term(
-    recipe: Recipe, batch: Batch, ctx: Context, *, policy_sum: AllSum | None = None
+    recipe: Recipe, batch: Batch, ctx: Context, policy_ctx: Context | None = None
 ) -> tuple[Loss, Float[Tensor, ""]]:
     """The loss, and the part of it that carries no advantage: regularisers and the critic's term.
 
-    Both are computed with the same random draws, which `ctx.generator` will make again.
+    policy_ctx: for the policy term, where its sums are others. Random draws are the same in both,
+    and `ctx.generator` stays as it is.
     """
     whole = policy_loss(recipe, batch, _same_draws(ctx))
-    policy_ctx = ctx if policy_sum is None else replace(ctx, all_sum=policy_sum)
-    return whole, whole.value - policy_loss(
-        policy_term(recipe), batch, _same_draws(policy_ctx)
-    ).value
+    policy = policy_loss(policy_term(recipe), batch, _same_draws(policy_ctx or ctx))
+    return whole, whole.value - policy.value
+
+
+def _computed(forward: Forward) -> Mapping[str, Tensor]:
+    result = forward()
+    return {"logp": result} if isinstance(result, Tensor) else result
 
 
 def _same_draws(ctx: Context) -> Context:

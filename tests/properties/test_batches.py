@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from fuzzing import times
-from helpers import CASES, close, recipe
+from helpers import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from methods.cases import CASES, recipe
 from torch import Tensor
 
 import proxpo

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from helpers import CASES, make_batch, recipe
+from helpers import make_batch
+from methods.cases import CASES, recipe
 from methods.toy_updates import ToyUpdates, run
 
 import proxpo
@@ -24,7 +25,7 @@ def asked(case: str, kinds: set[str]) -> set[str]:
 
 LACKING = {case: asked(case, IN_THE_LOSS) for case in CASES}
 for _case in CASES:
-    if CASES[_case][0] == "text2grad":
+    if CASES[_case].slug == "text2grad":
         LACKING[_case] -= {"rewards"}  # a critique's marks replace it: not read, so not missed
 JUDGING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
 

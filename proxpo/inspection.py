@@ -10,7 +10,7 @@ from proxpo.compose import Prepared, left_out, policy_loss, prepare
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
-from proxpo.stages.schedule.clipping_bias import clipping_bias_of, logp_norm
+from proxpo.stages.schedule.clipping_bias import ClippingBias, clipping_bias_of
 from proxpo.stages.trust.ess import ess
 from proxpo.types import Batch, Context, Recipe
 
@@ -124,7 +124,7 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
     }
     bias = clipping_bias_of(recipe)
     if bias is not None:  # over tokens in place of parameters: there is no model
-        norm = logp_norm(recipe, batch, ready.ctx)
+        norm = _bias_norm(bias, recipe, ready)
         measured["rescale_norm_logp"] = norm
         measured["rescale_factor_logp"] = norm.new_tensor(bias.factor(float(norm)))
     with torch.no_grad():
@@ -136,6 +136,16 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
             # The tokens were drawn from the old policy, so this direction is the unbiased one.
             measured["kl_old"] = masked_mean(kl_estimate(batch.old_logp, batch.logp), mask)
     return {f"inspect/{key}": float(value) for key, value in measured.items()}
+
+
+def _bias_norm(bias: ClippingBias, recipe: Recipe, ready: Prepared) -> Float[Tensor, ""]:
+    """‖∂C/∂log π‖ over tokens: a proxy for the norm over parameters where no model is at hand."""
+    logp = ready.batch.logp.detach().requires_grad_()
+    value = policy_loss(bias.measured(recipe), ready.batch.replace(logp=logp), ready.ctx).value
+    if not value.requires_grad:
+        return torch.zeros_like(value)
+    slope = torch.autograd.grad(value, logp, allow_unused=True)[0]
+    return torch.zeros_like(value) if slope is None else slope.norm()
 
 
 __all__ = ["Inspection", "as_json", "inspect_batch"]

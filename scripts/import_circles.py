@@ -15,12 +15,17 @@ PACKAGE = Path(__file__).parents[1] / "proxpo"
 # Lowest first: a module may import its own layer and those above this line. The longest matching
 # name decides, so a module can lie in another layer than its package.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "ops"),
-    ("fields", "types"),
-    ("stages", "compose"),
+    ("errors", "ops.shapes"),
+    ("fields",),
+    ("conversion",),
+    ("types",),
+    ("ops",),
+    ("exact", "logp"),
+    ("gradients",),
+    ("stages",),
     ("recipes", "settings"),
-    ("gradients", "logp"),
-    ("exact",),
+    ("compose",),
+    ("backward",),
     ("optimizers", "models", "sampler", "rewards"),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),

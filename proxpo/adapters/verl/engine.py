@@ -41,10 +41,10 @@ from proxpo.adapters.verl._losses import (
 )
 from proxpo.adapters.verl._recipes import slug_of
 from proxpo.adapters.verl._state import load_state, save_state
+from proxpo.backward import advantages_per_response, objective
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import Transform
 from proxpo.ops.shapes import Int, Tensor
-from proxpo.stages.gradient import objective, per_response
 from proxpo.types import Batch, Context, Recipe
 
 OURS = ["fsdp", "fsdp2"]
@@ -252,7 +252,9 @@ def rows_of(recipe: Recipe, micro_batch: Any) -> Tensor:
     """The advantage of each response of a micro-batch."""
     data = micro_batch.select("response_mask", "advantages").to_padded_tensor()
     advantages, mask = data["advantages"], data["response_mask"].bool()
-    return per_response(recipe, Batch(logp=advantages, mask=mask, advantages=advantages).clean())
+    return advantages_per_response(
+        recipe, Batch(logp=advantages, mask=mask, advantages=advantages).clean()
+    )
 
 
 def _offered(

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("exact", "logp"),
     ("gradients",),
     ("stages", "recipes", "settings", "compose"),  # `loss_fn` takes a recipe or its name
-    ("optimizers", "models", "sampler", "rewards"),
+    ("backward", "optimizers", "models", "sampler", "rewards"),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),
     ("train", "adapters"),

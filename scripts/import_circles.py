@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "proxpo"
 # a module can lie in another layer than its package; "" is proxpo/__init__.py.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("ops", "fields", "types"),
+    ("ops", "fields", "conversion", "types"),
     ("exact", "logp"),
     ("gradients",),
     ("stages", "recipes", "settings", "compose"),  # `loss_fn` takes a recipe or its name

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from proxpo.conversion import check_rollout
 from proxpo.errors import ProxpoError
-from proxpo.fields import check_rollout
+from proxpo.fields import find_field
+from proxpo.ops.groups import refreshed
 from proxpo.ops.masked import spread
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
@@ -38,11 +40,9 @@ AROUND = {  # stages that act around the loss, and how
     "budget": "decides how many responses are sampled and how long they may be",
     "prompts": "decides which prompts are trained on and draws others",
     "gradient": "acts on the gradients of the model's layers (proxpo.gradients)",
-    "rescale": "scales the gradient after the backward pass",
     "schedule": "decides over the optimizer steps of a rollout",
 }
 _TOLD: set[str] = set()  # warnings given by this process
-CURRENT = {"logp", "entropy", "values", "vocab_logp", "hidden", "mean"}
 
 
 class Prepared(NamedTuple):
@@ -74,16 +74,11 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
 
 def left_out(recipe: Recipe) -> dict[str, str]:
     """What the recipe does around its loss, by place, as clauses of a sentence."""
-    parts = {
+    return {
         place: f"{stage.kind}={stage.name}, which {AROUND[stage.kind]}"
         for place, stage in recipe.stages()
         if stage.kind in AROUND
     }
-    if recipe.passes:
-        parts["passes"] = f"its {len(recipe.passes)} passes, which follow one another on a batch"
-    if recipe.fresh is not None:
-        parts["fresh"] = "its second loss, which is for data that were just sampled"
-    return parts
 
 
 def _tell(recipe: Recipe) -> None:
@@ -143,7 +138,7 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
         ctx = replace(ctx, all_sum=_uncut(recipe, batch, ctx.counts))
     run = _Run(recipe, ctx)
     read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))
-    batch = batch.clean(*(read & CURRENT))
+    batch = batch.clean(*(name for name in read if find_field(name).source == "policy"))
     # Bounds on a ratio would hide an infinite log-probability; NaN comes through to the loss.
     batch = batch.replace(logp=batch.logp.masked_fill(batch.logp.isinf(), torch.nan))
     if recipe.advantage is not None and recipe.advantage.live and batch.refresh is not None:
@@ -241,14 +236,6 @@ def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:
     totals = all_sum(torch.tensor(counts, dtype=torch.float64, device=batch.mask.device))
     named = dict(zip(("tokens", "sequences", "rows", "prompts", "pairs"), totals))
     return Denominators(**named)
-
-
-def refreshed(batch: Batch) -> Batch:
-    """Marked for advantages that follow the policy; groups are numbered from 0 for their sums."""
-    found: dict[str, Tensor] = {"refresh": batch.mask.new_ones(len(batch.mask))}
-    if batch.group is not None:
-        found["group"] = batch.group.unique(return_inverse=True)[1]
-    return batch.replace(**found)
 
 
 def tokens_of_group(batch: Batch) -> Tensor:

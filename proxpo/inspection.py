@@ -10,7 +10,7 @@ from proxpo.compose import Prepared, left_out, policy_loss, prepare
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
-from proxpo.stages.rescale import logp_norm, rescaling_of
+from proxpo.stages.schedule.clipping_bias import clipping_bias_of, logp_norm
 from proxpo.stages.trust.ess import ess
 from proxpo.types import Batch, Context, Recipe
 
@@ -30,7 +30,7 @@ class Inspection:
     @property
     def notes(self) -> list[str]:
         """What these numbers do not show of the method, and lengths that a trainer would set."""
-        after = ("gradient", "rescale", "schedule")
+        after = ("gradient", "schedule")
         parts = [
             f"shown {'before' if place in after else 'without'} {what}"
             for place, what in left_out(self.recipe).items()
@@ -122,10 +122,11 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
         "silent": masked_mean(gradient == 0, mask),
         "advantage": masked_mean(_advantages(batch).abs(), mask),
     }
-    if recipe.rescale is not None:  # over tokens in place of parameters: there is no model here
+    bias = clipping_bias_of(recipe)
+    if bias is not None:  # over tokens in place of parameters: there is no model here
         norm = logp_norm(recipe, batch, ready.ctx)
         measured["rescale_norm_logp"] = norm
-        measured["rescale_factor_logp"] = norm.new_tensor(rescaling_of(recipe).factor(float(norm)))
+        measured["rescale_factor_logp"] = norm.new_tensor(bias.factor(float(norm)))
     with torch.no_grad():
         if recipe.ratio.gives == "ratio":
             state = recipe.init_state().get("ratio", {})

@@ -29,10 +29,7 @@ def make_recipe(name: str, settings: Settings = ()) -> Recipe:
     recipe = entry.make(**options)
     for option in options:
         _check_effect(entry, options, recipe, option)
-    swaps = [(key, value) for key, value in pairs if _is_stage(key)]
-    passes = tuple(apply_swaps(one, swaps) for one in recipe.passes)
-    fresh = apply_swaps(recipe.fresh, swaps) if recipe.fresh is not None else None
-    return apply_swaps(recipe, swaps).replace(passes=passes, fresh=fresh)
+    return apply_swaps(recipe, [(key, value) for key, value in pairs if _is_stage(key)])
 
 
 def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
@@ -63,9 +60,7 @@ def at_length(recipe: Recipe, tokens: int | None) -> Recipe:
             fitted = fitted.replace(**{kind: tuple(_at_length(one, tokens) for one in stages)})
         elif stages is not None:
             fitted = fitted.replace(**{kind: _at_length(stages, tokens)})
-    passes = tuple(at_length(one, tokens) for one in recipe.passes)
-    fresh = at_length(recipe.fresh, tokens) if recipe.fresh is not None else None
-    return fitted.replace(passes=passes, fresh=fresh)
+    return fitted
 
 
 def lengths(recipe: Recipe) -> dict[str, float | None]:
@@ -140,17 +135,9 @@ def _matters(entry: Method, options: Mapping[str, Any], option: str) -> bool:
 
 def _same(a: Recipe, b: Recipe) -> bool:
     """Whether two recipes have equal stages; stages that are not registered are compared by id."""
-    pairs = list(zip(a.stages(), b.stages()))
-    parts = [*zip(a.passes, b.passes), *([(a.fresh, b.fresh)] if a.fresh and b.fresh else [])]
-    return (
-        len(a.stages()) == len(b.stages())
-        and len(a.passes) == len(b.passes)
-        and (a.fresh is None) == (b.fresh is None)
-        and all(
-            x == y and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
-            for x, y in pairs
-        )
-        and all(_same(x, y) for x, y in parts)
+    return len(a.stages()) == len(b.stages()) and all(
+        x == y and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
+        for x, y in zip(a.stages(), b.stages())
     )
 
 
@@ -188,7 +175,7 @@ def _swap(recipe: Recipe, key: str, value: Any, swaps: Swaps) -> Recipe:
         if add:
             raise ProxpoError(f"{recipe.name}: there is one {kind} stage; write {kind}=NAME")
         if value is None:
-            optional = ("advantage", "value", "gradient", "rescale", "schedule")
+            optional = ("advantage", "value", "gradient", "schedule")
             if kind not in optional and "none" not in STAGES[kind]:
                 raise ProxpoError(f"{recipe.name}: the {kind} stage cannot be left out")
             if kind in optional:

@@ -18,6 +18,7 @@ from proxpo import sparsity
 from proxpo.ops import kl
 from proxpo.recipes import Method, methods
 from proxpo.stages import STAGES, aggregate, load_all
+from proxpo.stages.schedule import variants
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- catalogue: written by scripts/build_docs.py -->", "<!-- end of catalogue -->"
@@ -68,7 +69,8 @@ def method_page(method: Method, tested: dict[str, list[str]]) -> str:
     stages = "\n".join(
         f"| {place.split('.')[0]} | `{_cell(str(stage))}` |" for place, stage in recipe.stages()
     )
-    passes = f"\nRun as {len(recipe.passes)} passes over each batch.\n" if recipe.passes else ""
+    losses = variants(recipe) or ()
+    passes = f"\nRun as {len(losses)} passes over each batch.\n" if len(losses) > 1 else ""
     return f"""# {method.slug}
 
 {title}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import proxpo
 from proxpo import Batch, Context, Recipe
-from proxpo.types import ROWS
+from proxpo.fields import find_field
 
 VOCAB = 4
 WIDTH = 3  # of hidden states, features and Gaussian actions
@@ -165,7 +165,7 @@ def pad_columns(batch: Batch, columns: int, garbage: float = 0.0) -> Batch:
     """Masked columns on the right."""
 
     def padded(name: str, x: Tensor) -> Tensor:
-        if x.shape[:2] != batch.mask.shape or name in ROWS:
+        if x.shape[:2] != batch.mask.shape or not find_field(name).per_token:
             return x
         fill = garbage if x.is_floating_point() else 0
         shape = (x.shape[0], columns, *x.shape[2:])
@@ -188,7 +188,11 @@ def with_garbage(batch: Batch, garbage: float) -> Batch:
     """`garbage` at every masked position of every floating field."""
 
     def spoilt(name: str, x: Tensor) -> Tensor:
-        if x.shape[:2] != batch.mask.shape or name in ROWS or not x.is_floating_point():
+        if (
+            x.shape[:2] != batch.mask.shape
+            or not find_field(name).per_token
+            or not x.is_floating_point()
+        ):
             return x
         mask = batch.mask.reshape(batch.mask.shape + (1,) * (x.dim() - 2))
         return torch.where(mask, x, garbage)

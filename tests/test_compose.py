@@ -131,8 +131,8 @@ def test_a_loss_without_its_transform_schedule_or_budget_says_so() -> None:
         "sfpo": "schedule=fast_slow",
         "mdpo": "schedule=inner_steps",
         "knapsack-rl": "budget=knapsack",
-        "st-ppo": "rescale=clipping_bias",
-        "lopti": "its 2 passes",
+        "st-ppo": "schedule=clipping_bias",
+        "lopti": "schedule=split_passes",
     }
     for slug, part in parts.items():
         with pytest.warns(
@@ -149,7 +149,7 @@ def test_a_loss_without_its_transform_schedule_or_budget_says_so() -> None:
 @pytest.mark.parametrize("slug", ["reinforce", "isopo", "dpo"])
 def test_rescaling_a_recipe_without_a_ratio_is_refused(slug: str) -> None:
     with pytest.raises(
-        ProxpoError, match=f"{slug}: rescale=clipping_bias works on ratio, but ratio="
+        ProxpoError, match=f"{slug}: schedule=clipping_bias works on ratio, but ratio="
     ):
-        method(slug, rescale="clipping_bias")
-    assert method("grpo", rescale="clipping_bias").rescale is not None
+        method(slug, schedule="clipping_bias")
+    assert method("grpo", schedule="clipping_bias").schedule is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from proxpo.errors import ProxpoError, resolve
+from proxpo.fields import LOADERS
 from proxpo.stages import check
 from proxpo.stages._options import bind, parameters
 from proxpo.types import KINDS, Recipe
@@ -105,9 +106,7 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
             options = bind(make, given, what=slug)
             arguments = {k: options[k] for k in declared if k not in groups}
             arguments |= {name: {k: options[k] for k in group} for name, group in groups.items()}
-            named = replace(factory(**arguments), name=slug, options=options)
-            passes = tuple(replace(one, name=slug, options=options) for one in named.passes)
-            return check(replace(named, passes=passes))
+            return check(replace(factory(**arguments), name=slug, options=options))
 
         cast(Any, make).__signature__ = inspect.Signature(
             list(public.values()), return_annotation=Recipe
@@ -129,6 +128,9 @@ def load_all() -> None:
         importlib.import_module(f"proxpo.recipes.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
+
+
+LOADERS.append(load_all)  # packages with recipes of their own may declare batch fields
 
 
 def methods() -> dict[str, Method]:

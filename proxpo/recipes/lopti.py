@@ -5,7 +5,7 @@ from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import token
 from proxpo.stages.regularisers import kl_to_ref
-from proxpo.stages.select import probability_split
+from proxpo.stages.schedule import split_passes
 from proxpo.stages.trust import ppo_clip
 from proxpo.stages.weights import probability_reweight
 from proxpo.types import Recipe
@@ -30,24 +30,21 @@ def lopti(
         Lopti:  first a whole update loop with the tokens of π_old < η, then one with the others
         L = (1/N) Σ max(-Â r, -Â clip(r, 1-0.2, 1+0.24)) + β k3, each pass on its tokens only
 
-    variant: both, ar or lopti. The recipe's own loss is the sum of the two passes, which are in
-    `passes`; N counts all valid tokens in each. high_first=True is the ablation that collapses.
+    variant: both, ar or lopti. The recipe's own loss is the sum of the two passes, which its
+    schedule makes; N counts all valid tokens in each. high_first=True: the ablation that collapses.
 
     Departures: the paper writes the current π and p ≤ η; the code, followed here, the rollout's
     π_old and p < η. α = 0.3, η = 0.5 are the paper's K&K values (scripts: 0.2, 0.4).
 
     Reference: Yang et al., arXiv:2505.12929.
     """
-    whole = Recipe(
+    split = split_passes(threshold=threshold, rule=rule, high_first=high_first)
+    return Recipe(
         advantage=group_relative(),
         weights=() if variant == "lopti" else (probability_reweight(alpha=alpha),),
         ratio=token(),
         trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
         regularisers=(kl_to_ref(coef=kl_coef),) if kl_coef else (),
         aggregate=token_mean(),
+        schedule=None if variant == "ar" else split,
     )
-    if variant == "ar":
-        return whole
-    order = ("high", "low") if high_first else ("low", "high")
-    split = [probability_split(threshold=threshold, part=part, rule=rule) for part in order]
-    return whole.replace(passes=tuple(whole.replace(select=(part,)) for part in split))

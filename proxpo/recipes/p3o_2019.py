@@ -44,17 +44,12 @@ def p3o_2019(
     full = ess_kl_full(direction=kl_direction, mean_over_actions=kl_mean_over_actions)
     pull = ess_kl_from_old(eps=1e-7, eps_in="count") if kl == "sampled" else full
     on = step == "on"
-    recipe = Recipe(
+    return Recipe(
         advantage=gae(gamma=gamma, lam=lam, whitening=False),
         ratio=none() if on else token(limit=math.inf, smooth=1e-7),
         trust=score_function() if on else ess_cap(eps=1e-7, eps_in="count", cap=cap),
         regularisers=(entropy_bonus(coef=entropy_coef),) if on else (pull,),
         aggregate=token_mean(),
         value=value_loss(clip=None, gamma=gamma, lam=lam),
-        schedule=poisson_replay(ratio=replay_ratio),
-    )
-    if on:
-        return recipe
-    return recipe.replace(
-        fresh=p3o_2019(step="on", gamma=gamma, lam=lam, entropy_coef=entropy_coef)
+        schedule=poisson_replay(ratio=replay_ratio, fresh_entropy=None if on else entropy_coef),
     )

@@ -6,7 +6,7 @@ from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import seq_mean_token_mean, token_mean
 from proxpo.stages.ratio import token, turn
 from proxpo.stages.regularisers import kl_to_ref
-from proxpo.stages.rescale import clipping_bias
+from proxpo.stages.schedule import clipping_bias
 from proxpo.types import Recipe
 
 
@@ -48,5 +48,5 @@ def st_ppo(
         regularisers=(kl_to_ref(coef=kl_coef),) if kl_coef else (),
         aggregate=seq_mean_token_mean() if average == "sequence" else token_mean(),
         value=base.value if critic else None,
-        rescale=None if variant == "turn-ppo" else bias,
+        schedule=None if variant == "turn-ppo" else bias,
     )

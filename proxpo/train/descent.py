@@ -11,7 +11,7 @@ from proxpo.ops.metering import combined
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.sums import over_microbatches
 from proxpo.stages.gradient import objective, per_response
-from proxpo.stages.rescale import measured_loss
+from proxpo.stages.schedule import Rescale
 from proxpo.train.experience import Experience
 from proxpo.train.learner import (
     VOCABULARY,
@@ -23,7 +23,7 @@ from proxpo.train.learner import (
     vocabulary,
     widened,
 )
-from proxpo.types import ROWS, AllSum, Batch, Clock, Context, Loss, Metrics, Reach, Recipe, local
+from proxpo.types import FIELDS, AllSum, Batch, Clock, Context, Loss, Metrics, Reach, Recipe, local
 
 
 class Descent(NamedTuple):
@@ -42,6 +42,7 @@ def gradients(
     how: Pass,
     seed: int,
     clock: Clock = Clock(),
+    rescale: Rescale | None = None,
 ) -> Descent:
     """Backward of one mini-batch, micro-batch by micro-batch; the metrics of the whole.
 
@@ -69,8 +70,8 @@ def gradients(
         weight = share[number] / max(sum(share), 1.0)
         seen = {**loss.metrics, "loss": loss.value}
         totals = combined(recipe, totals, seen, share=weight)
-    if recipe.rescale is not None:
-        totals |= _rescaled(learner, recipe, rows, batch, parts, how, ctx, seed)
+    if rescale is not None:
+        totals |= _rescaled(learner, rescale, rows, batch, parts, how, ctx, seed)
     joined = {name: torch.cat([one[name] for one in present]) for name in present[0]}
     return Descent(totals, batch.replace(**joined).clean(*joined) if joined else batch)
 
@@ -97,7 +98,7 @@ def _filled(recipe: Recipe, rows: Experience, batch: Batch) -> tuple[Experience,
 
 def _rescaled(
     learner: Learner,
-    recipe: Recipe,
+    rescale: Rescale,
     rows: Experience,
     batch: Batch,
     parts: list[Tensor],
@@ -105,8 +106,7 @@ def _rescaled(
     ctx: Context,
     seed: int,
 ) -> Metrics:
-    """A second backward pass measures what the rescale stage asks for; the policy's are scaled."""
-    assert recipe.rescale is not None
+    """Measures the gradient of `rescale.loss` in a second pass and scales the policy's gradient."""
     trained = [p for p in learner.policy.model.parameters() if p.requires_grad]
     found = [p.grad for p in trained]
     for p in trained:
@@ -115,12 +115,13 @@ def _rescaled(
         cut = rows.rows(part)
         narrow = _narrow(batch.rows(part), cut.mask.shape[1])
         now = narrow.replace(**forward(learner, cut, how=how))
-        value = measured_loss(recipe, now, replace(ctx, generator=_draws(seed, number)))
+        own = replace(ctx, generator=_draws(seed, number))
+        value = policy_loss(rescale.loss, now, own).value
         if value.requires_grad:
             value.backward()
     squares = [p.grad.double().square().sum() for p in trained if p.grad is not None]
     norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-    factor = recipe.rescale.apply.factor(norm)  # type: ignore[attr-defined]
+    factor = rescale.factor(norm)
     for p, grad in zip(trained, found):
         p.grad = None if grad is None else grad.mul_(factor)
     seen = {"rescale/norm": norm, "rescale/factor": factor}
@@ -219,7 +220,9 @@ def _sums(
 def _narrow(batch: Batch, tokens: int) -> Batch:
     """The batch with the columns its trimmed rows still have."""
     wide = [(name, value) for name, value in batch.items() if value.dim() > 1]
-    return batch.replace(**{name: value[:, :tokens] for name, value in wide if name not in ROWS})
+    return batch.replace(
+        **{name: value[:, :tokens] for name, value in wide if FIELDS[name].per_token}
+    )
 
 
 __all__ = ["Descent", "gradients"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.runs import folder
 from proxpo.runs.checkpoint import (
     Checkpoint,
     Overdue,
@@ -16,14 +15,17 @@ from proxpo.runs.checkpoint import (
     load_latest,
     stop_on_signal,
 )
-from proxpo.runs.sinks import JsonLines, Sinks, make_sinks, public_names
+from proxpo.runs.folder import hold_folder
+from proxpo.runs.jsonlines import JsonLines
+from proxpo.runs.sinks import Sinks, make_sinks, public_names
+from proxpo.runs.status import clear_end
 from proxpo.sampler import agreement
 from proxpo.train.collect import Collected, Sampler, Sampling, collect
 from proxpo.train.config import Change, Config, as_dict, check_resume, write_config
 from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
-from proxpo.train.finish import Examined, finish
+from proxpo.train.finish import Examined, finish_run
 from proxpo.train.job import Job, build, restore, save, splits
 from proxpo.train.refusals import remarks
 from proxpo.train.update import update
@@ -52,7 +54,7 @@ def train(
     signal stopped returns {"stopped", "steps", "out"} instead and writes none.
     """
     out = Path(config.folder)
-    with folder.held(out, noted=noted), explained(out, config) as at:
+    with hold_folder(out, on_notice=noted), explained(out, config) as at:
         resumed = _resumed(out, config, resume=resume, noted=noted)
         job = build(config)
         try:
@@ -100,7 +102,7 @@ def _run(
             )
         return {"stopped": stop.by, "steps": at.saved or 0, "out": str(out)}
     at.phase = "finish"
-    return finish(job, out, examined or _examine(job, told), noted=noted)
+    return finish_run(job, out, examined or _examine(job, told), on_notice=noted)
 
 
 def _trained(
@@ -123,7 +125,7 @@ def _trained(
         metrics, answers = _examine(job, ask)
         job.before = {"metrics": metrics, "answers": answers}
     at.phase = "logging"
-    folder.begin(out)
+    clear_end(out)
     lines = remarks(job.config, job.learner.recipe)
     for line in lines if fresh else ():
         noted(line)
@@ -133,7 +135,7 @@ def _trained(
     drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
     with (
         _sinks(job, out, resume_at, noted) as sinks,
-        JsonLines(out / "samples.jsonl", resume_at=drawn, noted=noted) as samples,
+        JsonLines(out / "samples.jsonl", resume_at=drawn, on_notice=noted) as samples,
     ):
         if fresh:
             sinks.write(0, job.before["metrics"])
@@ -190,7 +192,7 @@ def _save(job: Job, out: Path, at: Progress) -> None:
 def _sinks(job: Job, out: Path, resume_at: int | None, noted: Noted) -> Sinks:
     log, plain = job.config.log, as_dict(job.config)
     return make_sinks(
-        out, log.sinks, resume_at=resume_at, project=log.project, config=plain, noted=noted
+        out, log.sinks, resume_at=resume_at, project=log.project, config=plain, on_notice=noted
     )
 
 

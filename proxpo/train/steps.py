@@ -4,7 +4,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from proxpo.compose import prepare
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.exact.policy import Policy, Samples
+from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
+from proxpo.stages.schedule import Rescale
 from proxpo.train.config import Config
 from proxpo.train.descent import gradients
 from proxpo.train.experience import Experience, join
@@ -41,32 +42,48 @@ class Ready(NamedTuple):
     how: Pass
 
 
+@dataclass
+class Record:
+    """Metrics of the updates on a rollout: all values by name, the last update's, the last made."""
+
+    seen: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    last: Metrics = field(default_factory=dict)
+    made: Metrics = field(default_factory=dict)  # of the last update that was not left out
+
+    def add(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self.seen[name].append(float(value))
+
+
 class Steps:
     """What a schedule may do with a rollout (see `Updates`), and what it has done so far."""
 
     def __init__(
-        self, job: Job, rows: Experience, *, path: tuple[int | str, ...], fresh: bool = True
+        self,
+        job: Job,
+        rows: Experience,
+        *,
+        path: tuple[int | str, ...],
+        recipe: Recipe | None = None,
+        record: Record | None = None,
     ) -> None:
-        self.job, self.rows, self.path, self.fresh = job, rows, path, fresh
+        self.job, self.rows, self.path = job, rows, path
         self.count = job.config.updates
         self.parts = job.config.train.mini_batches
-        self.recipe = job.learner.recipe
-        self.seen: dict[str, list[float]] = defaultdict(list)
+        self.recipe = recipe or job.learner.recipe
+        self.record = record or Record()
         self.room = {"samples": 0, "rollouts": 0}
-        self.last: Metrics = {}
-        self._made: Metrics = {}  # of the last update that was not left out
         self._late = self._exact = False
         self._done = self._others = self._replayed = 0
         self._fields: dict[str, Tensor] = {}
-        self._ready: dict[str, Ready] = {}
+        self._ready: Ready | None = None
+        self._variants: list[Steps] = []
 
-    @property
-    def variants(self) -> tuple[Recipe, ...]:
-        """The losses of a step: the recipe's passes, or its variant for fresh data, or itself."""
-        recipe = self.recipe
-        if not self.fresh:
-            return (recipe,)
-        return recipe.passes or (recipe.fresh or recipe,)
+    def variant(self, recipe: Recipe) -> "Steps":
+        steps = Steps(self.job, self.rows, path=self.path, recipe=recipe, record=self.record)
+        steps._fields = self._fields
+        self._variants.append(steps)
+        return steps
 
     def step(
         self,
@@ -76,20 +93,20 @@ class Steps:
         recipe: Recipe | None = None,
         rows: Int[Tensor, " row"] | None = None,
         only: bool = False,
+        rescale: Rescale | None = None,
     ) -> Metrics:
         self._late = only and n == 1 and scores_late(self.recipe)
         parts = self._checked(self.parts if parts is None else parts)
-        for variant in (recipe,) if recipe is not None else self.variants:
-            ready = self._prepared(self.variants[0] if recipe is not None else variant)
-            for number in range(self._done, self._done + n):
-                index, seed = self._part(number, parts) if rows is None else self._given(rows)
-                if not len(index):  # the rollout has fewer prompts than were asked for
-                    continue
-                self.last = self._descend(variant, ready, index, seed)
-                if recipe is None:
-                    self._note(self.last)
+        ready, record = self._prepared(), self.record
+        for number in range(self._done, self._done + n):
+            index, seed = self._part(number, parts) if rows is None else self._given(rows)
+            if not len(index):  # the rollout has fewer prompts than were asked for
+                continue
+            record.last = self._descend(recipe or self.recipe, ready, index, seed, rescale)
+            if recipe is None:
+                record.add(record.last)
         self._done += n if rows is None else 0
-        return self.last
+        return record.last
 
     def replay(self, *, start: int = 0, batch: float | None = None) -> bool:
         job = self.job
@@ -102,12 +119,12 @@ class Steps:
             kept, prompts = join(job.past), job.config.rollout.prompts_per_step
             old = kept.rows(any_of(kept, draw, max(1, round(batch * prompts))))
         path = ("replay", job.step, self._replayed)
-        steps = Steps(job, old, path=path, fresh=False)
+        steps = Steps(job, old, path=path)
         steps.step(1, parts=1)
         steps.finish()
         self._replayed += 1
-        for name, values in steps.seen.items():
-            self.seen[name] += values
+        for name, values in steps.record.seen.items():
+            self.record.seen[name] += values
         return True
 
     def mix(self, *, share: float, rollouts: int) -> None:
@@ -120,11 +137,11 @@ class Steps:
         self.room = {"samples": samples, "rollouts": rollouts}
 
     def batch(self) -> Batch:
-        return self._prepared(self.variants[0]).batch
+        return self._prepared().batch
 
     @torch.no_grad()
     def now(self, rows: Int[Tensor, " row"]) -> Batch:
-        ready, model = self._prepared(self.variants[0]), self.job.policy.model
+        ready, model = self._prepared(), self.job.policy.model
         index = rows.to(ready.batch.mask.device)
         training = model.training
         model.eval()
@@ -139,9 +156,9 @@ class Steps:
 
     def add(self, **fields: Float[Tensor, "seq tok"]) -> None:
         self._fields |= fields
-        for name, ready in self._ready.items():
-            batch = ready.batch.replace(**fields).clean(*fields)
-            self._ready[name] = ready._replace(batch=batch)
+        if self._ready is not None:
+            batch = self._ready.batch.replace(**fields).clean(*fields)
+            self._ready = self._ready._replace(batch=batch)
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.job.learner.trainable()]
@@ -166,7 +183,7 @@ class Steps:
         finally:
             self.load(present)
 
-    def exact(self) -> tuple[Policy, Samples]:
+    def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         self._exact = True
         batch, rows, width = self.batch(), self.rows, self.rows.mask.shape[1]
         places = (rows.attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -178,19 +195,22 @@ class Steps:
                 logits = model(input_ids=inputs, **given).logits
             return logits[:, -width - 1 : -1].float() / temperature
 
-        samples = Samples(rows.input_ids, rows.input_ids[:, -width:], batch.mask)
-        return Policy(self.job.policy.model, read), samples
+        samples = ActionBatch(rows.input_ids, rows.input_ids[:, -width:], batch.mask)
+        return FlatPolicy(self.job.policy.model, read), samples
 
     def finish(self, schedule: Mapping[str, Tensor] | None = None) -> None:
         """The state of every stage after the rollout; the old one if all updates were left out."""
         learner, before = self.job.learner, self.job.learner.state
-        if self.last and not self._made:
+        record = self.record
+        if record.last and not record.made:
             return
         learner.version += self._exact  # the schedule has moved the weights by itself
-        for variant in self.variants:
-            ready = self._prepared(variant)
-            seen = {**self._made, **ready.metrics}
-            learner.state = variant.update_state(learner.state, ready.batch, seen) or learner.state
+        used = [steps for steps in (self, *self._variants) if steps._ready is not None]
+        for steps in used or [self]:
+            ready = steps._prepared()
+            seen = {**record.made, **ready.metrics}
+            moved = steps.recipe.update_state(learner.state, ready.batch, seen)
+            learner.state = moved or learner.state
         if schedule is not None and "schedule" in before:
             memory = finite(dict(schedule), before["schedule"])
             learner.state = {**learner.state, "schedule": memory}
@@ -200,15 +220,14 @@ class Steps:
     def _chance(self) -> torch.Generator:
         return generator(self.job.config.seed, "replay", self.job.step)
 
-    def _prepared(self, variant: Recipe) -> Ready:
-        """The rollout as this loss sees it; computed once, at the policy of that moment."""
-        name = str(self.variants.index(variant))
-        if name not in self._ready:
-            self._ready[name] = self._prepare(variant)
-        return self._ready[name]
+    def _prepared(self) -> Ready:
+        """The rollout as the recipe sees it; computed once, at the policy of that moment."""
+        if self._ready is None:
+            self._ready = self._prepare()
+        return self._ready
 
-    def _prepare(self, variant: Recipe) -> Ready:
-        job, rows = self.job, self.rows
+    def _prepare(self) -> Ready:
+        job, rows, variant = self.job, self.rows, self.recipe
         how = pass_of(job.config, len(rows.mask))
         seed = derive(job.config.seed, *self.path, "prepare")
         ctx = Context(
@@ -253,14 +272,23 @@ class Steps:
         seed = derive(self.job.config.seed, *self.path, "other", self._others)
         return rows.to(self.rows.group.device), seed
 
-    def _descend(self, recipe: Recipe, ready: Ready, index: Tensor, seed: int) -> Metrics:
+    def _descend(
+        self, recipe: Recipe, ready: Ready, index: Tensor, seed: int, rescale: Rescale | None
+    ) -> Metrics:
         """Backward, clip, check, step; then the stages that follow every step."""
         job, learner = self.job, self.job.learner
         set_rate(learner, job.config, job.step)
         rows, batch, clock = self.rows.rows(index), ready.batch.rows(index), job.clock
         try:
             metrics, batch = gradients(
-                learner, recipe, rows, batch, how=ready.how, seed=seed, clock=clock
+                learner,
+                recipe,
+                rows,
+                batch,
+                how=ready.how,
+                seed=seed,
+                clock=clock,
+                rescale=rescale,
             )
         except NotFiniteError:  # a transform that would not go on; elsewhere the norm tells
             metrics = {"loss": torch.tensor(math.nan)}
@@ -270,14 +298,10 @@ class Steps:
             norm = optimizer_step(job)
         metrics = {**ready.metrics, **metrics, "grad_norm": torch.tensor(norm)}
         if math.isfinite(norm):
-            self._made = metrics
+            self.record.made = metrics
             moved = recipe.step_state(learner.state, batch, metrics, Context(clock=clock))
             learner.state = {**learner.state, **moved}
         return metrics
-
-    def _note(self, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self.seen[name].append(float(value))
 
 
 def optimizer_step(job: Job, *, finite: bool = True) -> float:

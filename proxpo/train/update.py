@@ -25,7 +25,7 @@ def update(job: Job, fresh: Experience) -> dict[str, float]:
     steps.finish(state)
     samples = max(steps.room["samples"], 4 * len(fresh.mask) if share else 0)
     job.past = remembered(job.past, fresh, samples=samples, rollouts=steps.room["rollouts"])
-    means = {name: sum(values) / len(values) for name, values in steps.seen.items()}
+    means = {name: sum(values) / len(values) for name, values in steps.record.seen.items()}
     return means | {name: float(value) for name, value in said.items()}
 
 

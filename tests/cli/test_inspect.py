@@ -28,17 +28,17 @@ NOTED = {
     "isopo-ntk": ["shown before gradient=isopo_ntk"],
     "kl-cov": [INFORMATIVE],
     "knapsack-rl": ["shown without budget=knapsack"],
-    "lopti": ["shown without its 2 passes"],
+    "lopti": ["shown before schedule=split_passes"],
     "mdpo": ["shown before schedule=inner_steps"],
     "opo": ["shown before schedule=single_update"],
-    "p3o-2019": ["shown before schedule=poisson_replay", "shown without its second loss"],
+    "p3o-2019": ["shown before schedule=poisson_replay"],
     "palu": ["shown without budget=length_budget"],
     "proma": ["shown before gradient=proma"],
     "rapid": ["shown before schedule=inner_steps"],
     "remax": ["shown before schedule=single_update"],
     "remix": ["shown before schedule=reincarnation"],
     "sfpo": ["shown before schedule=fast_slow"],
-    "st-ppo": ["shown before rescale=clipping_bias"],
+    "st-ppo": ["shown before schedule=clipping_bias"],
     "trpo": ["shown before schedule=line_search"],
 }
 
@@ -211,7 +211,7 @@ def test_wrong_methods_and_settings(refused, arguments, expected):
 @pytest.mark.parametrize("name", sorted(set(library.methods()) - set(SHOWN)))
 def test_a_method_says_which_field_it_misses_and_who_gives_it(refused, name):
     field = NEED_A_MODEL[name]
-    expected = f"needs the batch field '{field}' ({FIELDS[field]}), which is missing"
+    expected = f"needs the batch field '{field}' ({FIELDS[field].doc}), which is missing"
     assert expected in refused("inspect", name, "--batch", "sample", "--json")
 
 
@@ -253,10 +253,11 @@ def test_wrong_batches(refused, tmp_path):
     ("text", "expected"),
     [
         ("clip_high: 0.2", "expected 'method: NAME'"),
-        ("- grpo", "expected 'method: NAME'"),
-        ("method: [", "line 1 not valid YAML"),
+        ("- grpo", "expected settings as 'name: value' lines"),
+        ("method: [", "method.yaml:1: expected the node content"),
         ("method: grpp", "did you mean 'grpo'?"),
-        ("method: grpo\n1: 2", "the key 1 is not a name"),
+        ("method: grpo\n1: 2", "expected settings as 'name: value' lines"),
+        ("method: grpo\nmethod: dapo", "method.yaml:2: 'method' is given twice"),
         ("method: grpo\nratio:\n  nmae: kalman", "unknown option of ratio=token 'nmae'"),
         ("method: grpo\nratio: [a, b]", "ratio"),
     ],

@@ -7,7 +7,9 @@ from helpers import close, loss_and_gradients, make_batch, method, policy_gradie
 import proxpo
 from methods._case import Case
 from methods.loops import clipped, k3, plus, ratio, token_mean, z_scores
+from methods.toy_updates import ToyUpdates
 from proxpo import Batch
+from proxpo.stages.schedule import variants
 
 
 def lopti(b: Batch, *, alpha: float, kl_coef: float) -> torch.Tensor:
@@ -29,7 +31,7 @@ GRPO = {"clip_high": 0.24, "dual": 10.0, "kl_coef": 0.001, "aggregate": "token_m
 
 
 def passes(batch: object, **options: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    found = (loss_and_gradients(one, batch) for one in method("lopti", **options).passes)
+    found = (loss_and_gradients(one, batch) for one in variants(method("lopti", **options)))
     return [(value, grads["logp"]) for value, grads in found]
 
 
@@ -80,7 +82,8 @@ def test_limits_of_the_threshold() -> None:
 def test_masks(rule: str) -> None:
     batch = make_batch(1)
     low, high = (
-        one.select[0].apply(batch, proxpo.Context())[0] for one in method("lopti", rule=rule).passes
+        one.select[0].apply(batch, proxpo.Context())[0]
+        for one in variants(method("lopti", rule=rule))
     )
     close(low + high, torch.ones_like(low))
     p = batch.old_logp.exp()
@@ -93,7 +96,7 @@ def test_denominator_counts_all_tokens() -> None:
     batch = make_batch(1)
     low, high = (
         one.select[0].apply(batch, proxpo.Context())[0].bool()
-        for one in method("lopti", variant="lopti").passes
+        for one in variants(method("lopti", variant="lopti"))
     )
     whole = policy_gradient(method("grpo", **GRPO), batch)
     (_, first), (_, second) = passes(batch, variant="lopti")
@@ -109,14 +112,22 @@ def test_kl_belongs_to_the_pass() -> None:
 
 
 def test_order_of_the_passes() -> None:
-    parts = [one.select[0].options["part"] for one in method("lopti").passes]
+    parts = [one.select[0].options["part"] for one in variants(method("lopti"))]
     assert parts == ["low", "high"]
-    parts = [one.select[0].options["part"] for one in method("lopti", high_first=True).passes]
+    parts = [one.select[0].options["part"] for one in variants(method("lopti", high_first=True))]
     assert parts == ["high", "low"]
-    assert method("lopti", variant="ar").passes == ()
+    assert method("lopti", variant="ar").schedule is None
 
 
 def test_swaps_reach_the_passes() -> None:
     made = method("lopti", aggregate="token_sum", **{"trust.high": 0.5})
-    assert {one.aggregate.name for one in made.passes} == {"token_sum"}
-    assert {one.trust.options["high"] for one in made.passes} == {0.5}
+    assert {one.aggregate.name for one in variants(made)} == {"token_sum"}
+    assert {one.trust.options["high"] for one in variants(made)} == {0.5}
+
+
+def test_each_pass_gets_all_updates() -> None:
+    made = method("lopti")
+    updates = ToyUpdates(count=3, recipe=made)
+    assert made.schedule.apply(updates, proxpo.Context()) == ({}, {})
+    assert updates.calls == [("step", 3, None, False)] * 2
+    assert updates.variants == list(variants(made))

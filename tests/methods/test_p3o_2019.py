@@ -23,7 +23,7 @@ from methods.loops import (
 from methods.toy_updates import ToyUpdates, run
 from proxpo import Batch
 from proxpo.errors import ProxpoError
-from proxpo.stages.schedule import poisson_replay
+from proxpo.stages.schedule import poisson_replay, variants
 from proxpo.stages.trust import ess
 from proxpo.types import Context
 
@@ -157,3 +157,20 @@ def test_replay_follows_its_start_and_its_batch() -> None:
     for wrong in ({"start": 300}, {"start": -1}, {"batch": 0}, {"ratio": -1}, {"capacity": 0}):
         with pytest.raises(ProxpoError, match="poisson_replay: "):
             poisson_replay(**{"capacity": 200, **wrong})
+
+
+@pytest.mark.checks(SLUG, "fresh data get the on-policy loss, replayed data the corrected one")
+def test_fresh_data_have_a_loss_of_their_own() -> None:
+    made, updates = method(SLUG, entropy_coef=0.3), ToyUpdates(recipe=method(SLUG))
+    made.schedule.apply(updates, Context(generator=torch.Generator().manual_seed(0)))
+    [fresh] = updates.variants
+    on = method(SLUG, step="on", entropy_coef=0.3)
+    parts = ("advantage", "ratio", "trust", "regularisers", "aggregate", "value")
+    assert [getattr(fresh, part) for part in parts] == [getattr(on, part) for part in parts]
+    assert "entropy" in made.needs()
+
+
+def test_a_host_without_replay_can_follow_the_fresh_loss() -> None:
+    assert variants(method(SLUG)) is None
+    [fresh] = variants(method(SLUG, replay_ratio=0.0))
+    assert fresh.trust.name == "score_function"

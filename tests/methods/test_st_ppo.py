@@ -28,10 +28,11 @@ from methods.loops import (
     whitened,
     z_scores,
 )
+from methods.toy_updates import ToyUpdates
 from proxpo import Batch, Recipe
 from proxpo.inspection import inspect_batch
 from proxpo.stages.ratio import sequence, turn
-from proxpo.stages.rescale import clipping_bias, logp_norm, measured_loss
+from proxpo.stages.schedule.clipping_bias import clipping_bias, logp_norm, measured_loss
 from proxpo.types import Context
 
 
@@ -131,7 +132,7 @@ def test_on_policy() -> None:
     close(gradient_of(made, batch), -averaged / 9 / batch.mask.sum(1, keepdim=True))
     norm = logp_norm(made, ready.batch, ready.ctx)
     assert norm == 0
-    assert made.rescale.apply.factor(float(norm)) == 1.0
+    assert made.schedule.apply.factor(float(norm)) == 1.0
 
 
 @pytest.mark.checks(SLUG, "an observation token inside a turn splits it; token ratios do not care")
@@ -177,7 +178,7 @@ class Linear:
 
     def direction(self, made: Recipe, advantages: Tensor) -> Tensor:
         g, c = self.gradients(made, advantages)
-        return made.rescale.apply.factor(float(c.norm())) * g
+        return made.schedule.apply.factor(float(c.norm())) * g
 
 
 def model() -> tuple[Linear, Tensor]:
@@ -231,7 +232,7 @@ def test_floor() -> None:
 def test_clipped_set() -> None:
     batch = crafted([[0.5, 0.5, 0.5, -0.5, -0.5, -0.5]], [[1.0, -1.0, 0.0, 1.0, -1.0, 0.0]])
     r = (batch.logp - batch.old_logp).exp()
-    term = clipping_bias().apply.loss(r, batch, Context())
+    term = clipping_bias().apply.term(r, batch, Context())[0]
     close(term, r * f64([[1.0, 0, 0, 0, -1.0, 0]]))
 
 
@@ -268,12 +269,12 @@ def test_inspect_shows_the_proxy_over_tokens() -> None:
 
 
 def test_variants() -> None:
-    assert method(SLUG).rescale.name == method(SLUG, variant="s-ppo").rescale.name
-    assert method(SLUG, variant="turn-ppo").rescale is None
+    assert method(SLUG).schedule.name == method(SLUG, variant="s-ppo").schedule.name
+    assert method(SLUG, variant="turn-ppo").schedule is None
     assert method(SLUG, variant="s-ppo").ratio.name == "token"
     assert method(SLUG).value is not None
     assert method(SLUG, critic=False).value is None
-    assert method("grpo", rescale="clipping_bias").rescale.options["norm_floor"] == 0.0
+    assert method("grpo", schedule="clipping_bias").schedule.options["norm_floor"] == 0.0
 
 
 def test_turns_are_asked_for() -> None:
@@ -291,9 +292,9 @@ def test_refused(option: dict) -> None:
         method(SLUG, **option)
 
 
-def test_no_rescale_stage_is_said() -> None:
+def test_a_recipe_without_the_division_is_refused() -> None:
     ready = proxpo.prepare(method("ppo"), make_batch(1))
-    with pytest.raises(ValueError, match="ppo: there is no rescale stage"):
+    with pytest.raises(ValueError, match="ppo: there is no schedule=clipping_bias"):
         measured_loss(method("ppo"), ready.batch, ready.ctx)
 
 
@@ -304,3 +305,12 @@ def test_only_the_policy_term_is_measured() -> None:
         ready = proxpo.prepare(made, batch)
         found.append(measured_loss(made, ready.batch, ready.ctx))
     close(found[0], found[1])
+
+
+def test_every_update_is_rescaled() -> None:
+    made = method(SLUG)
+    updates = ToyUpdates(count=3, recipe=made)
+    assert made.schedule.apply(updates, Context()) == ({}, {})
+    assert updates.calls == [("step", 3, None, True)]
+    assert updates.rescales[0].loss.trust.apply == made.schedule.apply.term
+    assert updates.rescales[0].factor(4.0) == 0.25

@@ -8,6 +8,7 @@ from helpers import make_batch, method
 from torch import Tensor
 
 from proxpo import Batch, Recipe
+from proxpo.stages.schedule import Rescale
 from proxpo.types import Clock, Context
 
 
@@ -31,13 +32,23 @@ class ToyUpdates:
         self.calls: list[tuple] = []
         self.added: dict[str, Tensor] = {}
         self.moments = 0
+        self.rescales: list[Rescale] = []
+        self.variants: list[Recipe] = []
 
-    def step(self, n=1, *, parts=None, recipe=None, rows=None, only=False) -> dict[str, Tensor]:
+    def step(
+        self, n=1, *, parts=None, recipe=None, rows=None, only=False, rescale=None
+    ) -> dict[str, Tensor]:
         self.calls.append(("step", n, parts, only))
+        if rescale is not None:
+            self.rescales.append(rescale)
         for _ in range(n):
             self.theta = self.theta - self.lr * self.grad(self.theta)
             self.moments += 1
         return {}
+
+    def variant(self, recipe: Recipe) -> "ToyUpdates":
+        self.variants.append(recipe)
+        return self
 
     def replay(self, *, start: int = 0, batch: float | None = None) -> bool:
         self.calls.append(("replay", start, batch))

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from proxpo import Batch, ProxpoError, Recipe, Stage
 from proxpo.compose import policy_loss, prepare
-from proxpo.exact import Policy, Samples
+from proxpo.exact import ActionBatch, FlatPolicy
 from proxpo.ops.sums import over_microbatches
+from proxpo.stages.schedule import variants
 from proxpo.train.collect import _factor
 from proxpo.types import MANY, Budget, Clock, Context
 
@@ -98,7 +99,7 @@ def rollout(made: Recipe, batch: Batch, state: dict, clock: Clock) -> tuple[dict
 def hosts(kind: str, name: str) -> list[Recipe]:
     """Recipes of the catalogue's cases that have the stage; else all that can take it."""
     made = [recipe(case) for case in CASES]
-    made += [part for one in made for part in (*one.passes, *([one.fresh] if one.fresh else []))]
+    made += [part for one in made for part in variants(one) or ()]
     return [one for one in made if stage_of(one, kind, name) is not None]
 
 
@@ -145,12 +146,6 @@ def of_prompts(stage: Stage) -> Iterator[Any]:
         yield plain(stage.apply(batch, Context()))
 
 
-def of_rescale(stage: Stage) -> Iterator[Any]:
-    scaled = method("st-ppo").replace(rescale=stage)
-    yield from of_loss(scaled.replace(trust=replace(stage, kind="trust", gives="loss")))
-    yield [stage.apply.factor(norm) for norm in (0.0, 0.1, 0.5, 3.0)]  # type: ignore[attr-defined]
-
-
 class Watched(ToyUpdates):
     """A rollout whose KL falls with every step on it, and a small policy for exact steps."""
 
@@ -164,14 +159,14 @@ class Watched(ToyUpdates):
         near = self.rollout.vocab_logp * 0.7**done + self.rollout.old_vocab_logp * (1 - 0.7**done)
         return self.rollout.replace(vocab_logp=near.log_softmax(-1)).rows(rows)
 
-    def exact(self) -> tuple[Policy, Samples]:
+    def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         self.model = Small()
         with torch.no_grad():
             for p in self.model.parameters():
                 p.mul_(2)  # far from quadratic, so that the search has to shrink its step
         tokens, mask = self.rollout.tokens, self.rollout.mask
         self.rollout = prepare(method("grpo"), self.rollout).batch
-        return Policy(self.model), Samples(tokens.roll(1, 1), tokens, mask)
+        return FlatPolicy(self.model), ActionBatch(tokens.roll(1, 1), tokens, mask)
 
 
 def of_schedule(stage: Stage) -> Iterator[Any]:
@@ -185,6 +180,10 @@ def of_schedule(stage: Stage) -> Iterator[Any]:
         state, seen = stage.apply(updates, ctx)
         added = {name: float(value.sum()) for name, value in updates.added.items()}
         yield plain([updates.calls, updates.theta, updates.moments, added, state, seen])
+        yield [str(one) for recipe in updates.variants for _, one in recipe.stages()[:-1]]
+        for rescale in updates.rescales:
+            yield from of_loss(rescale.loss)
+            yield [rescale.factor(norm) for norm in (0.0, 0.1, 0.5, 3.0)]
 
 
 class Small(nn.Module):
@@ -223,7 +222,6 @@ def of_gradient(stage: Stage) -> Iterator[Any]:
 WATCHED = {
     "budget": of_budget,
     "prompts": of_prompts,
-    "rescale": of_rescale,
     "schedule": of_schedule,
     "gradient": of_gradient,
 }

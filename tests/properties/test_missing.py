@@ -33,7 +33,7 @@ JUDGING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
 def assert_told(error: ProxpoError, case: str, name: str) -> None:
     line = str(error)
     assert "\n" not in line
-    assert f"'{name}' ({FIELDS[name]})" in line
+    assert f"'{name}' ({FIELDS[name].doc})" in line
     kind, stage = re.search(r"(\w+)=(\w+)", line).groups()
     assert stage in {one.name for _, one in recipe(case).stages() if one.kind == kind}
 
@@ -84,4 +84,4 @@ def test_what_no_recipe_can_do_without_is_asked_for() -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_names_its_provider(name: str) -> None:
-    assert re.search(r"\bfrom |\breported by |\bset by |\bcomputed by ", FIELDS[name])
+    assert re.search(r"\bfrom |\breported by |\bset by |\bcomputed by ", FIELDS[name].doc)

@@ -10,6 +10,7 @@ import proxpo.train.learner as module
 from proxpo.errors import ProxpoError
 from proxpo.stages import STAGES, stage
 from proxpo.stages.budget.visits import visits
+from proxpo.stages.schedule import Rescale
 from proxpo.train.config import load_config
 from proxpo.train.descent import gradients
 from proxpo.train.fields import batch_of
@@ -244,17 +245,10 @@ def test_rows_without_tokens_change_nothing_but_the_cost(tmp_path) -> None:
 
 
 def test_rescaling_divides_by_what_was_clipped(tmp_path) -> None:
-    """All gradients are multiplied by the stage's factor of the measured norm, and no other way."""
+    """All gradients are multiplied by the factor of the measured norm, and no other way."""
 
-    class Halves:
-        def loss(self, ratio, batch, ctx):
-            return 3.0 * ratio * batch.advantages
-
-        def factor(self, norm):
-            return 1 / norm
-
-        def __call__(self, ratio, batch, ctx):
-            return self.loss(ratio, batch, ctx), {}
+    def thrice(ratio, batch, ctx):
+        return 3.0 * ratio * batch.advantages, {}
 
     job = job_of(tmp_path, method="reinforce")
     job.learner.recipe = job.learner.recipe.replace(
@@ -264,14 +258,17 @@ def test_rescaling_divides_by_what_was_clipped(tmp_path) -> None:
     steps = Steps(job, rows, path=("test",))
     how, learner = Pass(temperature=1.0, micro_batch=5), job.learner
 
-    def grads(recipe):
+    def grads(**options):
         learner.optimizer.zero_grad()
-        metrics = gradients(learner, recipe, rows, steps.batch(), how=how, seed=0).metrics
+        metrics = gradients(
+            learner, learner.recipe, rows, steps.batch(), how=how, seed=0, **options
+        ).metrics
         return metrics, torch.cat([p.grad.flatten() for p in learner.trainable()])
 
-    _, plain = grads(learner.recipe)
-    stage_ = Stage(kind="rescale", name="halves", apply=Halves())
-    metrics, scaled = grads(learner.recipe.replace(rescale=stage_))
+    _, plain = grads()
+    trust = Stage(kind="trust", name="thrice", apply=thrice, takes=("ratio",), gives="loss")
+    rescale = Rescale(learner.recipe.replace(trust=trust), lambda norm: 1 / norm)
+    metrics, scaled = grads(rescale=rescale)
     norm = float(metrics["rescale/norm"])
     assert norm == pytest.approx(3 * float(plain.norm()), rel=1e-4)
     torch.testing.assert_close(scaled, plain / norm, rtol=1e-3, atol=1e-6)

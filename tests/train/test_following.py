@@ -9,12 +9,13 @@ from train_runs import job_of, sample
 import proxpo.train.steps as steps_module
 from proxpo.errors import ProxpoError
 from proxpo.ops.kl import kl_exact
+from proxpo.stages import STAGES
+from proxpo.stages.schedule import Rescale
 from proxpo.train.descent import gradients
 from proxpo.train.fields import reference_kl
 from proxpo.train.learner import Pass, vocabulary
 from proxpo.train.steps import Steps
 from proxpo.train.update import update
-from proxpo.types import Stage
 
 MOMENTS = "select.curvature_mask"
 BETA = "regularisers.kl_dual"
@@ -88,23 +89,15 @@ def test_the_multiplier_follows_every_step(tmp_path) -> None:
 
 @pytest.mark.checks("st-ppo", "the policy's gradient is divided, the critic's is left alone")
 def test_rescaling_spares_the_critic(tmp_path) -> None:
-    class Tenth:
-        def loss(self, ratio, batch, ctx):
-            return ratio * batch.advantages
-
-        def factor(self, norm):
-            return 0.1
-
-        def __call__(self, ratio, batch, ctx):
-            return self.loss(ratio, batch, ctx), {}
-
     job = job_of(tmp_path, "critic=true", "variant=turn-ppo", method="st-ppo", task="calculator")
     learner, rows, grads = job.learner, sample(job).experience, []
     batch = Steps(job, rows, path=("test",)).batch()
-    tenth = Stage(kind="rescale", name="tenth", apply=Tenth())
-    for recipe in (learner.recipe, learner.recipe.replace(rescale=tenth)):
+    trust = STAGES["trust"]["unclipped"]()
+    tenth = Rescale(learner.recipe.replace(trust=trust, value=None), lambda norm: 0.1)
+    how = Pass(temperature=1.0, micro_batch=7)
+    for rescale in (None, tenth):
         learner.optimizer.zero_grad()
-        gradients(learner, recipe, rows, batch, how=Pass(temperature=1.0, micro_batch=7), seed=0)
+        gradients(learner, learner.recipe, rows, batch, how=how, seed=0, rescale=rescale)
         own = torch.cat([p.grad.flatten() for p in job.policy.model.parameters()])
         grads.append((own.clone(), learner.critic.weight.grad.clone()))
     (plain, critic), (scaled, spared) = grads

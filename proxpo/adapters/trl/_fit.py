@@ -5,22 +5,21 @@ import warnings
 from typing import Any
 
 from proxpo.errors import ProxpoError
+from proxpo.fields import CORE
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
+from proxpo.stages.ratio.gaussian import GAUSSIAN
+from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
 
-GIVEN = {
-    *("logp", "mask", "old_logp", "ref_logp", "prox_logp", "entropy", "lag", "tokens"),
-    *("rewards", "group", "truncated", "group_tokens", "advantages"),
-}
 # Stages that change what TRL does by itself.
 HOST_KINDS = {
     "budget": "it draws num_generations completions of every prompt",
-    "rescale": "it clips and uses the gradient of a single backward pass",
 }
 _NO_CRITIC = "GRPOTrainer trains no critic"
 _NO_LOGITS = "TRL's fused head keeps no logits"
 _NO_STATES = "TRL hands over no hidden states"
+UNKNOWN = "TRL has no such field"
 WHY = {
     "values": _NO_CRITIC,
     "old_values": _NO_CRITIC,
@@ -43,10 +42,11 @@ WHY = {
     "hidden": _NO_STATES,
     "features": _NO_STATES,
     **dict.fromkeys(
-        ("mean", "old_mean", "ref_mean", "noise", "step_size", "time"),
+        (field.name for field in GAUSSIAN),
         "a language model's policy is not Gaussian",
     ),
 }
+GIVEN = CORE - WHY.keys()
 
 _TIS = "use {'weights+': 'tis'} in recipe_options"
 _SAPO = "they are options of recipe='sapo'"
@@ -96,7 +96,7 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
     """Raise ProxpoError unless TRL, with these arguments, can give the recipe what it asks for."""
     missing = recipe.needs() - GIVEN - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
-        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
+        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY.get(name, UNKNOWN)}")
     for _, stage in recipe.stages():
         if stage.kind in HOST_KINDS:
             raise ProxpoError(
@@ -250,21 +250,23 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
             f"gradient_accumulation_steps={steps} does not divide steps_per_generation={held}: an "
             "optimizer step would mix rollouts, whose token counts are not known in advance"
         )
-    if recipe.schedule is not None and recipe.schedule.name != "single_update":
+    single = recipe.schedule is not None and recipe.schedule.name == "single_update"
+    losses = (recipe,) if single else variants(recipe)
+    if recipe.schedule is not None and losses is None:
         raise ProxpoError(
             f"recipe {recipe.name}: schedule={recipe.schedule.name} decides over the optimizer "
             "steps of a rollout, which TRL does itself: recipe_options={'schedule': None} leaves "
             "them to num_iterations and steps_per_generation"
         )
-    if recipe.schedule is not None and (held != steps or args.num_iterations != 1):
+    if single and (held != steps or args.num_iterations != 1):
         raise ProxpoError(
             f"recipe {recipe.name} makes one update per rollout, but num_iterations="
             f"{args.num_iterations} and steps_per_generation={held} with "
             f"gradient_accumulation_steps={steps} make {args.num_iterations * held // steps}"
         )
-    if args.num_iterations % max(len(recipe.passes), 1):
+    if losses is not None and args.num_iterations % len(losses):
         raise ProxpoError(
-            f"recipe {recipe.name} goes over a rollout in {len(recipe.passes)} passes: "
+            f"recipe {recipe.name} goes over a rollout in {len(losses)} passes: "
             f"num_iterations must be a multiple of that, got {args.num_iterations}"
         )
     if keeps_groups(recipe) and args.per_device_train_batch_size % args.num_generations:

@@ -49,6 +49,7 @@ from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_microbatches, over_ranks
 from proxpo.settings import Settings, at_length
 from proxpo.stages.gradient import objective, per_response
+from proxpo.stages.schedule import variants
 from proxpo.types import (
     MOST_SKIPPED,
     AllSum,
@@ -111,8 +112,7 @@ class ProxpoTrainer(GRPOTrainer):
         speaks = args.use_vllm or trl.get("rollout_func") is not None
         check_fit(self.recipe, args, reports_logp=speaks)
         self._needs = self.recipe.needs()
-        variants = self.recipe.passes or (self.recipe.fresh or self.recipe,)
-        self._watches = [Watch.of(recipe) for recipe in variants]
+        self._watches = [Watch.of(one) for one in variants(self.recipe) or (self.recipe,)]
         self._variants = tuple(watch.recipe for watch in self._watches)
         self._lengths = Lengths()
         self._early = {name for one in self._variants for name in early(one)}

@@ -14,12 +14,13 @@ from proxpo.errors import ProxpoError, fold, nearest
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
 from proxpo.stages.aggregate import token_mean
+from proxpo.stages.schedule import variants
 from proxpo.types import FIELDS, Batch, Clock, Context, Recipe, Stage
 
 PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
 GROUP_KINDS = ("reward", "filter", "advantage", "prune")
-HOST_KINDS = ("budget", "rescale")  # rollouts and gradients as verl makes them
+HOST_KINDS = ("budget",)  # rollouts as verl makes them
 # What verl hands to a policy loss, what proxpo's engine adds to it, and what an estimator gets.
 LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
 ENGINE_FIELDS = {"ref_logp", "rollout_logp", "prox_logp", "entropy"}
@@ -102,8 +103,9 @@ def _checked(slug: str, options: str, asked: str, side: str, engine: bool) -> Re
 def loss_refusal(recipe: Recipe, engine: bool) -> str:
     """Why verl cannot compute this recipe's loss; empty if it can."""
     where = f"verl: {recipe.name}"
-    if recipe.passes:
-        return f"{where} makes {len(recipe.passes)} passes over a batch, and verl makes one"
+    losses = variants(recipe)
+    if losses is not None and len(losses) > 1:
+        return f"{where} makes {len(losses)} passes over a batch, and verl makes one"
     if recipe.schedule is not None and recipe.schedule.name != "single_update":
         return f"{where} follows schedule={recipe.schedule.name}, and verl keeps its own"
     for _, stage in recipe.stages():
@@ -186,8 +188,8 @@ def _line(recipe: Recipe, stage: Stage, name: str, whom: str) -> str:
         instead.append("proxpo's engine gives it (VERL_ENGINE_VENDOR=proxpo)")
     hint = f"; {'; or '.join(instead)}" if instead else ""
     return (
-        f"verl: {recipe.name}: {stage.kind}={stage.name} needs '{name}' ({FIELDS[name]}), which "
-        f"verl does not give to {whom}{hint}"
+        f"verl: {recipe.name}: {stage.kind}={stage.name} needs '{name}' ({FIELDS[name].doc}), "
+        f"which verl does not give to {whom}{hint}"
     )
 
 

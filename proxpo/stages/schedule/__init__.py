@@ -1,14 +1,18 @@
-"""What optimizer steps a rollout gets. A schedule's function is given `Updates`, and makes them."""
+"""Schedules: the optimizer steps of a rollout, made by a function that is given `Updates`."""
 
-from proxpo.stages.schedule._types import Updates
+from proxpo.stages.schedule._types import Rescale, Updates, variants
+from proxpo.stages.schedule.clipping_bias import clipping_bias
 from proxpo.stages.schedule.counts import inner_steps, poisson_replay, single_update
 from proxpo.stages.schedule.fast_slow import fast_slow
 from proxpo.stages.schedule.fixup import fixup
 from proxpo.stages.schedule.line_search import line_search
+from proxpo.stages.schedule.passes import split_passes
 from proxpo.stages.schedule.reincarnation import reincarnation
 
 __all__ = [
+    "Rescale",
     "Updates",
+    "clipping_bias",
     "fast_slow",
     "fixup",
     "inner_steps",
@@ -16,4 +20,6 @@ __all__ = [
     "poisson_replay",
     "reincarnation",
     "single_update",
+    "split_passes",
+    "variants",
 ]

@@ -1,17 +1,25 @@
-"""What a schedule is given: one rollout, and everything that may be done with it."""
+"""`Updates`: a rollout as a schedule sees it, and the steps that a schedule can ask for."""
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from proxpo.exact.policy import Policy, Samples
+from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.types import Batch, Metrics, Recipe
 
 Weights = list[Tensor]
 
 
+class Rescale(NamedTuple):
+    """A factor on the policy's gradient before the optimizer's step: factor(‖∇ loss‖)."""
+
+    loss: Recipe
+    factor: Callable[[float], float]
+
+
 @runtime_checkable
 class Updates(Protocol):
-    """One rollout in the hands of a schedule; a trainer provides it.
+    """One rollout and the updates that a schedule can make on it; a trainer provides it.
 
     A schedule's function is `apply(updates, ctx) -> (state, metrics)`: it makes the optimizer steps
     it wants and returns its own next state. `count` is how many the settings ask for, `parts` into
@@ -31,12 +39,18 @@ class Updates(Protocol):
         recipe: Recipe | None = None,
         rows: Int[Tensor, " row"] | None = None,
         only: bool = False,
+        rescale: Rescale | None = None,
     ) -> Metrics:
         """n optimizer steps, each on the next mini-batch; the metrics of the last.
 
         parts=1 takes the whole rollout each time. `rows` takes those rows, `recipe` another loss.
-        only=True promises that no other step follows, which may save a pass of the model.
+        only=True promises that no other step follows, which may save a pass of the model. `rescale`
+        measures a second gradient and multiplies the policy's by a factor of its norm.
         """
+        ...
+
+    def variant(self, recipe: Recipe) -> "Updates":
+        """The same rollout under another recipe, prepared anew at the policy of its first step."""
         ...
 
     def replay(self, *, start: int = 0, batch: float | None = None) -> bool:
@@ -87,9 +101,21 @@ class Updates(Protocol):
         """Log-probabilities of the rollout under other weights."""
         ...
 
-    def exact(self) -> tuple[Policy, Samples]:
+    def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         """The model as a function of its parameters, and the rollout it is judged on."""
         ...
 
 
-__all__ = ["Updates", "Weights"]
+def variants(recipe: Recipe) -> tuple[Recipe, ...] | None:
+    """Losses that the updates of a rollout take in turn; None if the schedule does more than that.
+
+    A host that makes the updates itself can follow such a schedule: an even share of the updates
+    for each loss. Without a schedule the recipe itself is the only one.
+    """
+    if recipe.schedule is None:
+        return (recipe,)
+    declared = getattr(recipe.schedule.apply, "variants", None)
+    return None if declared is None else declared(recipe)
+
+
+__all__ = ["Rescale", "Updates", "Weights", "variants"]

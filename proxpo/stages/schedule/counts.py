@@ -1,14 +1,18 @@
-"""Schedules that only count: how many steps, on how much of the rollout."""
+"""Schedules of a number of steps: on the whole rollout, on parts of it, on replayed data."""
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
+from proxpo.stages.ratio import none
+from proxpo.stages.regularisers import entropy_bonus
 from proxpo.stages.schedule._types import Updates
-from proxpo.types import Context, Metrics, State
+from proxpo.stages.trust import score_function
+from proxpo.types import Context, Metrics, Recipe, State
 
 Result = tuple[State, Metrics]
 MOST_REPLAYS = 1000  # replayed updates a rollout, on average
@@ -43,16 +47,54 @@ def inner_steps(*, steps: int = 10, on: Literal["whole", "parts"] = "whole"):
     return schedule
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoissonReplay:
+    """A schedule with m ~ Poisson(ratio) updates on replayed data after the fresh ones."""
+
+    ratio: float
+    capacity: int
+    start: int
+    batch: float | None
+    fresh_entropy: float | None
+
+    def __call__(self, updates: Updates, ctx: Context) -> Result:
+        drawn = int(torch.poisson(torch.tensor(float(self.ratio)), generator=ctx.generator))
+        updates.keep(samples=self.capacity)
+        updates.variant(self.fresh(updates.recipe)).step(updates.count, only=not drawn)
+        made = sum(updates.replay(start=self.start, batch=self.batch) for _ in range(drawn))
+        return {}, {"schedule/replayed": torch.tensor(float(made))}
+
+    def fresh(self, recipe: Recipe) -> Recipe:
+        """The recipe for data of the current policy: without corrections for another sampler."""
+        if self.fresh_entropy is None:
+            return recipe
+        others = [one for one in recipe.regularisers if not one.name.startswith("ess_kl")]
+        return recipe.replace(
+            ratio=none(),
+            trust=score_function(),
+            regularisers=(entropy_bonus(coef=self.fresh_entropy), *others),
+        )
+
+    def variants(self, recipe: Recipe) -> tuple[Recipe, ...] | None:
+        return None if self.ratio else (self.fresh(recipe),)
+
+
 @stage("schedule")
 def poisson_replay(
-    *, ratio: float = 2.0, capacity: int = 50_000, start: int = 0, batch: float | None = None
+    *,
+    ratio: float = 2.0,
+    capacity: int = 50_000,
+    start: int = 0,
+    batch: float | None = None,
+    fresh_entropy: float | None = None,
 ):
     """After each on-policy update m ~ Poisson(ratio) updates on replayed data. P3O 2019.
 
     The buffer holds the last `capacity` responses; there is no replay while it holds fewer than
     `start`. A replayed update takes `batch` times the prompts of a rollout, drawn from the whole
     buffer; batch=None takes one earlier rollout, whole. The released code counts frames of Atari
-    games: start 15,000, and 6 times the parallel environments.
+    games: start 15,000, and 6 times the parallel environments. fresh_entropy: on fresh data the
+    loss is -Â log π - fresh_entropy·H in place of the recipe's ratio, trust and ESS penalties.
     """
     if not 0 <= ratio <= MOST_REPLAYS or capacity < 1 or not 0 <= start <= capacity:
         raise ProxpoError(
@@ -61,15 +103,10 @@ def poisson_replay(
         )
     if batch is not None and not 0 < batch < math.inf:
         raise ProxpoError(f"poisson_replay: batch is positive and finite, or none, got {batch:g}")
-
-    def schedule(updates: Updates, ctx: Context) -> Result:
-        drawn = int(torch.poisson(torch.tensor(float(ratio)), generator=ctx.generator))
-        updates.keep(samples=capacity)
-        updates.step(updates.count, only=not drawn)
-        made = sum(updates.replay(start=start, batch=batch) for _ in range(drawn))
-        return {}, {"schedule/replayed": torch.tensor(float(made))}
-
-    return schedule
+    replay = PoissonReplay(
+        ratio=ratio, capacity=capacity, start=start, batch=batch, fresh_entropy=fresh_entropy
+    )
+    return Parts(apply=replay, needs=() if fresh_entropy is None else ("entropy",))
 
 
-__all__ = ["inner_steps", "poisson_replay", "single_update"]
+__all__ = ["PoissonReplay", "inner_steps", "poisson_replay", "single_update"]

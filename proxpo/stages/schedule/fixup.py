@@ -111,9 +111,7 @@ def kl_alone(recipe: Recipe, penalty: Stage) -> Recipe:
         return torch.zeros_like(ratio), {}
 
     silent = Stage(kind="trust", name="nothing", apply=nothing, gives="loss")
-    return recipe.replace(
-        trust=silent, regularisers=(penalty,), weights=(), select=(), value=None, rescale=None
-    )
+    return recipe.replace(trust=silent, regularisers=(penalty,), weights=(), select=(), value=None)
 
 
 __all__ = ["Fixed", "fix", "fixup", "kl_alone"]

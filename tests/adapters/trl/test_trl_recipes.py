@@ -20,6 +20,7 @@ from proxpo.adapters.trl._translate import mask_of
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.settings import at_length
+from proxpo.stages.schedule import variants
 from proxpo.types import Clock
 
 REFUSED = {
@@ -69,7 +70,7 @@ def first_loss(run: Watched, slug: str) -> float:
     """What proxpo alone makes of the first micro-batch, without TRL."""
     made = proxpo.make_recipe(slug, OPTIONS.get(slug, {}))
     made = at_length(made, run.args.max_completion_length)
-    made = made.passes[0] if made.passes else made
+    made = (variants(made) or (made,))[0]
     rows = run.parts[0]
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
     attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
@@ -142,8 +143,8 @@ BAD = [
         "sync_ref_model=True has no effect on recipe grpo, which reads no reference.*kl_coef",
     ),
     (
-        *("grpo", {"rescale": "clipping_bias"}, {}),
-        "recipe grpo has rescale=clipping_bias, for which TRL has no place",
+        *("grpo", {"schedule": "clipping_bias"}, {}),
+        "recipe grpo: schedule=clipping_bias decides over the optimizer steps of a rollout, which",
     ),
     ("grpo", {}, {"scale_rewards": "none"}, "'advantage.scale'"),
     ("grpo", {"clip": 1}, {}, "unknown option 'clip' of grpo; did you mean 'clip_"),

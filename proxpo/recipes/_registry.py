@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 from proxpo.errors import ProxpoError, resolve
@@ -119,12 +120,10 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
 
 @functools.cache
 def load_all() -> None:
-    """Import the package's recipes, then those other packages announce as entry points."""
+    """Imports the package's recipes, then those that other packages announce as entry points."""
     from importlib.metadata import entry_points
 
-    import proxpo.recipes
-
-    for module in pkgutil.iter_modules(proxpo.recipes.__path__):
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"proxpo.recipes.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()

@@ -20,6 +20,7 @@ _WHERE = {
     "Recipe": "proxpo.types",
     "Stage": "proxpo.types",
     "ProxpoError": "proxpo.errors",
+    "backward_pass": "proxpo.backward",
     "loss_fn": "proxpo.compose",
     "policy_loss": "proxpo.compose",
     "prepare": "proxpo.compose",
@@ -48,6 +49,7 @@ _MODULES = (
 )
 
 if TYPE_CHECKING:
+    from proxpo.backward import backward_pass
     from proxpo.compose import loss_fn, policy_loss, prepare
     from proxpo.errors import ProxpoError
     from proxpo.fields import declare_field
@@ -81,6 +83,7 @@ __all__ = [
     "ProxpoError",
     "Recipe",
     "Stage",
+    "backward_pass",
     "declare_field",
     "loss_fn",
     "make_optimizer",

@@ -1,16 +1,16 @@
 """The update on a mini-batch: one backward pass, micro-batch by micro-batch."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from proxpo.backward import BackwardPass, backward_pass, policy_term, sums_over_step
 from proxpo.compose import count, policy_loss
 from proxpo.ops.metering import combined
 from proxpo.ops.shapes import Tensor
-from proxpo.ops.sums import over_microbatches
-from proxpo.stages.gradient import objective, per_response
 from proxpo.stages.schedule import Rescale
 from proxpo.train.experience import Experience
 from proxpo.train.learner import (
@@ -23,7 +23,7 @@ from proxpo.train.learner import (
     vocabulary,
     widened,
 )
-from proxpo.types import FIELDS, AllSum, Batch, Clock, Context, Loss, Metrics, Reach, Recipe, local
+from proxpo.types import FIELDS, AllSum, Batch, Clock, Context, Metrics, Recipe, local
 
 
 class Descent(NamedTuple):
@@ -51,22 +51,24 @@ def gradients(
     count in the denominators and cost nothing. Of the policy's present numbers the batch handed
     back has those that a stage reads after the step.
     """
-    ctx = Context(denominators=count(batch), states=learner.state, clock=clock)
+    ctx = Context(all_sum=local, denominators=count(batch), states=learner.state, clock=clock)
     rows, batch = _filled(recipe, rows, batch)
     batch = _narrow(batch, rows.mask.shape[1])
     parts = list(cuts(len(batch.mask), how.micro_batch, batch.mask.device))
     sums = partial(_sums, learner, rows=rows, batch=batch, parts=parts, how=how, ctx=ctx)
-    apart = sums(recipe)
-    ctx = replace(ctx, all_sum=apart)
-    if learner.transform is not None and _bare(recipe) != recipe:
-        apart = sums(_bare(recipe))  # it asks for other sums, in another order
+    policy_sum = None
+    if learner.transform is not None and policy_term(recipe) != recipe:
+        policy_sum = sums(policy_term(recipe))  # which asks for other sums, in another order
+    ctx = replace(ctx, all_sum=sums(recipe))
     share = [float(batch.mask[part].sum()) for part in parts]
     totals: Metrics = {}
     present: list[dict[str, Tensor]] = []
     for number, part in enumerate(parts):
         own = replace(ctx, generator=_draws(seed, number))
-        loss, now = _backward(learner, recipe, rows.rows(part), batch.rows(part), how, own, apart)
-        present.append(_followed(recipe, now, batch.mask.shape[1]))
+        _, loss, fields = _backward(
+            learner, recipe, rows.rows(part), batch.rows(part), how, own, policy_sum
+        )
+        present.append(_followed(recipe, fields, batch.mask.shape[1]))
         weight = share[number] / max(sum(share), 1.0)
         seen = {**loss.metrics, "loss": loss.value}
         totals = combined(recipe, totals, seen, share=weight)
@@ -76,7 +78,7 @@ def gradients(
     return Descent(totals, batch.replace(**joined).clean(*joined) if joined else batch)
 
 
-def _followed(recipe: Recipe, now: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+def _followed(recipe: Recipe, now: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
     """The policy's present numbers that a stage reads after the step, padded to this width."""
     read = {name for _, one in recipe.stages() if one.step is not None for name in one.needs}
     return {name: widened(now[name].detach(), width) for name in now.keys() & read}
@@ -135,39 +137,32 @@ def _backward(
     batch: Batch,
     how: Pass,
     ctx: Context,
-    apart: AllSum,
-) -> tuple[Loss, dict[str, Tensor]]:
-    """The loss, and what the forward pass brought.
-
-    `apart` adds over micro-batches for the policy term alone, as a transform sees it.
-    """
-    narrow = _narrow(batch, rows.mask.shape[1])
-    if learner.transform is None:
-        found = forward(learner, rows, how=how)
-        loss = policy_loss(recipe, narrow.replace(**found), ctx)
-        loss.value.backward()
-        return loss, found
-    bare, alone = _bare(recipe), replace(ctx, all_sum=apart)
-    whole = None
-    if bare != recipe:
-        # Terms without an advantage: an ordinary backward of their own.
-        now = narrow.replace(**forward(learner, rows, how=how))
-        whole = policy_loss(recipe, now, ctx)
-        (whole.value - policy_loss(bare, now, alone).value).backward()
-    aside = _vocabulary(learner, rows, how)
-    sequences = torch.where(
-        rows.attention_mask, torch.arange(len(rows.mask), device=rows.mask.device)[:, None], -1
-    )
-    advantages = per_response(recipe, narrow)
-    with learner.transform.applied(
-        learner.policy.model, sequences=sequences, advantages=advantages, groups=rows.group
-    ):
-        found = forward(learner, rows, how=how, without=VOCABULARY) | aside
-        split = objective(recipe, narrow.replace(**found), alone)
-        (-(split.weights * found["logp"]).sum()).backward()
-    if whole is None:
-        return split.loss, found
-    return Loss(whole.value, whole.metrics | split.loss.metrics), found
+    policy_sum: AllSum | None,
+) -> BackwardPass:
+    """Forward and backward of a micro-batch, under the learner's transform if it has one."""
+    run: Callable[..., dict[str, Tensor]] = partial(forward, learner, rows, how=how)
+    policy_run, applied = run, None
+    if learner.transform is not None:
+        aside = _vocabulary(learner, rows, how)
+        policy_run = lambda: run(without=VOCABULARY) | aside  # noqa: E731
+        number = torch.arange(len(rows.mask), device=rows.mask.device)[:, None]
+        applied = partial(
+            learner.transform.applied,
+            learner.policy.model,
+            sequences=torch.where(rows.attention_mask, number, -1),
+            groups=rows.group,
+        )
+    with backward_pass(
+        recipe,
+        _narrow(batch, rows.mask.shape[1]),
+        ctx,
+        forward=policy_run,
+        forward_rest=run,
+        applied=applied,
+        policy_sum=policy_sum,
+    ) as opened:
+        opened.objective.backward()
+    return opened
 
 
 @torch.no_grad()
@@ -182,11 +177,6 @@ def _vocabulary(learner: Learner, rows: Experience, how: Pass) -> dict[str, Tens
         return {"vocab_logp": vocabulary(learner.policy.model, rows, None, how)}
 
 
-def _bare(recipe: Recipe) -> Recipe:
-    """The policy term alone: what carries an advantage."""
-    return recipe.replace(regularisers=(), value=None)
-
-
 def _sums(
     learner: Learner,
     recipe: Recipe,
@@ -197,24 +187,15 @@ def _sums(
     how: Pass,
     ctx: Context,
 ) -> AllSum:
-    """Statistics over all micro-batches, for recipes that ask for any; else nothing to do."""
-    asked: list[Tensor] = []
+    """Statistics over all micro-batches, for recipes that ask for any."""
 
-    def probe(x: Tensor, scope: Reach = "batch") -> Tensor:
-        asked.append(x)
-        return x
+    def microbatches() -> list[Batch]:
+        fields = score(learner, rows, how=how)
+        return [batch.replace(**fields).rows(part) for part in parts]
 
-    if len(parts) > 1:
-        policy_loss(recipe, batch, replace(ctx, all_sum=probe))
-    if not asked:
-        return local
-    found = score(learner, rows, how=how)
-    pieces = [batch.replace(**found).rows(part) for part in parts]
-
-    def run(piece: Batch, *, all_sum: AllSum) -> Loss:
-        return policy_loss(recipe, piece, replace(ctx, all_sum=all_sum))
-
-    return over_microbatches(run, pieces)
+    if len(parts) == 1:
+        return ctx.all_sum
+    return sums_over_step(recipe, batch, ctx, microbatches=microbatches)
 
 
 def _narrow(batch: Batch, tokens: int) -> Batch:

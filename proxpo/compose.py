@@ -21,7 +21,7 @@ from proxpo.ops.masked import spread
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.settings import make_recipe
-from proxpo.stages import check
+from proxpo.stages import check_stages
 from proxpo.types import (
     AllSum,
     Batch,
@@ -59,7 +59,7 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
     A name stands for the method with its defaults. What a recipe does around its loss is not in
     it; one warning says what that is (`left_out`).
     """
-    recipe = check(_made(recipe))
+    recipe = check_stages(_made(recipe))
     _tell(recipe)
 
     def loss(batch: Batch, ctx: Context = Context()) -> Loss:

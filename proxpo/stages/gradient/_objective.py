@@ -1,4 +1,4 @@
-"""Gradient stages, and how any recipe's loss meets a gradient transform.
+"""Gradient stages, and the weights and advantages that a recipe's loss gives to a transform.
 
 A transform wants the gradient of a sum of log-probabilities, and the advantages apart. For a loss L
 that sum is Σ u_it · log π(o_it) with u_it = -(∂L/∂log π_it)/A_i, held constant: 1 for

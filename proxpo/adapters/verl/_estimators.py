@@ -13,7 +13,7 @@ from proxpo.ops.masked import last_valid
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.recipes import methods
 from proxpo.settings import at_length
-from proxpo.stages import STAGES, load_all
+from proxpo.stages import STAGES, load_stages
 from proxpo.types import Batch, Context, Recipe
 
 CARRIER = "reinforce"  # the recipe that carries an advantage stage asked for by its own name
@@ -30,7 +30,7 @@ def register() -> None:
 
 def by_name() -> dict[str, Callable[[Mapping[str, Any]], Recipe]]:
     """Every estimator's recipe, made from algorithm.options."""
-    load_all()
+    load_stages()
     chosen = {verl_name(slug): _of_method(slug) for slug in methods()}
     for stage in STAGES["advantage"]:
         chosen.setdefault(PREFIX + stage, _of_stage(stage))

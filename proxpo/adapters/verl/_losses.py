@@ -95,7 +95,7 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
 
 def recipe_for(slug: str, config: Any) -> Recipe:
     """The recipe of a loss mode under an actor config: its options and verl's own settings."""
-    recipe = loss_recipe(slug, options_of(config), changed(config))
+    recipe = loss_recipe(slug, loss_options(config), changed(config))
     tell_own_numbers(recipe, config)
     kl = getattr(config, "kl_loss_coef", 0.0) if getattr(config, "use_kl_loss", False) else 0.0
     if kl and any("ref_logp" in stage.needs for _, stage in recipe.stages()):
@@ -285,7 +285,7 @@ def report(loss: Loss, batch: Batch) -> dict[str, float]:
     return seen
 
 
-def options_of(config: Any) -> Mapping[str, Any]:
+def loss_options(config: Any) -> Mapping[str, Any]:
     """`policy_loss.options` of an actor config; none where verl's own PolicyLossConfig is used."""
     chosen = getattr(config, "policy_loss", None)
     return (getattr(chosen, "options", None) or {}) if chosen is not None else {}
@@ -297,9 +297,9 @@ __all__ = [
     "Step",
     "full_precision",
     "loss_mode",
+    "loss_options",
     "make_batch",
     "offering",
-    "options_of",
     "recipe_for",
     "register",
     "report",

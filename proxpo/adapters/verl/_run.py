@@ -10,7 +10,7 @@ from typing import Any
 
 from proxpo.adapters.verl._estimators import by_name
 from proxpo.adapters.verl._host import tell
-from proxpo.adapters.verl._losses import AVERAGES, options_of
+from proxpo.adapters.verl._losses import AVERAGES, loss_options
 from proxpo.adapters.verl._recipes import (
     GROUP_KINDS,
     PREFIX,
@@ -78,7 +78,7 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
     slug = known_slug(str(actor.policy_loss.get("loss_mode", "")))
     if slug is None:
         return
-    options = plain(options_of(actor))
+    options = plain(loss_options(actor))
     recipe = loss_recipe(slug, options, changed(actor))
     _check_written(recipe, actor, explicit)
     _check_options(recipe, options, actor)

@@ -1,4 +1,4 @@
-"""Gradient stages, and how any recipe's loss meets a gradient transform.
+"""Gradient stages, and the objective that a recipe's loss gives to a gradient transform.
 
 A transform wants the gradient of a sum of log-probabilities, and the advantages apart. For a loss L
 that sum is Σ u_it · log π(o_it) with u_it = -(∂L/∂log π_it)/A_i, held constant: 1 for
@@ -24,7 +24,7 @@ from proxpo.types import Batch, Context, Loss, Recipe
 
 
 def _gradient_stage(factory: Callable[..., Any]) -> None:
-    """Offer a transform as a `gradient` stage; its function makes a fresh transform."""
+    """Registers a transform as a `gradient` stage, whose function makes a fresh transform."""
 
     @functools.wraps(factory)
     def configured(**options: Any) -> Callable[[], Any]:
@@ -39,7 +39,10 @@ for _factory in (isopo, isopo_ntk, proma):
 
 
 class Objective(NamedTuple):
-    """Descend -Σ weights·logp inside `transform.applied(..., advantages=advantages)`."""
+    """Weights and advantages of a transformed backward.
+
+    Descend -Σ weights·logp inside `transform.applied(..., advantages=advantages)`.
+    """
 
     weights: Float[Tensor, "seq tok"]
     advantages: Float[Tensor, " seq"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Batch": "proxpo.types",
+    "Batch": "proxpo.stages",  # which declare fields of their own
     "Context": "proxpo.types",
     "Denominators": "proxpo.types",
     "Loss": "proxpo.types",
@@ -28,6 +28,7 @@ _WHERE = {
     "Parts": "proxpo.stages",
     "make_stage": "proxpo.stages",
     "stage": "proxpo.stages",
+    "declare_field": "proxpo.fields",
     "register": "proxpo.recipes",
     "methods": "proxpo.recipes",
     "over_ranks": "proxpo.ops.sums",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from proxpo.backward import backward_pass
     from proxpo.compose import loss_fn, policy_loss, prepare
     from proxpo.errors import ProxpoError
+    from proxpo.fields import declare_field
     from proxpo.logp import model_logp, token_logp
     from proxpo.ops.sums import over_microbatches, over_ranks
     from proxpo.optimizers import make_optimizer
@@ -82,6 +84,7 @@ __all__ = [
     "Recipe",
     "Stage",
     "backward_pass",
+    "declare_field",
     "loss_fn",
     "make_optimizer",
     "make_recipe",

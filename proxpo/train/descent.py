@@ -23,7 +23,7 @@ from proxpo.train.learner import (
     vocabulary,
     widened,
 )
-from proxpo.types import ROWS, AllSum, Batch, Clock, Context, Metrics, Recipe, local
+from proxpo.types import FIELDS, AllSum, Batch, Clock, Context, Metrics, Recipe, local
 
 
 class Descent(NamedTuple):
@@ -201,7 +201,9 @@ def _sums(
 def _narrow(batch: Batch, tokens: int) -> Batch:
     """The batch with the columns its trimmed rows still have."""
     wide = [(name, value) for name, value in batch.items() if value.dim() > 1]
-    return batch.replace(**{name: value[:, :tokens] for name, value in wide if name not in ROWS})
+    return batch.replace(
+        **{name: value[:, :tokens] for name, value in wide if FIELDS[name].per_token}
+    )
 
 
 __all__ = ["Descent", "gradients"]

@@ -24,27 +24,17 @@ from proxpo.types import FIELDS, Batch, Recipe
 ONLY_FRESH = ("old_vocab_logp", "ref_kl")  # nobody keeps the sampling policy's vocabulary
 
 # What a pass of the policy, of the critic or of the reference brings, before the first update.
-SCORED = frozenset(
-    {
-        "old_logp",
-        "prox_logp",
-        "prev_logp",
-        "ref_logp",
-        "entropy",
-        "values",
-        "old_values",
-        "returns",
-        "vocab_logp",
-        "old_vocab_logp",
-        "ref_kl",
-        "hidden",
-        "features",
-    }
-)
+SCORED = {
+    name
+    for name, field in FIELDS.items()
+    if field.source in ("policy", "start", "reference", "schedule") and name != "logp"
+}
 
 
 # Of these, what takes a pass of its own.
-SEPARATE = frozenset({"old_logp", "ref_logp", "prev_logp", "features", "ref_kl"})
+SEPARATE = {"old_logp", "features"} | {
+    name for name, field in FIELDS.items() if field.source in ("reference", "schedule")
+}
 
 
 def batch_of(job: Job, rows: Experience, *, late: bool = False) -> Batch:
@@ -56,21 +46,12 @@ def batch_of(job: Job, rows: Experience, *, late: bool = False) -> Batch:
 
 
 def sampled(job: Job, rows: Experience) -> dict[str, Any]:
-    """The fields that the rollout has left behind; absent ones are None."""
+    """The fields that the rollout has left behind, without the mask."""
     age = job.learner.version - rows.version
-    return {
-        "rollout_logp": rows.rollout_logp,
-        "rewards": rows.rewards,
-        "group": rows.group,
-        "prompt_id": rows.prompt_id,
-        "correct": rows.correct,
-        "truncated": rows.truncated,
+    shared = {name: value for name, value in rows.tensors().items() if name in FIELDS}
+    del shared["mask"]
+    return shared | {
         "lag": age[:, None].expand_as(rows.mask),
-        "greedy_rewards": rows.greedy_rewards,
-        "turn": rows.turn,
-        "void": rows.void,
-        "duration": rows.duration,
-        "span_rewards": rows.span_rewards,
         "tokens": rows.input_ids[:, -rows.mask.shape[1] :],
     }
 
@@ -116,8 +97,8 @@ def _refuse_stale(recipe: Recipe, wanted: set[str]) -> None:
     for name in ONLY_FRESH:
         if name in wanted:
             raise ProxpoError(
-                f"{recipe.name} needs the batch field '{name}' ({FIELDS[name]}), which is known "
-                "for fresh data only: no replay, no lag, and training at the temperature of "
+                f"{recipe.name} needs the batch field '{name}' ({FIELDS[name].doc}), which is "
+                "known for fresh data only: no replay, no lag, and training at the temperature of "
                 "sampling with top_p=1"
             )
 

@@ -25,7 +25,7 @@ from proxpo.train.config import Change, Config, as_dict, check_resume, write_con
 from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
-from proxpo.train.finish import Examined, finish
+from proxpo.train.finish import Examined, finish_run
 from proxpo.train.job import Job, build, restore, save, splits
 from proxpo.train.refusals import remarks
 from proxpo.train.update import update
@@ -102,7 +102,7 @@ def _run(
             )
         return {"stopped": stop.by, "steps": at.saved or 0, "out": str(out)}
     at.phase = "finish"
-    return finish(job, out, examined or _examine(job, told), on_notice=noted)
+    return finish_run(job, out, examined or _examine(job, told), on_notice=noted)
 
 
 def _trained(

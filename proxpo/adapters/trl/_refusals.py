@@ -5,15 +5,13 @@ import warnings
 from typing import Any
 
 from proxpo.errors import ProxpoError
+from proxpo.fields import CORE
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
+from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
 
-GIVEN = {
-    *("logp", "mask", "old_logp", "ref_logp", "prox_logp", "entropy", "lag", "tokens"),
-    *("rewards", "group", "truncated", "group_tokens", "advantages"),
-}
 # Kinds of stages that change what TRL does by itself.
 HOST_KINDS = {
     "budget": "it draws num_generations completions of every prompt",
@@ -21,6 +19,7 @@ HOST_KINDS = {
 _NO_CRITIC = "GRPOTrainer trains no critic"
 _NO_LOGITS = "TRL's fused head keeps no logits"
 _NO_STATES = "TRL hands over no hidden states"
+UNKNOWN = "TRL has no such field"
 WHY = {
     "values": _NO_CRITIC,
     "old_values": _NO_CRITIC,
@@ -43,10 +42,11 @@ WHY = {
     "hidden": _NO_STATES,
     "features": _NO_STATES,
     **dict.fromkeys(
-        ("mean", "old_mean", "ref_mean", "noise", "step_size", "time"),
+        (field.name for field in GAUSSIAN),
         "a language model's policy is not Gaussian",
     ),
 }
+GIVEN = CORE - WHY.keys()
 
 _TIS = "use {'weights+': 'tis'} in recipe_options"
 _SAPO = "they are options of recipe='sapo'"
@@ -99,7 +99,7 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
     """
     missing = recipe.needs() - GIVEN - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
-        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
+        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY.get(name, UNKNOWN)}")
     for _, stage in recipe.stages():
         if stage.kind in HOST_KINDS:
             raise ProxpoError(

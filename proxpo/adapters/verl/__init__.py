@@ -1,4 +1,4 @@
-"""proxpo inside verl: every recipe as a loss mode, its group logic as an advantage estimator.
+"""Adapter to verl: every recipe as a loss mode, its group logic as an advantage estimator.
 
     actor_rollout_ref.actor.policy_loss.loss_mode=proxpo_p3o
     algorithm.adv_estimator=proxpo_p3o

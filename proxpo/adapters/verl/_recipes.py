@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,9 +21,8 @@ PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
 GROUP_KINDS = ("reward", "filter", "advantage", "prune")
 HOST_KINDS = ("budget",)  # rollouts as verl makes them
-# Fields that verl gives to a policy loss, that proxpo's engine adds, and that an estimator gets.
+# Fields that verl gives to a policy loss and to an estimator.
 LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
-ENGINE_FIELDS = {"ref_logp", "rollout_logp", "prox_logp", "entropy"}
 GROUP_FIELDS = {"mask", "rewards", "token_rewards", "group"}
 VERL_ALONE = {"gae": "gae", "greedy_baseline": "remax"}  # advantage stage: verl's estimator
 INSTEAD = {
@@ -33,6 +32,28 @@ INSTEAD = {
     "entropy": "verl's actor.entropy_coeff adds an entropy bonus to every loss mode",
     "values": "take verl's own algorithm.adv_estimator=gae",
     "greedy_rewards": "take verl's own algorithm.adv_estimator=remax",
+}
+
+
+class EngineField(NamedTuple):
+    """A batch field that proxpo's engine adds to the arguments of a loss.
+
+    setting: makes verl compute it; key: in verl's data, empty if it is computed from others
+    """
+
+    setting: str = ""
+    key: str = ""
+
+
+ENGINE_FIELDS = {
+    "ref_logp": EngineField(
+        "actor_rollout_ref.actor.use_kl_loss=True and kl_loss_coef=0", "ref_log_prob"
+    ),
+    "rollout_logp": EngineField(
+        "actor_rollout_ref.rollout.calculate_log_probs=True", "rollout_log_probs"
+    ),
+    "entropy": EngineField("actor_rollout_ref.actor.calculate_entropy=True"),
+    "prox_logp": EngineField(),
 }
 
 
@@ -116,7 +137,7 @@ def loss_refusal(recipe: Recipe, engine: bool) -> str:
             f"{where} has gradient={recipe.gradient.name}, which needs proxpo's engine: set "
             "VERL_ENGINE_VENDOR=proxpo in every process and actor_rollout_ref.actor.strategy=fsdp2"
         )
-    given = LOSS_FIELDS | ENGINE_FIELDS if engine else LOSS_FIELDS
+    given = LOSS_FIELDS | ENGINE_FIELDS.keys() if engine else LOSS_FIELDS
     return (
         _missing(recipe, LOSS_KINDS, given, "its policy losses")
         or dry_run(recipe, given)
@@ -203,6 +224,7 @@ def as_builtins(options: Any) -> Any:
 
 
 __all__ = [
+    "ENGINE_FIELDS",
     "GROUP_KINDS",
     "LOSS_KINDS",
     "NO_CLOCK",

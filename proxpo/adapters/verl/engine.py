@@ -40,7 +40,7 @@ from proxpo.adapters.verl._losses import (
     recipe_for,
     verl_metrics,
 )
-from proxpo.adapters.verl._recipes import slug_of
+from proxpo.adapters.verl._recipes import ENGINE_FIELDS, slug_of
 from proxpo.backward import backward_pass, policy_term
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import Transform
@@ -50,13 +50,7 @@ from proxpo.types import Batch, Recipe
 BACKENDS = ["fsdp", "fsdp2"]
 REFUSED_BACKENDS = ["automodel", "megatron", "torchtitan", "veomni"]
 DEVICES = ["cpu", "cuda", "npu"]
-DATA_FIELDS = {"ref_logp": "ref_log_prob", "rollout_logp": "rollout_log_probs"}
 GATHER_ARGUMENTS = ("x", "gather_dim", "unpad_dim", "padding_size", "grad_scaler", "group")
-SETTINGS = {
-    "ref_logp": "actor_rollout_ref.actor.use_kl_loss=True and kl_loss_coef=0",
-    "rollout_logp": "actor_rollout_ref.rollout.calculate_log_probs=True",
-    "entropy": "actor_rollout_ref.actor.calculate_entropy=True",
-}
 
 
 def register_engine() -> None:
@@ -312,15 +306,13 @@ def _keep_fields(
 
 def fields_of_data(recipe: Recipe, data: Any) -> dict[str, Tensor]:
     """Batch fields that the recipe reads beyond verl's arguments, from verl's data."""
-    needed = needed_fields(recipe)
-    fields = {
-        ours: data.select(theirs).to_padded_tensor()[theirs]
-        for ours, theirs in DATA_FIELDS.items()
-        if ours in needed and theirs in data
-    }
-    for name in DATA_FIELDS:
-        if name in needed and name not in fields:
+    fields: dict[str, Tensor] = {}
+    for name in needed_fields(recipe):
+        key = ENGINE_FIELDS[name].key if name in ENGINE_FIELDS else ""
+        if key and key not in data:
             raise _missing_field(recipe, name)
+        if key:
+            fields[name] = data.select(key).to_padded_tensor()[key]
     return fields
 
 
@@ -340,7 +332,7 @@ def needed_fields(recipe: Recipe) -> set[str]:
 
 
 def _missing_field(recipe: Recipe, name: str) -> ProxpoError:
-    return ProxpoError(f"verl: {recipe.name} reads '{name}': set {SETTINGS[name]}")
+    return ProxpoError(f"verl: {recipe.name} reads '{name}': set {ENGINE_FIELDS[name].setting}")
 
 
 __all__ = ["NoEngine", "ProxpoEngine", "check_engine_config", "register_engine", "sequence_numbers"]

@@ -47,9 +47,11 @@ def run_training(
     )
     with console.status("loading"):
         from proxpo.train.loop import train
+        from proxpo.train.observer import Observer
     shown = _bar if console.is_terminal else _log
     with shown(console, config.train.steps) as (told, every_step):
-        summary = train(config, resume=resume, told=told, noted=noted, every_step=every_step)
+        observer = Observer(on_progress=told, on_notice=noted, on_step=every_step)
+        summary = train(config, resume=resume, observer=observer)
     if "stopped" in summary:
         raise typer.Exit(128 + signal.Signals[summary["stopped"]])
     _show(console, summary)

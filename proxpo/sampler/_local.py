@@ -12,7 +12,7 @@ from proxpo.sampler._types import Progress, Samples, check_request, finish, join
 from proxpo.sampler._weights import readable
 
 
-class LocalRollout:
+class LocalSampler:
     """Samples from a copy of the policy's weights, `max_rows` rows at a time.
 
     lean: True and False choose the engine, None takes the lean one where it fits the model.

@@ -17,7 +17,7 @@ from proxpo.sampler._types import Progress, Samples, check_request, finish
 from proxpo.sampler._weights import merged_parameters
 
 
-class VllmRollout:
+class VllmSampler:
     """An engine that is built from the policy's weights as they are, adapters merged in.
 
     memory: GiB of key-value cache on a CPU, share of the device's memory on a GPU

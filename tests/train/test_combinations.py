@@ -14,7 +14,7 @@ from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, load_all
 from proxpo.train.config import load_config
 from proxpo.train.job import _learner, build
-from proxpo.train.loop import _sample
+from proxpo.train.loop import collect_rollout
 from proxpo.train.refusals import check_fields
 from proxpo.train.update import update
 from proxpo.types import MANY
@@ -97,7 +97,7 @@ def test_random_combinations_train_and_survive_a_checkpoint(base, tmp_path) -> N
 
 
 def _step(job, what: str) -> None:
-    metrics = update(job, _sample(job, job.step, lambda *_: None).experience)
+    metrics = update(job, collect_rollout(job, job.step).experience)
     job.step += 1
     assert torch.isfinite(torch.tensor(metrics["loss"])), what
     assert all(bool(torch.isfinite(p).all()) for p in job.learner.trainable()), what

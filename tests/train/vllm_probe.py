@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.sampler import agreement, make_rollout
+from proxpo.sampler import agreement, make_sampler
 from proxpo.train import loop
 from proxpo.train.config import load_config
 from proxpo.train.job import Job
@@ -30,8 +30,8 @@ class Watched:
     """The job's sampler, looked at whenever it is given new weights."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._sampler = job, job.rollout
-        self.context = job.rollout.context
+        self._job, self._sampler = job, job.sampler
+        self.context = job.sampler.context
         self._old = copy.deepcopy(job.policy.model)
         problems = job.task.test[:12]
         self.prompts = [job.task.encode(one, job.policy.tokenizer) for one in problems]
@@ -59,7 +59,7 @@ class Watched:
         """What does not depend on the step: other temperatures, greedy, seeds, refusals."""
         found: dict[str, object] = {"cool": self.gap(0.7)}
         options: dict[str, Any] = {"seeds": list(range(len(self.prompts))), "max_tokens": 6}
-        local = make_rollout("local", self._job.policy)
+        local = make_sampler("local", self._job.policy)
         greedy = [one.sample(self.prompts, temperature=0.0, **options) for one in (local, self)]
         found["greedy_is_that_of_local"] = torch.equal(greedy[0].tokens, greedy[1].tokens)
         one, two = (self.sample(self.prompts, temperature=1.0, **options) for _ in range(2))

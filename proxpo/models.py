@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError, nearest
-from proxpo.logp._model import _bare
+from proxpo.logp import bare_model
 
 TINY = Path(__file__).parent / "data" / "tiny"
 SUMS = "SHA256SUMS"  # written beside the model's files, in the form that `sha256sum -c` reads
@@ -55,7 +55,7 @@ class Policy:
     @property
     def bare(self) -> nn.Module:
         """The model itself, out of its wrappers; LoRA layers stay in place."""
-        return _bare(self.model)
+        return bare_model(self.model)
 
     def autocast(self) -> Any:
         """The context to run the model in: half precision on a GPU, as it is elsewhere."""

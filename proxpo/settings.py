@@ -7,14 +7,13 @@ make_recipe("grpo", {"ratio": {"name": "kalman", "q": 1e-6}}) the same from YAML
 """
 
 import inspect
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
 from proxpo.recipes._registry import Method, method
 from proxpo.stages import STAGES, check, load_all, make_stage
-from proxpo.stages._options import variations
+from proxpo.stages._options import parameters, variations
 from proxpo.types import KINDS, MANY, Recipe, Stage
 
 Settings = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -103,15 +102,15 @@ def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, opt
     value = recipe.options[option]
     if value == entry.defaults[option] or _matters(entry, options, option):
         return
-    kinds = typing.get_type_hints(inspect.unwrap(entry.make))
-    near = variations(kinds.get(option), value)
+    kinds = {name: p.annotation for name, p in parameters(entry.make).items()}
+    near = variations(kinds[option], value)
     if any(_matters(entry, {**options, option: other}, option) for other in near):
         return
     others = {name: recipe.options[name] for name in entry.defaults if name != option}
     acting = (
         f"{name}={str(other).lower() if isinstance(other, bool) else other}"
         for name, present in others.items()
-        for other in variations(kinds.get(name), present)
+        for other in variations(kinds[name], present)
         if _matters(entry, {**options, name: other}, option)
     )
     where = next(acting, None)
@@ -203,8 +202,8 @@ def _made(kind: str, value: Any, swaps: Swaps) -> Stage:
 def _required(kind: str, name: str, swaps: Swaps) -> dict[str, Any]:
     """The settings a stage cannot be made without: its options that have no default."""
     name = resolve(name, STAGES[kind], what=f"{kind} stage")
-    parameters = inspect.signature(STAGES[kind][name]).parameters
-    needed = [option for option, p in parameters.items() if p.default is p.empty]
+    known = inspect.signature(STAGES[kind][name]).parameters
+    needed = [option for option, p in known.items() if p.default is p.empty]
     places = {fold(f"{kind}.{place}{o}"): o for o in needed for place in ("", f"{name}.")}
     return {places[fold(key)]: value for key, value in swaps if fold(key) in places}
 

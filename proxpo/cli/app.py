@@ -192,13 +192,13 @@ def compare_command(
 
     Can be stopped or killed at any time: the same command goes on where it was.
     """
-    from proxpo.cli.comparing import Asked, compare, list_studies
+    from proxpo.cli.comparing import CompareOptions, compare, list_studies
 
     if list_them:
         list_studies()
         return
     code = compare(
-        Asked(
+        CompareOptions(
             methods=methods or (),
             study=study,
             config=config,

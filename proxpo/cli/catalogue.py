@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proxpo.recipes import Method, method, methods
-from proxpo.report.facts import sentence
+from proxpo.report.inspection_text import sentence
 from proxpo.report.terminal import console
 from proxpo.types import Recipe
 

@@ -8,20 +8,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from proxpo.compare.design import Wish, make_plan, parse_arm, parse_axis
+from proxpo.compare.design import Request, make_plan, parse_arm, parse_axis
 from proxpo.compare.live import Lines, LiveTable
 from proxpo.compare.plan import PLAN, Plan
-from proxpo.compare.runner import Pool, look, opened, run_plan
+from proxpo.compare.runner import Pool, open_comparison, planned_state, run_plan
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError, resolve
 from proxpo.settings import parse_setting
 
-PRESET = "comparison"  # what runs share where no config is named
+ENTRY = "proxpo.cli:main"  # called in the process of each run
+PRESET = "comparison"  # the config of all runs where none is named
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The command line."""
+class CompareOptions:
+    """The arguments of `proxpo compare`."""
 
     methods: Sequence[str] = ()
     study: str | None = None
@@ -40,26 +41,28 @@ class Asked:
     retry_failed: bool = False
 
 
-def compare(asked: Asked) -> int:
-    """Make the plan, the runs it asks for and the report; 0 unless no run was finished."""
+def compare(options: CompareOptions) -> int:
+    """Makes the plan, its runs and the report; 0 unless no run was finished."""
     console = Console(highlight=False)
-    folder = Path(asked.out or _folder(asked))
-    asked = replace(asked, on=resolve(asked.on, ("local", "ray"), what="place"))
-    given = bool(asked.methods or asked.study)
-    if not given and not (folder / PLAN).is_file():
+    folder = Path(options.out or _folder(options))
+    options = replace(options, on=resolve(options.on, ("local", "ray"), what="place"))
+    described = bool(options.methods or options.study)
+    if not described and not (folder / PLAN).is_file():
         raise ProxpoError(
             "no methods to compare: name some (see `proxpo methods`), or --study NAME "
             f"({', '.join(studies())})"
         )
-    plan = make_plan(_wish(asked)) if given else None
+    plan = make_plan(_request(options)) if described else None
     if plan is not None:
         _check_task(plan)
-    pool = _pool(asked)
-    with opened(folder, plan) as plan:
-        console.print(_announced(plan, folder), soft_wrap=True)
+    pool = _pool(options)
+    with open_comparison(folder, plan) as plan:
+        console.print(_announcement(plan, folder), soft_wrap=True)
         try:
-            with _watch(console) as watch:
-                plan = run_plan(plan, folder, pool, watch=watch, retry_failed=asked.retry_failed)
+            with _display(console) as display:
+                plan = run_plan(
+                    plan, folder, pool, display=display, retry_failed=options.retry_failed
+                )
         except KeyboardInterrupt:
             console.print("stopped; the same command goes on from here")
             raise
@@ -70,38 +73,47 @@ def list_studies() -> None:
     """The shipped studies and their questions."""
     console = Console(highlight=False)
     for name in studies():
-        wish = read_study(name)
-        console.print(f"[bold]{name}[/bold]  {escape(wish.title)}\n  {escape(wish.question)}\n")
+        request = read_study(name)
+        console.print(
+            f"[bold]{name}[/bold]  {escape(request.title)}\n  {escape(request.question)}\n"
+        )
 
 
-def _wish(asked: Asked) -> Wish:
-    if asked.study is None:
-        wish = Wish(arms=[parse_arm(one) for one in asked.methods], config=PRESET)
-    elif asked.methods:
+def _request(options: CompareOptions) -> Request:
+    if options.study is None:
+        request = Request(arms=[parse_arm(text) for text in options.methods], config=PRESET)
+    elif options.methods:
         raise ProxpoError("--study brings its own methods: name a study or methods, not both")
     else:
-        wish = read_study(asked.study)
-    pairs = [("model", asked.model), ("task", asked.task)]
-    sets = [*((k, v) for k, v in pairs if v is not None), *map(parse_setting, asked.settings)]
+        request = read_study(options.study)
+    pairs = [("model", options.model), ("task", options.task)]
+    sets = [*((k, v) for k, v in pairs if v is not None), *map(parse_setting, options.settings)]
     return replace(
-        wish,
-        base=(*wish.base, *sets),
-        config=asked.config or wish.config,
-        seeds=wish.seeds if asked.seeds is None else asked.seeds,
-        tune=wish.tune if asked.tune_seeds is None else asked.tune_seeds,
-        sweep={**wish.sweep, **dict(parse_axis(one, option="--sweep") for one in asked.sweep)},
-        vary={**wish.vary, **dict(parse_axis(one, option="--vary") for one in asked.vary)},
+        request,
+        base=(*request.base, *sets),
+        config=options.config or request.config,
+        seeds=request.seeds if options.seeds is None else options.seeds,
+        tune=request.tune if options.tune_seeds is None else options.tune_seeds,
+        sweep={
+            **request.sweep,
+            **dict(parse_axis(text, option="--sweep") for text in options.sweep),
+        },
+        vary={**request.vary, **dict(parse_axis(text, option="--vary") for text in options.vary)},
     )
 
 
-def _folder(asked: Asked) -> str:
-    words = [Path(asked.study).stem] if asked.study else [*asked.methods, *asked.vary, *asked.sweep]
+def _folder(options: CompareOptions) -> str:
+    words = (
+        [Path(options.study).stem]
+        if options.study
+        else [*options.methods, *options.vary, *options.sweep]
+    )
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(words)).strip("-.")
     return f"comparisons/{name[:80] or 'comparison'}"
 
 
 def _check_task(plan: Plan) -> None:
-    """A task that cannot be made would fail in every run."""
+    """Refuses a task that cannot be made: it would fail in every run."""
     from proxpo.train.tasks import make_task
 
     task = plan.base["task"]
@@ -113,24 +125,25 @@ def _check_task(plan: Plan) -> None:
     )
 
 
-def _pool(asked: Asked) -> Pool:
-    if asked.on == "ray":
+def _pool(options: CompareOptions) -> Pool:
+    if options.on == "ray":
         import torch
 
         from proxpo.compare.cluster import RayPool
 
         gpus = 1.0 if torch.cuda.is_available() else 0.0
-        return RayPool(jobs=asked.jobs, threads=asked.threads or 1, gpus=gpus)
+        return RayPool(ENTRY, jobs=options.jobs, threads=options.threads or 1, gpus=gpus)
     from proxpo.compare.local import LocalPool
 
-    return LocalPool(jobs=asked.jobs, threads=asked.threads)
+    preload = ("proxpo.cli.app",)
+    return LocalPool(ENTRY, jobs=options.jobs, threads=options.threads, preload=preload)
 
 
-def _watch(console: Console) -> LiveTable | Lines:
+def _display(console: Console) -> LiveTable | Lines:
     return LiveTable(console) if console.is_terminal else Lines(console)
 
 
-def _announced(plan: Plan, folder: Path) -> str:
+def _announcement(plan: Plan, folder: Path) -> str:
     runs = len(plan.runs) + (len(plan.arms) * len(plan.seeds.report) if plan.sweep else 0)
     title = f"[bold]{escape(plan.title)}[/bold]: {len(plan.arms)} arms, {runs} runs -> "
     words = [plan.question] if plan.question else []
@@ -141,10 +154,10 @@ def _announced(plan: Plan, folder: Path) -> str:
 def _report(console: Console, plan: Plan, folder: Path) -> int:
     from proxpo.cli.reporting import write_reports
 
-    for one in plan.chosen:
-        told = ", ".join(f"{key}={value}" for key, value in one.settings.items())
-        console.print(f"chosen for {one.arm}: {told}", markup=False)
-    states = [look(plan, run, folder) for run in plan.runs]
+    for choice in plan.chosen:
+        values = ", ".join(f"{key}={value}" for key, value in choice.settings.items())
+        console.print(f"chosen for {choice.arm}: {values}", markup=False)
+    states = [planned_state(plan, run, folder) for run in plan.runs]
     failed = [run for run, state in zip(plan.runs, states) if state.status == "failed"]
     if failed:
         console.print(f"{len(failed)} of {len(plan.runs)} runs failed; --retry-failed tries again")
@@ -152,4 +165,4 @@ def _report(console: Console, plan: Plan, folder: Path) -> int:
     return 0 if any(state.status == "done" for state in states) else 1
 
 
-__all__ = ["Asked", "compare", "list_studies"]
+__all__ = ["CompareOptions", "compare", "list_studies"]

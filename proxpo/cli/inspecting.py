@@ -26,13 +26,14 @@ def inspect_methods(
         for label, recipe in recipes.items()
     ]
     if html is not None:
-        from proxpo.report.page import inspect_page
+        from proxpo.report.inspection_page import inspect_page
 
         write_whole(html, inspect_page(found, file, source=batch).encode())
     if as_json:
         print(json.dumps({one.method: entry(one) for one in found}, allow_nan=False))
         return
-    from proxpo.report.terminal import InspectTable, console
+    from proxpo.report.inspection_table import InspectTable
+    from proxpo.report.terminal import console
 
     console().print(InspectTable(found, file, source=batch))
     if html is not None:

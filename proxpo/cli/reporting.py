@@ -11,8 +11,8 @@ def write_reports(paths: list[str], out: str | None) -> None:
     """One comparison is drawn in its own folder, loose runs in `out`."""
     try:
         from proxpo.report.analysis import analyse
-        from proxpo.report.comparison import gather, write_report
-        from proxpo.report.wording import caveats, claims, heading, ranking_lines, warnings
+        from proxpo.report.comparison_report import gather, write_report
+        from proxpo.report.findings import caveats, claims, heading, ranking_lines, warnings
     except ModuleNotFoundError as error:
         raise ProxpoError(
             f"reports need {error.name}: pip install 'proxpo[train]'; the runs are complete, and "

@@ -1,4 +1,4 @@
-"""`proxpo train`: a config, a progress bar on the way, and what was reached at the end."""
+"""`proxpo train`: progress while the run lasts, its result at the end."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-QUIET = 30.0  # seconds without a line in a log
+LINE_EVERY = 30.0  # seconds at most between lines in a log
 SCORES = {
     "reward": "reward",
     "proxpo/eval/accuracy": "accuracy",
@@ -31,16 +31,16 @@ ON_RESUME = {"fixed": "refused", "next": "next step", "now": "at once"}
 def run_training(
     source: str | None, settings: list[str], overrides: dict[str, Any], *, resume: bool
 ) -> None:
-    """Train and report; every mistake in the settings is found before anything is written."""
+    """Trains and prints the result; refuses mistakes in the settings before writing anything."""
     from proxpo.train.config import load_config
     from proxpo.train.resume import own_config
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    noted = partial(_note, console)
+    on_notice = partial(_print_notice, console)
     if resume:
-        source, overrides = own_config(source, overrides, noted=noted)
+        source, overrides = own_config(source, overrides, on_notice=on_notice)
     config = load_config(source, settings, overrides=overrides)
-    _quieten()
+    _silence_libraries()
     console.print(
         f"[bold]{config.method}[/bold] on {config.task.name}, model {config.model.name}, "
         f"{config.train.steps} steps -> {config.folder}"
@@ -48,21 +48,21 @@ def run_training(
     with console.status("loading"):
         from proxpo.train.loop import train
         from proxpo.train.observer import Observer
-    shown = _bar if console.is_terminal else _log
-    with shown(console, config.train.steps) as (told, every_step):
-        observer = Observer(on_progress=told, on_notice=noted, on_step=every_step)
+    display = _bar if console.is_terminal else _log
+    with display(console, config.train.steps) as (on_progress, on_step):
+        observer = Observer(on_progress=on_progress, on_notice=on_notice, on_step=on_step)
         summary = train(config, resume=resume, observer=observer)
     if "stopped" in summary:
         raise typer.Exit(128 + signal.Signals[summary["stopped"]])
     _show(console, summary)
 
 
-def _note(console: Console, line: str) -> None:
+def _print_notice(console: Console, line: str) -> None:
     console.print(line, style="dim", markup=False)
 
 
-def _quieten() -> None:
-    """What libraries say while loading is not for the reader of a training log."""
+def _silence_libraries() -> None:
+    """Hides what libraries print while loading."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", module="torch")
     for library in ("transformers", "huggingface_hub"):
@@ -70,10 +70,10 @@ def _quieten() -> None:
 
 
 def explain_settings(source: str | None, settings: list[str], overrides: dict[str, Any]) -> None:
-    """Prints every setting: its default (or its value, if a run is described), the effect of a
-    change on resuming, and its meaning.
+    """Prints every setting: default (or value, if a run is described), effect of a change on
+    resuming, meaning.
 
-    Below the table stands what follows from the settings of that run and is not one of them.
+    Below the table stand remarks on the settings of that run.
     """
     from proxpo.train.config import explain, load_config
 
@@ -99,7 +99,7 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
 
 @contextmanager
 def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
-    """A bar over the steps, with the work inside a step and the scores so far beside it."""
+    """Shows a bar over the steps, with the phase of the step and the scores so far beside it."""
     columns = (
         TextColumn("[bold]{task.description:<11}"),
         BarColumn(bar_width=28),
@@ -111,53 +111,53 @@ def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
     with Progress(*columns, console=console, transient=False) as progress:
         bar = progress.add_task("starting", total=steps, scores="")
 
-        def told(phase: str, done: int, total: int) -> None:
+        def on_progress(phase: str, done: int, total: int) -> None:
             progress.update(bar, description=phase)
 
-        def every_step(step: int, metrics: dict[str, Any]) -> None:
+        def on_step(step: int, metrics: dict[str, Any]) -> None:
             progress.update(bar, completed=step, scores=scores.text(metrics))
 
-        yield told, every_step
+        yield on_progress, on_step
 
 
 @contextmanager
 def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
-    """For files and pipes: a plain line at every evaluation, and when it has been quiet long."""
+    """Prints a plain line at every evaluation and after half a minute, for files and pipes."""
     scores = _Scores()
     start = last = time.monotonic()
 
-    def every_step(step: int, metrics: dict[str, Any]) -> None:
+    def on_step(step: int, metrics: dict[str, Any]) -> None:
         nonlocal last
         text, now = scores.text(metrics), time.monotonic()
-        if step == steps or "proxpo/eval/reward" in metrics or now - last > QUIET:
+        if step == steps or "proxpo/eval/reward" in metrics or now - last > LINE_EVERY:
             console.print(f"step {step}/{steps}  {now - start:.0f} s  {text}", markup=False)
             console.file.flush()
             last = now
 
-    yield (lambda phase, done, total: None), every_step
+    yield (lambda phase, done, total: None), on_step
 
 
 class _Scores:
-    """The latest value of what tells whether a run goes well."""
+    """The latest value of each score."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
 
     def text(self, metrics: dict[str, Any]) -> str:
         for name, label in SCORES.items():
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
-                self._seen[label] = float(value)
-        if "accuracy" in self._seen:
-            self._seen.pop("held-out reward", None)
-        return "  ".join(f"{label} {value:.3f}" for label, value in self._seen.items())
+                self._latest[label] = float(value)
+        if "accuracy" in self._latest:
+            self._latest.pop("held-out reward", None)
+        return "  ".join(f"{label} {value:.3f}" for label, value in self._latest.items())
 
 
 def _show(console: Console, summary: dict[str, Any]) -> None:
-    """A line of what was reached, a few answers before and after, and where the files are."""
+    """Prints the result in one line, a few answers before and after, and the files' names."""
     kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:.2f} nats a response"
     console.print(
-        f"{_reached(summary)}{kl}; {summary['steps']} steps, {summary['seconds']:.0f} s, "
+        f"{_result(summary)}{kl}; {summary['steps']} steps, {summary['seconds']:.0f} s, "
         f"{summary['tokens_per_second']:,.0f} tokens/s"
     )
     table = Table(box=None, pad_edge=False)
@@ -169,8 +169,8 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     console.print(f"curves: {summary['out']}/curves.png   report: {summary['out']}/report.html")
 
 
-def _reached(summary: dict[str, Any]) -> str:
-    """Accuracies before and after; rewards where nobody says what is right."""
+def _result(summary: dict[str, Any]) -> str:
+    """Accuracies before and after; rewards of a task without an accuracy."""
     if summary["accuracy_after"] is None:
         before, after = summary["reward_before"], summary["reward_after"]
         return (

@@ -1,7 +1,7 @@
-"""Runs on a Ray cluster: one task each, made again elsewhere when its machine is lost.
+"""Runs on a Ray cluster: one task each, repeated elsewhere when its machine is lost.
 
-The comparison's folder must be on storage that every machine sees: a task that is made again
-continues from the checkpoint the lost one left there.
+The comparison's folder must be on storage that every machine sees: a repeated task continues from
+the checkpoint that the lost one left there.
 """
 
 import os
@@ -14,24 +14,26 @@ from typing import Any
 from proxpo.compare.work import make_run
 from proxpo.errors import ProxpoError
 
-RETRIES = 3  # how often a run whose process or machine is lost is made again
+RETRIES = 3  # of a run whose process or machine is lost
 
 
-def _task(argv: list[str], folder: str, threads: int, where: str) -> int:
-    """The body of a Ray task: the run in the worker's own process, so that both die together."""
-    os.chdir(where)
-    return make_run(argv, Path(folder), threads)
+def _task(entry: str, argv: list[str], folder: str, threads: int, directory: str) -> int:
+    """The body of a Ray task: the run in the worker's own process, so that both end together."""
+    os.chdir(directory)
+    return make_run(entry, argv, Path(folder), threads)
 
 
 class RayPool:
     """Runs as Ray tasks; Ray decides when and where, `jobs` limits how many are handed to it."""
 
-    def __init__(self, *, jobs: int | None = None, threads: int = 1, gpus: float = 0.0) -> None:
+    def __init__(
+        self, entry: str, *, jobs: int | None = None, threads: int = 1, gpus: float = 0.0
+    ) -> None:
         self._ray = _ray()
         if not self._ray.is_initialized():
             # The address in RAY_ADDRESS, a cluster that runs on this machine, or else a new one.
             self._ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
-        self.jobs, self.threads = jobs, threads
+        self.entry, self.jobs, self.threads = entry, jobs, threads
         # A new process for each run: nothing of one is left when the next begins.
         remote = self._ray.remote(max_calls=1, max_retries=RETRIES, num_cpus=threads, num_gpus=gpus)
         self._task = remote(_task)
@@ -39,31 +41,31 @@ class RayPool:
 
     @property
     def room(self) -> int:
-        """How many more runs may be handed to Ray now."""
+        """Number of runs that may be handed to Ray now."""
         return sys.maxsize if self.jobs is None else self.jobs - len(self._running)
 
     def start(self, name: str, argv: Sequence[str], folder: Path) -> None:
-        """Hand a run to Ray."""
-        given = (list(argv), str(folder), self.threads, os.getcwd())
-        self._running[self._task.options(name=name).remote(*given)] = name
+        """Hands a run to Ray."""
+        arguments = (self.entry, list(argv), str(folder), self.threads, os.getcwd())
+        self._running[self._task.options(name=name).remote(*arguments)] = name
 
     def finished(self, timeout: float) -> list[tuple[str, str]]:
-        """Runs that have ended, each with how it ended if that was not by itself."""
+        """Runs that have ended, each with the cause if something else ended it."""
         if not self._running:
             return []
         waiting = list(self._running)
         ended, _ = self._ray.wait(waiting, num_returns=len(waiting), timeout=timeout)
-        return [(self._running.pop(one), self._ending(one)) for one in ended]
+        return [(self._running.pop(task), self._ending(task)) for task in ended]
 
     def stop(self, *, grace: float) -> None:
-        """Interrupt the tasks; those that have not ended in `grace` seconds are killed."""
-        for one in self._running:
-            self._ray.cancel(one, force=False)
+        """Interrupts the tasks; those that have not ended in `grace` seconds are killed."""
+        for task in self._running:
+            self._ray.cancel(task, force=False)
         until = time.monotonic() + grace
         while self._running and time.monotonic() < until:
             self.finished(0.5)
-        for one in self._running:
-            self._ray.cancel(one, force=True)
+        for task in self._running:
+            self._ray.cancel(task, force=True)
         self._running.clear()
 
     def _ending(self, task: Any) -> str:

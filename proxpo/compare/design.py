@@ -1,6 +1,6 @@
-"""From what was asked for to a plan: arms, settings, seeds and runs, all checked beforehand.
+"""Makes a plan from a request: arms, settings, seeds and runs, all checked beforehand.
 
-    plan = make_plan(Wish(methods=("grpo", "isopo:overlap=16"), seeds=3, vary={"temperature": ...}))
+    plan = make_plan(Request(arms=[parse_arm("grpo"), parse_arm("isopo:overlap=16")], seeds=3))
 
 A setting is named as everywhere (`lr`, `train.lr`, `clip_high`, `ratio.q`); `clip_low+clip_high`
 varies two settings together.
@@ -17,20 +17,21 @@ from proxpo.compare.naming import run_name, setting_key, shown
 from proxpo.compare.plan import RUNS, SCORE, Arm, Choice, Plan, PlannedRun, Seeds, check_runs
 from proxpo.errors import ProxpoError
 from proxpo.recipes import method
+from proxpo.runs.yaml_file import read_yaml
 from proxpo.settings import parse_setting, parse_value
 from proxpo.train._schema import place
-from proxpo.train.config import Config, as_dict, find, load_config, read_yaml
+from proxpo.train.config import Config, as_dict, find, load_config
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
 LONGEST = 200  # characters of an arm's name
-OWN = ("method", "recipe", "seed", "out")  # what a base does not hold: each run has its own
+OWN = ("method", "recipe", "seed", "out")  # of each run, not of the base
 Settings = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What was asked for, by a command line or a study.
+class Request:
+    """A comparison as a command line or a study describes it.
 
     arms: (name or none, method, settings); base: settings of all runs, or of one method where the
     key reads METHOD:KEY; seeds: how many are reported; tune: how many the sweep is judged on.
@@ -48,43 +49,43 @@ class Wish:
     score: str = SCORE
 
 
-def make_plan(wish: Wish) -> Plan:
-    """The plan, with the runs that need no choice; nothing is written, every mistake is found."""
-    if not wish.arms:
+def make_plan(request: Request) -> Plan:
+    """The plan, with the runs that need no choice; refuses every mistake and writes nothing."""
+    if not request.arms:
         raise ProxpoError("no methods to compare: name some (see `proxpo methods`), or --study")
-    if wish.seeds < 1 or (wish.sweep and wish.tune < 1):
+    if request.seeds < 1 or (request.sweep and request.tune < 1):
         raise ProxpoError("a comparison needs at least one seed")
-    arms, pairs = _with_shared(wish, [_arm(*one) for one in wish.arms])
-    base = _base(wish.config, pairs)
-    arms, notes = _with_file_recipe(wish.config, arms)
-    sweep, vary = _axes(wish.sweep, "--sweep"), _axes(wish.vary, "--vary")
+    arms, pairs = _with_shared(request, [_arm(*arm) for arm in request.arms])
+    base = _base(request.config, pairs)
+    arms, notes = _with_file_recipe(request.config, arms)
+    sweep, vary = _axes(request.sweep, "--sweep"), _axes(request.vary, "--vary")
     arms, more = _varied(arms, vary)
     notes += more
     base, more = _with_problems(base, arms)
     notes += more
     notes += _check_sweep(arms, sweep, vary)
     _check_names(arms)
-    first = max(TUNING, wish.seeds)
+    first = max(TUNING, request.seeds)
     seeds = Seeds(
-        report=tuple(range(wish.seeds)),
-        tune=tuple(range(first, first + wish.tune)) if sweep else (),
+        report=tuple(range(request.seeds)),
+        tune=tuple(range(first, first + request.tune)) if sweep else (),
     )
     plan = Plan(
-        title=wish.title or " · ".join(dict.fromkeys(arm.family for arm in arms)),
-        question=wish.question,
+        title=request.title or " · ".join(dict.fromkeys(arm.family for arm in arms)),
+        question=request.question,
         base=base,
         arms=tuple(arms),
         seeds=seeds,
         sweep=sweep,
         vary=vary,
-        score=wish.score,
+        score=request.score,
         notes=tuple(notes),
     )
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
 
 
 def parse_arm(text: str) -> tuple[None, str, Settings]:
-    """`grpo:clip_low=0.4,clip_high=0.4`; a comma only separates where a KEY= follows."""
+    """An arm from `grpo:clip_low=0.4,clip_high=0.4`; a comma only separates before a KEY=."""
     name, colon, rest = text.partition(":")
     settings: Settings = {}
     if colon and not rest:
@@ -98,10 +99,10 @@ def parse_arm(text: str) -> tuple[None, str, Settings]:
 def parse_axis(text: str, *, option: str) -> tuple[str, tuple[Any, ...]]:
     """`lr=1e-5,3e-5` as a key and its values."""
     key, equals, values = text.partition("=")
-    found = tuple(parse_value(one.strip()) for one in values.split(",") if one.strip())
-    if not key.strip() or not equals or not found:
+    parsed = tuple(parse_value(text.strip()) for text in values.split(",") if text.strip())
+    if not key.strip() or not equals or not parsed:
         raise ProxpoError(f"{option} takes KEY=VALUE,VALUE..., got '{text}'")
-    return key.strip(), found
+    return key.strip(), parsed
 
 
 def first_runs(plan: Plan) -> list[PlannedRun]:
@@ -121,7 +122,7 @@ def with_choices(plan: Plan, chosen: Sequence[Choice]) -> Plan:
 
     A run that the plan holds already keeps its folder.
     """
-    best = {one.arm: one.settings for one in chosen}
+    best = {choice.arm: choice.settings for choice in chosen}
     known = {_identity(run): run for run in plan.runs}
     later = [
         _run(plan, arm, best[arm.name], seed, "report")
@@ -148,8 +149,8 @@ def swept_settings(arm: Arm, sweep: Axes) -> list[Settings]:
 def command(plan: Plan, run: PlannedRun, folder: str | Path) -> list[str]:
     """The arguments of `proxpo` that make this run, or continue it."""
     arm = plan.arm(run.arm)
-    given = {**arm.settings, **_single(run.settings)}
-    sets = [word for k, v in given.items() for word in ("--set", f"{k}={shown(v)}")]
+    settings = {**arm.settings, **_single(run.settings)}
+    sets = [word for k, v in settings.items() for word in ("--set", f"{k}={shown(v)}")]
     where = ["--seed", str(run.seed), "--out", str(Path(folder) / run.folder), "--resume"]
     return ["train", str(Path(folder) / "base.yaml"), "--method", arm.method, *sets, *where]
 
@@ -180,38 +181,38 @@ def _scalar(value: Any, place: str) -> Any:
 
 def _axes(axes: Axes, option: str) -> dict[str, tuple[Any, ...]]:
     """The values of each swept or varied setting, each of them once."""
-    found: dict[str, tuple[Any, ...]] = {}
+    checked: dict[str, tuple[Any, ...]] = {}
     for key, values in axes.items():
-        found[key] = tuple(_scalar(value, f"{option} {key}") for value in values)
-        if len(set(map(shown, found[key]))) < len(found[key]):
+        checked[key] = tuple(_scalar(value, f"{option} {key}") for value in values)
+        if len(set(map(shown, checked[key]))) < len(checked[key]):
             raise ProxpoError(f"{option} {key}: a value is given twice")
-    return found
+    return checked
 
 
-def _with_shared(wish: Wish, arms: list[Arm]) -> tuple[list[Arm], list[tuple[str, Any]]]:
+def _with_shared(request: Request, arms: list[Arm]) -> tuple[list[Arm], list[tuple[str, Any]]]:
     """Settings of all runs: those of the run go to the base, those of a method to its arms.
 
     A later setting replaces an earlier one; what an arm sets itself stays.
     """
     base: list[tuple[str, Any]] = []
     shared: dict[str, Settings] = {arm.name: {} for arm in arms}
-    for given, value in wish.base:
-        scope, colon, key = given.rpartition(":")
+    for name, value in request.base:
+        scope, colon, key = name.rpartition(":")
         chosen = [arm for arm in arms if not colon or arm.method == method(scope).slug]
         if not chosen:
-            raise ProxpoError(f"--set {given}: {method(scope).slug} is not compared here")
+            raise ProxpoError(f"--set {name}: {method(scope).slug} is not compared here")
         paths = _paths(key, chosen)
         _refuse_partial(key, value, chosen, paths)
         if not colon and all(path[0] != "recipe" for path in paths.values()):
             base.append((".".join(next(iter(paths.values()))), value))
             continue
-        for name in paths:
-            shared[name][key] = value
+        for arm_name in paths:
+            shared[arm_name][key] = value
     return [replace(arm, settings={**shared[arm.name], **arm.settings}) for arm in arms], base
 
 
 def _refuse_partial(key: str, value: Any, arms: Sequence[Arm], paths: Mapping[str, Any]) -> None:
-    """A setting of all arms must be one of every arm."""
+    """Refuses a setting of all arms that some arm does not have."""
     lacking = [arm for arm in arms if arm.name not in paths]
     if not lacking:
         return
@@ -272,7 +273,7 @@ def _with_file_recipe(source: str | None, arms: list[Arm]) -> tuple[list[Arm], l
 
 def _varied(arms: list[Arm], vary: Axes) -> tuple[list[Arm], list[str]]:
     """Each arm once for every combination of the varied values it has settings for."""
-    found: list[Arm] = []
+    varied: list[Arm] = []
     notes: list[str] = []
     for key in vary:
         _paths(key, arms)
@@ -284,7 +285,7 @@ def _varied(arms: list[Arm], vary: Axes) -> tuple[list[Arm], list[str]]:
         ]
         for values in _grid(fitting):
             words = (f"{key}={shown(value)}" for key, value in values.items())
-            found.append(
+            varied.append(
                 replace(
                     arm,
                     name=" ".join([arm.name, *words]),
@@ -292,11 +293,11 @@ def _varied(arms: list[Arm], vary: Axes) -> tuple[list[Arm], list[str]]:
                     varied=values,
                 )
             )
-    return found, notes
+    return varied, notes
 
 
 def _check_sweep(arms: list[Arm], sweep: Axes, vary: Axes) -> list[str]:
-    """Every arm gets the same number of settings, or the report says otherwise."""
+    """Refuses axes that no arm has; a note where arms have unequally many settings."""
     for key in sweep:
         if key in vary:
             raise ProxpoError(f"'{key}' cannot be both swept and varied")
@@ -306,8 +307,8 @@ def _check_sweep(arms: list[Arm], sweep: Axes, vary: Axes) -> list[str]:
     tried = {arm.name: len(swept_settings(arm, sweep)) for arm in arms}
     if len(set(tried.values())) < 2:
         return []
-    told = ", ".join(f"{name} {count}" for name, count in tried.items())
-    return [f"unequal tuning effort, settings tried: {told}"]
+    counts = ", ".join(f"{name} {count}" for name, count in tried.items())
+    return [f"unequal tuning effort, settings tried: {counts}"]
 
 
 def _check_names(arms: list[Arm]) -> None:
@@ -331,18 +332,18 @@ def _refuse_twice(arm: Arm, axes: Iterable[str], what: str) -> None:
 
 
 def _paths(key: str, arms: Iterable[Arm]) -> dict[str, list[str]]:
-    """Where the setting lies for each arm that has it; an error if none does."""
-    found: dict[str, list[str]] = {}
+    """The path of the setting for each arm that has it; an error if none does."""
+    paths: dict[str, list[str]] = {}
     errors: list[ProxpoError] = []
     for arm in arms:
         try:
-            found[arm.name], *_ = [_placed(part, arm) for part in _parts(key)]
+            paths[arm.name], *_ = [_placed(part, arm) for part in _parts(key)]
         except ProxpoError as error:
             errors.append(error)
     # A setting of the run belongs to all; only a method's own option may be missing elsewhere.
-    if (errors and any(path[0] != "recipe" for path in found.values())) or not found:
+    if (errors and any(path[0] != "recipe" for path in paths.values())) or not paths:
         raise errors[0]
-    return found
+    return paths
 
 
 def _fits(key: str, arm: Arm) -> bool:
@@ -357,7 +358,7 @@ def _placed(key: str, arm: Arm) -> list[str]:
 
 
 def _parts(key: str) -> list[str]:
-    """`clip_low+clip_high` is two settings; `weights+` is one, which adds a stage."""
+    """The settings in a key: two in `clip_low+clip_high`; `weights+` is one, which adds a stage."""
     return [key] if key.endswith("+") else key.split("+")
 
 
@@ -386,7 +387,7 @@ def _run(plan: Plan, arm: Arm, swept: Mapping[str, Any], seed: int, role: str) -
 
 
 __all__ = [
-    "Wish",
+    "Request",
     "command",
     "config_of",
     "first_runs",

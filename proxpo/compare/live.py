@@ -1,4 +1,4 @@
-"""What one sees of a comparison: a table that lives, or plain lines where there is no terminal."""
+"""Display of a comparison that runs: a live table, or plain lines where there is no terminal."""
 
 import time
 from collections import Counter
@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from proxpo.compare.plan import Plan, PlannedRun
-from proxpo.compare.state import State
+from proxpo.compare.state import RunState
 
 ORDER = ("running", "failed", "done", "waiting")
 STYLE = {"running": "cyan", "failed": "red", "done": "green", "waiting": "dim"}
-QUIET = 60.0  # seconds between lines on the whole where there is no terminal
+OVERVIEW_EVERY = 60.0  # seconds, where there is no terminal
 
 
 class LiveTable:
-    """One row a run, the running ones first, as many as the terminal has room for."""
+    """A table of runs, the running ones first, as many as the terminal has room for."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -39,14 +39,14 @@ class LiveTable:
     ) -> None:
         self._live.__exit__(kind, error, at)
 
-    def changed(self, run: PlannedRun, state: State) -> None:
+    def changed(self, run: PlannedRun, state: RunState) -> None:
         if state.status == "failed":
             self._console.print(Text(f"failed: {run.id}: {state.reason}", "red"))
 
-    def tick(self, plan: Plan, states: Mapping[str, State]) -> None:
+    def tick(self, plan: Plan, states: Mapping[str, RunState]) -> None:
         self._live.update(self._drawn(plan, states))
 
-    def _drawn(self, plan: Plan, states: Mapping[str, State]) -> RenderableType:
+    def _drawn(self, plan: Plan, states: Mapping[str, RunState]) -> RenderableType:
         runs = sorted(plan.runs, key=lambda run: ORDER.index(states[run.id].status))
         room = max(3, self._console.height - 6)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -59,12 +59,12 @@ class LiveTable:
 
 
 class Lines:
-    """A line when a run starts or ends, and one on the whole every minute."""
+    """A line when a run starts or ends, and an overview every minute."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._speed = Speed()
-        self._told = time.monotonic()
+        self._last = time.monotonic()
 
     def __enter__(self) -> "Lines":
         return self
@@ -72,33 +72,33 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def changed(self, run: PlannedRun, state: State) -> None:
+    def changed(self, run: PlannedRun, state: RunState) -> None:
         scores = "" if state.score is None else f", score {state.score:.3f}"
         words = {
             "running": f"from step {state.step}" if state.step else "",
             "done": f"{state.step} steps{scores}",
             "failed": f"at step {state.step}: {state.reason}",
         }
-        self._say(f"{state.status} {run.id} {words.get(state.status, '')}".rstrip())
+        self._print(f"{state.status} {run.id} {words.get(state.status, '')}".rstrip())
 
-    def tick(self, plan: Plan, states: Mapping[str, State]) -> None:
-        said = overview(plan, states, self._speed)
-        if time.monotonic() - self._told > QUIET:
-            self._told = time.monotonic()
-            self._say(said)
+    def tick(self, plan: Plan, states: Mapping[str, RunState]) -> None:
+        line = overview(plan, states, self._speed)
+        if time.monotonic() - self._last > OVERVIEW_EVERY:
+            self._last = time.monotonic()
+            self._print(line)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False)
 
 
 class Speed:
-    """Steps a second since the first look."""
+    """Estimates the time left from the steps made since the first call."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
 
     def left(self, done: int, total: int) -> float | None:
-        """Seconds until the last step, if anything has been seen of the pace."""
+        """Seconds until the last step; None before any step was made."""
         now = time.monotonic()
         if self._first is None:
             self._first = now, done
@@ -106,7 +106,7 @@ class Speed:
         return (now - since) / (done - before) * (total - done) if done > before else None
 
 
-def overview(plan: Plan, states: Mapping[str, State], speed: Speed) -> str:
+def overview(plan: Plan, states: Mapping[str, RunState], speed: Speed) -> str:
     """`7 of 15 runs done, 2 running, 1 failed; about 6 min left`."""
     counts = Counter(state.status for state in states.values())
     words = [f"{counts['done']} of {len(plan.runs)} runs done"]
@@ -119,7 +119,7 @@ def overview(plan: Plan, states: Mapping[str, State], speed: Speed) -> str:
     return ", ".join(words) + (f"; about {_duration(left)} left" if left else "")
 
 
-def _row(run: PlannedRun, state: State) -> list[RenderableType]:
+def _row(run: PlannedRun, state: RunState) -> list[RenderableType]:
     style = STYLE[state.status]
     bar = ProgressBar(total=run.steps, completed=state.step, width=20, complete_style=style)
     return [

@@ -1,8 +1,8 @@
 """Runs on this machine, each a process forked from one that has already imported torch.
 
-Importing torch and transformers takes several seconds; forked from a server that has done so, a
-run starts in a fraction of one, and a crash of one (a segfault, the kernel's out-of-memory killer)
-is no other's business.
+Importing torch and transformers takes several seconds; a run forked from a server that has done so
+starts in a fraction of one. A crash (a segfault, the kernel's out-of-memory killer) ends one run
+alone.
 """
 
 import contextlib
@@ -16,13 +16,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.work import PRELOAD, work
+from proxpo.compare.work import run_process
+
+# Imports of every run, loaded once in the server that all runs are forked from.
+PRELOAD = (
+    "proxpo.compare.work",
+    "proxpo.train.loop",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "matplotlib.backends.backend_agg",
+)
 
 
 class LocalPool:
-    """At most `jobs` runs at a time, with `threads` threads each, dealt out over the GPUs."""
+    """At most `jobs` runs at a time, with `threads` threads each, dealt out over the GPUs.
 
-    def __init__(self, *, jobs: int | None = None, threads: int | None = None) -> None:
+    entry: MODULE:FUNCTION, called with the arguments of each run; preload: modules it imports.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        *,
+        jobs: int | None = None,
+        threads: int | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        self.entry = entry
         cores, self.gpus = len(os.sched_getaffinity(0)), _gpus()
         self.jobs = jobs or (self.gpus or cores)
         self.threads = threads or max(1, cores // self.jobs)
@@ -32,43 +52,45 @@ class LocalPool:
             "forkserver" if sys.platform == "linux" else "spawn"
         )
         if sys.platform == "linux":
-            self._context.set_forkserver_preload(list(PRELOAD))
+            self._context.set_forkserver_preload([*PRELOAD, *preload])
 
     @property
     def room(self) -> int:
-        """How many more runs may start now."""
+        """Number of runs that may start now."""
         return len(self._free)
 
     def start(self, name: str, argv: Sequence[str], folder: Path) -> None:
-        """Begin a run."""
+        """Starts a run."""
         slot = self._free.pop(0)
         env = {"OMP_NUM_THREADS": str(self.threads)}
         if self.gpus > 1:
             env["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
         process = self._context.Process(
-            target=work, args=(list(argv), str(folder), self.threads, env), name=name
+            target=run_process,
+            args=(self.entry, list(argv), str(folder), self.threads, env),
+            name=name,
         )
         with _environment(env):  # the first start is the server's: OpenMP reads it on loading
             process.start()
         self._running[name] = (process, slot)
 
     def finished(self, timeout: float) -> list[tuple[str, str]]:
-        """Runs that have ended, each with how it ended if that was not by itself."""
+        """Runs that have ended, each with the cause if something else ended it."""
         sentinels = {process.sentinel: name for name, (process, _) in self._running.items()}
         if not sentinels:
             return []
         ended = multiprocessing.connection.wait(list(sentinels), timeout)
-        return [self._collect(sentinels[one]) for one in ended]  # type: ignore[index]
+        return [self._collect(sentinels[sentinel]) for sentinel in ended]  # type: ignore[index]
 
     def stop(self, *, grace: float) -> None:
-        """Ask every run to save and stop; kill those that have not done so in `grace` seconds."""
+        """Asks every run to save and stop; kills those that have not done so in `grace` seconds."""
         try:
             for process, _ in self._running.values():
                 _signal(process.pid, signal.SIGTERM, group=False)
             until = time.monotonic() + grace
             for process, _ in self._running.values():
                 process.join(max(0.0, until - time.monotonic()))
-        finally:  # also when one is told a second time to stop
+        finally:  # also on a second Ctrl-C
             for process, _ in self._running.values():
                 _signal(process.pid, signal.SIGKILL, group=True)
                 process.join()
@@ -86,9 +108,9 @@ class LocalPool:
 
 
 @contextlib.contextmanager
-def _environment(given: Mapping[str, str]) -> Iterator[None]:
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
-    os.environ.update(given)
+    os.environ.update(variables)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Names of runs and settings: the text that `--set` reads, and folders that no two runs share."""
+"""Names of runs, one folder each, and settings as the text that `--set` reads."""
 
 import hashlib
 import json

@@ -1,9 +1,9 @@
-"""The plan of a comparison: what is compared, on which seeds, and every run that follows from it.
+"""The plan of a comparison: arms, seeds, and every run that follows from them.
 
 A comparison is a folder:
 
     plan.yaml           this file's Plan: the question, the arms, the seeds, the runs
-    base.yaml           what all runs share, a config that `proxpo train` reads
+    base.yaml           settings of all runs, a config that `proxpo train` reads
     runs/ID/            an ordinary run directory (config.yaml, metrics.jsonl, summary.json when it
                         is finished, failure.json when it failed), command.txt and log.txt
     report.html ...     drawn from the files above alone
@@ -18,23 +18,20 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
-
 from proxpo.errors import ProxpoError
 from proxpo.runs.files import write_whole
-from proxpo.train.config import ConfigDumper, read_yaml
+from proxpo.runs.yaml_file import dump_yaml, read_yaml
 
 VERSION = 1
 PLAN, BASE, RUNS = "plan.yaml", "base.yaml", "runs"
 SCORE = "proxpo/eval/accuracy"
-MOST_VALUES, DEEPEST, HUGE = 200_000, 50, 1 << 64  # of a YAML file, aliases followed
 _SCORE = (int, float, type(None))
-REWARD = "proxpo/eval/reward"  # stands in where the reward function does not say what is right
+REWARD = "proxpo/eval/reward"  # the score of a task without an accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What is compared: a method with its settings.
+    """A method with its settings, to be compared with other arms.
 
     `family` is the arm before anything was varied and `varied` the varied values, so that arms of
     one family along one key make a curve ("grpo" at temperature 0.8, 1.0, 1.2).
@@ -62,7 +59,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """Seeds the settings are chosen on, and those that are reported."""
+    """Seeds on which settings are chosen, and those that are reported."""
 
     report: tuple[int, ...]
     tune: tuple[int, ...] = ()
@@ -99,15 +96,15 @@ class Plan:
 
     def arm(self, name: str) -> Arm:
         """The arm called `name`."""
-        return next(one for one in self.arms if one.name == name)
+        return next(arm for arm in self.arms if arm.name == name)
 
 
 def read_plan(folder: str | Path) -> Plan:
-    """The plan of a comparison folder; one line if it is missing or damaged."""
+    """The plan of a comparison's folder; refused in one line if it is missing or damaged."""
     path = Path(folder) / PLAN
     if not path.is_file():
         raise ProxpoError(f"{folder} holds no comparison: {PLAN} is missing")
-    tree = read_tree(path)
+    tree = read_yaml(path)
     if tree.get("version") != VERSION:
         raise ProxpoError(f"{path}: version {tree.get('version')} is not {VERSION}, read here")
     try:
@@ -116,59 +113,37 @@ def read_plan(folder: str | Path) -> Plan:
         raise ProxpoError(f"{path} is damaged: {' '.join(str(error).split())}") from None
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file; refused where a value cannot be read or aliases multiply."""
-    try:
-        tree = read_yaml(path)
-    except ProxpoError:
-        raise
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ProxpoError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
-    waiting: list[tuple[Any, int]] = [(tree, 0)]
-    for _ in range(MOST_VALUES):
-        if not waiting:
-            return tree
-        value, depth = waiting.pop()
-        if depth > DEEPEST or (isinstance(value, int) and not -HUGE < value < HUGE):
-            raise ProxpoError(f"{path}: nested too deeply or with a number of too many digits")
-        inner = value.values() if isinstance(value, dict) else value
-        if isinstance(value, (dict, list, set, tuple)):
-            waiting += [(one, depth + 1) for one in inner]
-    raise ProxpoError(f"{path}: more than {MOST_VALUES:,} values")
-
-
 def check_runs(plan: Plan) -> Plan:
-    """The plan, if no two of its runs share an id or a folder; one line otherwise."""
+    """The plan, if no two of its runs share an id or a folder; refused in one line otherwise."""
     for name in ("id", "folder"):
-        seen: dict[str, PlannedRun] = {}
+        first: dict[str, PlannedRun] = {}
         for run in plan.runs:
             value = str(PurePath(getattr(run, name))).lower()  # case is no difference on every disk
-            if value in seen:
+            if value in first:
                 raise ProxpoError(
-                    f"'{seen[value].arm}' and '{run.arm}', seed {run.seed}, share the {name} "
+                    f"'{first[value].arm}' and '{run.arm}', seed {run.seed}, share the {name} "
                     f"{getattr(run, name)}: one has overwritten the other, make the comparison "
                     "again in another folder"
                 )
-            seen[value] = run
+            first[value] = run
     return plan
 
 
 def write_plan(plan: Plan, folder: str | Path) -> None:
-    """plan.yaml, and base.yaml for `proxpo train`; each whole or not at all."""
+    """Writes plan.yaml, and base.yaml for `proxpo train`, each whole or not at all."""
     tree = {"version": plan.version, **asdict(plan)}
     for name, content in ((PLAN, tree), (BASE, plan.base)):
-        text = yaml.dump(_plain(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-        write_whole(Path(folder) / name, text.encode())
+        write_whole(Path(folder) / name, dump_yaml(_plain(content)).encode())
 
 
-def differences(before: Plan, after: Plan) -> list[str]:
-    """What another plan asks for otherwise, a line each; what has come of it does not count."""
-    found: list[str] = []
-    for one in fields(Plan):
-        if one.name not in ("chosen", "runs", "notes", "title", "question"):
-            old, new = _plain(getattr(before, one.name)), _plain(getattr(after, one.name))
-            found += _changed(one.name, old, new)
-    return found
+def plan_differences(before: Plan, after: Plan) -> list[str]:
+    """The settings in which two plans differ, a line each; choices and runs made do not count."""
+    lines: list[str] = []
+    for field_ in fields(Plan):
+        if field_.name not in ("chosen", "runs", "notes", "title", "question"):
+            old, new = _plain(getattr(before, field_.name)), _plain(getattr(after, field_.name))
+            lines += _changed(field_.name, old, new)
+    return lines
 
 
 def _changed(path: str, old: Any, new: Any) -> list[str]:
@@ -184,29 +159,29 @@ def _changed(path: str, old: Any, new: Any) -> list[str]:
 def _brief(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(
-            str(one["name"]) if isinstance(one, dict) and "name" in one else str(one)
-            for one in value
+            str(item["name"]) if isinstance(item, dict) and "name" in item else str(item)
+            for item in value
         )
     return str(value)
 
 
 def _plan(tree: Mapping[str, Any]) -> Plan:
-    given = dict(tree)
-    given["arms"] = tuple(_made(Arm, one, "arms") for one in _list(tree, "arms"))
+    values = dict(tree)
+    values["arms"] = tuple(_made(Arm, arm, "arms") for arm in _list(tree, "arms"))
     seeds = _mapping(tree["seeds"], "seeds")
-    given["seeds"] = Seeds(**{role: _seeds(seeds[role], f"seeds.{role}") for role in seeds})
+    values["seeds"] = Seeds(**{role: _seeds(seeds[role], f"seeds.{role}") for role in seeds})
     for name in ("sweep", "vary"):
         axes = _mapping(tree.get(name, {}), name)
-        given[name] = {key: tuple(_list(axes, key)) for key in axes}
-    given["chosen"] = tuple(_choice(one) for one in _list(tree, "chosen"))
-    given["runs"] = tuple(_made(PlannedRun, one, "runs") for one in _list(tree, "runs"))
-    given["notes"] = tuple(map(str, _list(tree, "notes")))
-    given["base"] = _mapping(tree["base"], "base")
+        values[name] = {key: tuple(_list(axes, key)) for key in axes}
+    values["chosen"] = tuple(_choice(choice) for choice in _list(tree, "chosen"))
+    values["runs"] = tuple(_made(PlannedRun, run, "runs") for run in _list(tree, "runs"))
+    values["notes"] = tuple(map(str, _list(tree, "notes")))
+    values["base"] = _mapping(tree["base"], "base")
     for name in ("title", "question", "score"):
         if not isinstance(tree.get(name, ""), str):
             raise ValueError(f"{name} is text, got {tree[name]!r}")
-    _check_references(given["arms"], given["runs"])
-    return Plan(**given)
+    _check_references(values["arms"], values["runs"])
+    return Plan(**values)
 
 
 def _check_references(arms: Sequence[Arm], runs: Sequence[PlannedRun]) -> None:
@@ -225,12 +200,12 @@ def _check_references(arms: Sequence[Arm], runs: Sequence[PlannedRun]) -> None:
 def _made(kind: Any, tree: Any, place: str) -> Any:
     """An Arm or a PlannedRun whose fields have their types."""
     made = kind(**_mapping(tree, place))
-    for one in fields(kind):
-        value = getattr(made, one.name)
-        expected = one.type if isinstance(one.type, type) else Mapping
+    for field_ in fields(kind):
+        value = getattr(made, field_.name)
+        expected = field_.type if isinstance(field_.type, type) else Mapping
         if not isinstance(value, expected) or isinstance(value, bool):
             words = "a block" if expected is Mapping else expected.__name__
-            raise ValueError(f"{place}: '{one.name}' is {words}, got {value!r}")
+            raise ValueError(f"{place}: '{field_.name}' is {words}, got {value!r}")
     return made
 
 
@@ -262,21 +237,14 @@ def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Dicts, lists and scalars alone, as YAML has them."""
+    """The value as YAML has it: dicts, lists and scalars alone."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
         return _plain(asdict(value))
     return value
-
-
-class _Dumper(ConfigDumper):
-    """Repeats a value that occurs twice instead of pointing to the first."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 __all__ = [
@@ -291,8 +259,7 @@ __all__ = [
     "PlannedRun",
     "Seeds",
     "check_runs",
-    "differences",
+    "plan_differences",
     "read_plan",
-    "read_tree",
     "write_plan",
 ]

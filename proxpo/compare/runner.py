@@ -1,32 +1,40 @@
-"""Runs of a plan, as many at a time as the pool takes, until none is left to make.
+"""Makes the runs of a plan, as many at a time as the pool takes.
 
-What has happened is read from the files of the runs and from nothing else. So a comparison that was
-killed and is started again goes on where it was, and its report is that of an uninterrupted one.
+The state of a run is read from its files and from nothing else. So a comparison that was killed and
+is started again continues, and its report is that of an uninterrupted one.
 """
 
-import fcntl
 import os
 import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from proxpo.compare.design import command, swept_settings, with_choices
 from proxpo.compare.naming import setting_key
-from proxpo.compare.plan import PLAN, Choice, Plan, PlannedRun, differences, read_plan, write_plan
-from proxpo.compare.state import FAILURE, LOG, State, last_words, state_of, write_failure
+from proxpo.compare.plan import (
+    PLAN,
+    Choice,
+    Plan,
+    PlannedRun,
+    plan_differences,
+    read_plan,
+    write_plan,
+)
+from proxpo.compare.state import LOG, RunState, last_line, state_of
 from proxpo.errors import ProxpoError
+from proxpo.runs.lock import LOCK, InUse, exclusive
+from proxpo.runs.status import FAILURE, write_failure
 
-LOCK = ".lock"
-TICK = 0.5  # seconds between looks at the runs
+TICK = 0.5  # seconds between readings of the runs' files
 GRACE = 60.0  # seconds a run has to finish its step and save when the comparison is stopped
 
 
 @runtime_checkable
 class Pool(Protocol):
-    """Where runs are made: this machine or a cluster."""
+    """Makes runs, on this machine or on a cluster."""
 
     threads: int
 
@@ -38,80 +46,79 @@ class Pool(Protocol):
 
 
 @runtime_checkable
-class Watch(Protocol):
-    """Who is told: of every change of a run, and now and then of all of them."""
+class Display(Protocol):
+    """Shows a comparison: `changed` on every change of a run, `tick` twice a second."""
 
-    def changed(self, run: PlannedRun, state: State) -> None: ...
-    def tick(self, plan: Plan, states: Mapping[str, State]) -> None: ...
+    def changed(self, run: PlannedRun, state: RunState) -> None: ...
+    def tick(self, plan: Plan, states: Mapping[str, RunState]) -> None: ...
 
 
 @contextmanager
-def opened(folder: Path, plan: Plan | None) -> Iterator[Plan]:
-    """The folder's plan, new or as it was left, with nobody else at work in the folder."""
+def open_comparison(folder: Path, plan: Plan | None) -> Iterator[Plan]:
+    """Locks the folder and yields its plan: the one stored there, else `plan`, which is stored.
+
+    Refused where the folder holds another plan than `plan` or something else.
+    """
     if plan is None or (folder / PLAN).exists():
-        before = read_plan(folder)
-        other = differences(before, plan) if plan is not None else []
-        if other:
+        stored = read_plan(folder)
+        changes = plan_differences(stored, plan) if plan is not None else []
+        if changes:
             raise ProxpoError(
-                f"{folder} holds another comparison ({'; '.join(other[:3])}"
-                f"{'; ...' if len(other) > 3 else ''}): choose another --out"
+                f"{folder} holds another comparison ({'; '.join(changes[:3])}"
+                f"{'; ...' if len(changes) > 3 else ''}): choose another --out"
             )
-        plan = before
+        plan = stored
     elif folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {LOCK}):
         raise ProxpoError(
             f"{folder} is there already and holds no comparison: choose another --out"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise ProxpoError(
-                f"{folder}: another comparison is at work here (process {lock.read().strip()})"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+            stack.enter_context(exclusive(folder / LOCK))
+        except InUse as owner:
+            raise ProxpoError(f"{folder}: another comparison is at work here ({owner})") from None
         write_plan(plan, folder)
         yield plan
 
 
 def run_plan(
-    plan: Plan, folder: Path, pool: Pool, *, watch: Watch, retry_failed: bool = False
+    plan: Plan, folder: Path, pool: Pool, *, display: Display, retry_failed: bool = False
 ) -> Plan:
-    """Make every run that is not finished; with a sweep choose in between. The completed plan."""
+    """Makes every run that is not finished; with a sweep chooses in between. The completed plan."""
     with _stopping(pool):
         first = [run for run in plan.runs if run.role != "report"]
-        _make(plan, first, folder, pool, watch, retry_failed)
+        _make(plan, first, folder, pool, display, retry_failed)
         if plan.sweep:
             plan = with_choices(plan, choose(plan, folder))
             write_plan(plan, folder)
             later = [run for run in plan.runs if run.role == "report"]
-            _make(plan, later, folder, pool, watch, retry_failed)
+            _make(plan, later, folder, pool, display, retry_failed)
     return plan
 
 
 def choose(plan: Plan, folder: Path) -> list[Choice]:
     """For every arm the setting with the best mean final score on the tuning seeds."""
-    found: list[Choice] = []
+    choices: list[Choice] = []
     for arm in plan.arms:
         scores = []
         for swept in swept_settings(arm, plan.sweep):
             key = setting_key({**arm.varied, **swept})
             runs = [r for r in plan.runs if r.role == "tune" and r.arm == arm.name]
-            states = [look(plan, r, folder) for r in runs if setting_key(r.settings) == key]
+            states = [
+                planned_state(plan, r, folder) for r in runs if setting_key(r.settings) == key
+            ]
             reached = [s.score for s in states if s.status == "done" and s.score is not None]
             whole = len(reached) == len(states) and reached
             scores.append((swept, sum(reached) / len(reached) if whole else None))
         finished = [(swept, value) for swept, value in scores if value is not None]
         if finished:
-            best = max(finished, key=lambda one: one[1])[0]  # the first of equals
-            found.append(Choice(arm=arm.name, settings=best, scores=tuple(scores)))
-    return found
+            best = max(finished, key=lambda pair: pair[1])[0]  # the first of equals
+            choices.append(Choice(arm=arm.name, settings=best, scores=tuple(scores)))
+    return choices
 
 
-def look(plan: Plan, run: PlannedRun, folder: Path) -> State:
+def planned_state(plan: Plan, run: PlannedRun, folder: Path) -> RunState:
     """The state of one run of the plan."""
     return state_of(folder / run.folder, steps=run.steps, score=plan.score)
 
@@ -121,10 +128,10 @@ def _make(
     runs: Sequence[PlannedRun],
     folder: Path,
     pool: Pool,
-    watch: Watch,
+    display: Display,
     retry_failed: bool,
 ) -> None:
-    states = {run.id: look(plan, run, folder) for run in plan.runs}
+    states = {run.id: planned_state(plan, run, folder) for run in plan.runs}
     over = ("done",) if retry_failed else ("done", "failed")
     waiting = [run for run in runs if states[run.id].status not in over]
     active: dict[str, PlannedRun] = {}
@@ -133,16 +140,18 @@ def _make(
             run = waiting.pop(0)
             _start(plan, run, folder, pool)
             active[run.id] = run
-            states[run.id] = State(status="running", step=states[run.id].step)
-            watch.changed(run, states[run.id])
+            states[run.id] = RunState(status="running", step=states[run.id].step)
+            display.changed(run, states[run.id])
         for name, ending in pool.finished(TICK):
             run = active.pop(name)
-            states[name] = _settled(plan, run, folder, ending)
-            watch.changed(run, states[name])
+            states[name] = _final_state(plan, run, folder, ending)
+            display.changed(run, states[name])
         for name, run in active.items():
-            state = look(plan, run, folder)
-            states[name] = State(status="running", step=state.step, score=state.score, kl=state.kl)
-        watch.tick(plan, states)
+            state = planned_state(plan, run, folder)
+            states[name] = RunState(
+                status="running", step=state.step, score=state.score, kl=state.kl
+            )
+        display.tick(plan, states)
 
 
 def _start(plan: Plan, run: PlannedRun, folder: Path, pool: Pool) -> None:
@@ -155,20 +164,21 @@ def _start(plan: Plan, run: PlannedRun, folder: Path, pool: Pool) -> None:
     pool.start(run.id, argv, place)
 
 
-def _settled(plan: Plan, run: PlannedRun, folder: Path, ending: str) -> State:
-    """How a run that has ended stands; one that says nothing of its failure is spoken for."""
-    state = look(plan, run, folder)
+def _final_state(plan: Plan, run: PlannedRun, folder: Path, ending: str) -> RunState:
+    """Final state of a run; writes failure.json if the run did not."""
+    state = planned_state(plan, run, folder)
     if state.status in ("done", "failed"):
         return state
     place = folder / run.folder
-    reason = ending or last_words(place / LOG) or "ended without a word"
-    write_failure(place, reason, kind="killed" if ending else "ended", step=state.step)
-    return look(plan, run, folder)
+    reason = ending or last_line(place / LOG) or "ended without a message"
+    kind = "killed" if ending else "ended"
+    write_failure(place, reason=reason, step=state.step, phase="", kind=kind)
+    return planned_state(plan, run, folder)
 
 
 @contextmanager
 def _stopping(pool: Pool) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the runs, which save; nothing is left running, whatever happens."""
+    """Stops the runs, which save, on Ctrl-C and SIGTERM; no run outlives the block."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -185,4 +195,4 @@ def _stopping(pool: Pool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-__all__ = ["Pool", "Watch", "choose", "look", "opened", "run_plan"]
+__all__ = ["Display", "Pool", "choose", "open_comparison", "planned_state", "run_plan"]

@@ -1,4 +1,4 @@
-"""Canned comparisons: plan files with the question they answer, by name or by path.
+"""Studies: YAML files that describe a comparison and its question, by name or by path.
 
 title: ...
 question: ...
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.design import Wish
-from proxpo.compare.plan import read_tree
+from proxpo.compare.design import Request
 from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.runs.yaml_file import read_yaml
 
 STUDIES = Path(__file__).parents[1] / "studies"
 KEYS = ("title", "question", "config", "set", "arms", "vary", "sweep", "seeds", "tune", "score")
@@ -28,7 +28,7 @@ def studies() -> dict[str, Path]:
     return {path.stem: path for path in sorted(STUDIES.glob("*.yaml"))}
 
 
-def read_study(name: str) -> Wish:
+def read_study(name: str) -> Request:
     """The study called `name`, or in the file of that name."""
     path = Path(name)
     if not path.is_file():
@@ -36,61 +36,61 @@ def read_study(name: str) -> Wish:
             raise ProxpoError(f"study {name}: no such file")
         known = studies()
         path = known[resolve(name, known, what="study")]
-    tree = read_tree(path)
+    tree = read_yaml(path)
     try:
-        return _wish(tree)
+        return _request(tree)
     except ProxpoError as error:
         raise ProxpoError(f"study {name}: {error}") from None
 
 
-def _wish(tree: Mapping[str, Any]) -> Wish:
-    _only(tree, KEYS, "")
+def _request(tree: Mapping[str, Any]) -> Request:
+    _check_keys(tree, KEYS, "")
     arms = tree.get("arms")
-    if not isinstance(arms, list) or not all(isinstance(one, dict) for one in arms):
+    if not isinstance(arms, list) or not all(isinstance(arm, dict) for arm in arms):
         raise ProxpoError("'arms' is a list of blocks with 'method'")
-    for one in arms:
-        _only(one, ARM_KEYS, "arms.")
-        if not isinstance(one.get("method"), str):
-            raise ProxpoError(f"an arm needs 'method: NAME', got {one}")
-        if not isinstance(one.get("name", ""), str):
-            raise ProxpoError(f"the name of an arm is text, got {one['name']!r}: put it in quotes")
+    for arm in arms:
+        _check_keys(arm, ARM_KEYS, "arms.")
+        if not isinstance(arm.get("method"), str):
+            raise ProxpoError(f"an arm needs 'method: NAME', got {arm}")
+        if not isinstance(arm.get("name", ""), str):
+            raise ProxpoError(f"the name of an arm is text, got {arm['name']!r}: put it in quotes")
     for key in ("seeds", "tune"):
         if type(tree.get(key, 1)) is not int:
             raise ProxpoError(f"'{key}' is a number, got {tree[key]!r}")
     for key in ("score", "config"):
         if not isinstance(tree.get(key, ""), str):
             raise ProxpoError(f"'{key}' is a name, got {tree[key]!r}")
-    return Wish(
+    return Request(
         title=str(tree.get("title", "")),
         question=" ".join(str(tree.get("question", "")).split()),
         config=tree.get("config"),
         base=tuple(_block(tree, "set").items()),
-        arms=tuple((one.get("name"), one["method"], _block(one, "set")) for one in arms),
+        arms=tuple((arm.get("name"), arm["method"], _block(arm, "set")) for arm in arms),
         vary=_axes(tree, "vary"),
         sweep=_axes(tree, "sweep"),
         **{key: tree[key] for key in ("seeds", "tune", "score") if key in tree},
     )
 
 
-def _only(tree: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
+def _check_keys(tree: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
     for key in tree:
         if key not in known:
             raise ProxpoError(f"unknown key '{prefix}{key}'{nearest(str(key), known)}")
 
 
 def _block(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = tree.get(key) or {}
-    if not isinstance(found, dict) or any(not isinstance(name, str) for name in found):
-        raise ProxpoError(f"'{key}' is a block of settings, got {found!r}")
-    return found
+    block = tree.get(key) or {}
+    if not isinstance(block, dict) or any(not isinstance(name, str) for name in block):
+        raise ProxpoError(f"'{key}' is a block of settings, got {block!r}")
+    return block
 
 
 def _axes(tree: Mapping[str, Any], key: str) -> dict[str, tuple[Any, ...]]:
-    found = _block(tree, key)
-    for name, values in found.items():
+    axes = _block(tree, key)
+    for name, values in axes.items():
         if not isinstance(values, list) or not values:
             raise ProxpoError(f"'{key}.{name}' is a list of values, got {values!r}")
-    return {name: tuple(values) for name, values in found.items()}
+    return {name: tuple(values) for name, values in axes.items()}
 
 
 __all__ = ["read_study", "studies"]

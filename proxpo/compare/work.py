@@ -1,41 +1,34 @@
-"""One run in a process of its own: `proxpo train`, its output in log.txt, gone with its parent."""
+"""One run in a process of its own: its output in log.txt, ended with its parent process.
 
-import fcntl
+The process calls the entry point of its pool, MODULE:FUNCTION, with the arguments of the run.
+"""
+
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from proxpo.compare.state import LOG
-
-# What a run imports: loaded once in the server that all runs are forked from.
-PRELOAD = (
-    "proxpo.compare.work",
-    "proxpo.cli.app",
-    "proxpo.train.loop",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-    "matplotlib.backends.backend_agg",
-)
+from proxpo.runs.lock import exclusive
 
 
-def work(argv: Sequence[str], folder: str, threads: int, env: Mapping[str, str]) -> None:
+def run_process(
+    entry: str, argv: Sequence[str], folder: str, threads: int, env: Mapping[str, str]
+) -> None:
     """The body of a process that makes one run, in a process group of its own."""
     os.setpgid(0, 0)  # Ctrl-C is for the comparison, which then stops its runs in good order
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update(env)
-    sys.exit(make_run(argv, Path(folder), threads))
+    sys.exit(make_run(entry, argv, Path(folder), threads))
 
 
-def make_run(argv: Sequence[str], folder: Path, threads: int) -> int:
-    """Run `proxpo` with these arguments; its exit code."""
-    from proxpo.cli import main
-
+def make_run(entry: str, argv: Sequence[str], folder: Path, threads: int) -> int:
+    """Calls MODULE:FUNCTION with these arguments, alone in the run's folder; its exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG).open("ab", buffering=0) as log:
         for stream in (1, 2):
@@ -43,26 +36,20 @@ def make_run(argv: Sequence[str], folder: Path, threads: int) -> int:
     import torch
 
     torch.set_num_threads(threads)
-    with alone(folder):
-        code = main(list(argv))
+    # An earlier process of this run that is being killed may take a moment to end.
+    with exclusive(folder / ".busy", wait=True):
+        module, _, function = entry.partition(":")
+        code = getattr(importlib.import_module(module), function)(list(argv))
     sys.stdout.flush()
     return code
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait until nobody else works here: a run that is being killed may take a moment to go."""
-    with (folder / ".busy").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _leave_with_parent() -> None:
-    """A comparison that was killed leaves no run behind; its checkpoints are enough to go on."""
+def _exit_with_parent() -> None:
+    """Kills the run when the comparison is killed; its checkpoints are enough to continue."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os.killpg(0, signal.SIGKILL)
 
 
-__all__ = ["PRELOAD", "alone", "make_run", "work"]
+__all__ = ["make_run", "run_process"]

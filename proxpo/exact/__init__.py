@@ -16,12 +16,12 @@ from proxpo.exact.npg import (
     natural_gradient_batch,
     policy_gradient,
 )
-from proxpo.exact.policy import Policy, Samples, scores, token_scores
+from proxpo.exact.policy import ActionBatch, FlatPolicy, scores, token_scores
 from proxpo.exact.trpo import TrpoStep, conjugate_gradient, fisher_product, trpo_step
 
 __all__ = [
-    "Policy",
-    "Samples",
+    "ActionBatch",
+    "FlatPolicy",
     "TrpoStep",
     "conjugate_gradient",
     "fisher_exact",

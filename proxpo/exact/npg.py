@@ -11,7 +11,7 @@ import math
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.exact.policy import Policy, Samples, token_kl, vocab_scores
+from proxpo.exact.policy import ActionBatch, FlatPolicy, token_kl, vocab_scores
 from proxpo.ops.shapes import Float, Tensor
 
 
@@ -22,7 +22,7 @@ def policy_gradient(
     return scores.T @ advantages / len(advantages)
 
 
-def fisher_exact(policy: Policy, samples: Samples) -> Float[Tensor, "param param"]:
+def fisher_exact(policy: FlatPolicy, samples: ActionBatch) -> Float[Tensor, "param param"]:
     """F = (1/n) Σ_i Σ_t Z_tᵀ (diag p_t - p_t p_tᵀ) Z_t: only the contexts are sampled.
 
     Written as Σ_v p(v) ∇log p(v) ∇log p(v)ᵀ, which is the same matrix and positive semi-definite
@@ -76,8 +76,8 @@ def kl_step(
 
 
 def mean_kl(
-    policy: Policy,
-    samples: Samples,
+    policy: FlatPolicy,
+    samples: ActionBatch,
     theta_p: Float[Tensor, " param"],
     theta_q: Float[Tensor, " param"],
 ) -> Float[Tensor, ""]:

@@ -16,7 +16,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Shaped, Tensor
 
 
 @dataclass(frozen=True)
-class Samples:
+class ActionBatch:
     """What was fed to the model and what it chose: `actions[i, t]` answers logits row (i, t).
 
     For a language model: `inputs = ids[:, :-1]`, `actions = ids[:, 1:]`, `mask` on the response.
@@ -42,7 +42,7 @@ def read_logits(model: Any, inputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Policy:
+class FlatPolicy:
     """π_θ(·|s) with θ the trainable parameters of `model`, flattened in their order.
 
     `read` maps (model, inputs) to logits of shape (seq, tok, vocab); the default suits modules
@@ -79,7 +79,7 @@ class Policy:
             p.copy_(value)
 
     def log_probs(
-        self, theta: Float[Tensor, " param"], samples: Samples
+        self, theta: Float[Tensor, " param"], samples: ActionBatch
     ) -> Float[Tensor, "seq tok vocab"]:
         """log π_θ(v | s_t) for the whole vocabulary; 0 where masked."""
         call = _Call(self.model, self.split(theta))
@@ -91,7 +91,9 @@ class Policy:
             )
         return log_probs.masked_fill(~samples.mask[..., None], 0.0)
 
-    def logp(self, theta: Float[Tensor, " param"], samples: Samples) -> Float[Tensor, "seq tok"]:
+    def logp(
+        self, theta: Float[Tensor, " param"], samples: ActionBatch
+    ) -> Float[Tensor, "seq tok"]:
         """log π_θ(a_t | s_t); 0 where masked."""
         actions = samples.actions.masked_fill(~samples.mask, 0)
         return self.log_probs(theta, samples).gather(-1, actions[..., None]).squeeze(-1)
@@ -108,17 +110,17 @@ class _Call:
         return functional_call(self.model, self.values, args, kwargs)
 
 
-def scores(policy: Policy, samples: Samples) -> Float[Tensor, "seq param"]:
+def scores(policy: FlatPolicy, samples: ActionBatch) -> Float[Tensor, "seq param"]:
     """J, row i = ∇_θ Σ_t log π(a_t|s_t) of sequence i, one pullback each."""
     return _jacobian(lambda theta: policy.logp(theta, samples).sum(1), policy.vector())
 
 
-def token_scores(policy: Policy, samples: Samples) -> Float[Tensor, "action param"]:
+def token_scores(policy: FlatPolicy, samples: ActionBatch) -> Float[Tensor, "action param"]:
     """∇_θ log π(a_t|s_t), one row per valid token, in the order of `mask.nonzero()`."""
     return _jacobian(lambda theta: policy.logp(theta, samples)[samples.mask], policy.vector())
 
 
-def vocab_scores(policy: Policy, samples: Samples) -> Float[Tensor, "action param"]:
+def vocab_scores(policy: FlatPolicy, samples: ActionBatch) -> Float[Tensor, "action param"]:
     """√π(v|s_t) ∇_θ log π(v|s_t), one row per valid position and vocabulary entry v."""
 
     def weighted(theta: Tensor) -> Tensor:

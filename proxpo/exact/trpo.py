@@ -16,7 +16,7 @@ import torch
 from torch.func import jvp
 
 from proxpo.errors import ProxpoError, resolve
-from proxpo.exact.policy import Policy, Samples, pull, token_kl
+from proxpo.exact.policy import ActionBatch, FlatPolicy, pull, token_kl
 from proxpo.ops.shapes import Float, Tensor
 
 Product = Callable[[Tensor], Tensor]
@@ -37,8 +37,8 @@ class TrpoStep:
 
 
 def trpo_step(
-    policy: Policy,
-    samples: Samples,
+    policy: FlatPolicy,
+    samples: ActionBatch,
     advantages: Float[Tensor, "..."],
     *,
     delta: float = 0.01,
@@ -85,7 +85,7 @@ def trpo_step(
     return refused(f"no improvement inside the trust region in {searches} trials")
 
 
-def row_weights(samples: Samples, average: str = "token") -> Float[Tensor, "seq tok"]:
+def row_weights(samples: ActionBatch, average: str = "token") -> Float[Tensor, "seq tok"]:
     """w_t: 1/N over all valid tokens, or 1/n so that whole sequences are averaged."""
     average = resolve(average, ("token", "sequence"), what="average")
     count = samples.mask.sum() if average == "token" else len(samples.mask)
@@ -93,8 +93,8 @@ def row_weights(samples: Samples, average: str = "token") -> Float[Tensor, "seq 
 
 
 def surrogate_at(
-    policy: Policy,
-    samples: Samples,
+    policy: FlatPolicy,
+    samples: ActionBatch,
     advantages: Float[Tensor, "..."],
     weights: Float[Tensor, "seq tok"],
     theta_old: Float[Tensor, " param"],
@@ -112,8 +112,8 @@ def surrogate_at(
 
 
 def weighted_kl(
-    policy: Policy,
-    samples: Samples,
+    policy: FlatPolicy,
+    samples: ActionBatch,
     weights: Float[Tensor, "seq tok"],
     theta_old: Float[Tensor, " param"],
     theta: Float[Tensor, " param"],
@@ -124,8 +124,8 @@ def weighted_kl(
 
 
 def fisher_product(
-    policy: Policy,
-    samples: Samples,
+    policy: FlatPolicy,
+    samples: ActionBatch,
     weights: Float[Tensor, "seq tok"],
     theta: Float[Tensor, " param"],
 ) -> Product:

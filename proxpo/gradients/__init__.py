@@ -1,11 +1,12 @@
 """Gradient transforms: per-sequence gradients, layer by layer, inside one backward pass."""
 
-from proxpo.gradients._factories import isopo, isopo_ntk
-from proxpo.gradients._layout import Layout
-from proxpo.gradients._norms import Picks
-from proxpo.gradients._rows import Dense, OneHot, Outer
-from proxpo.gradients._session import Rule, Session, Site
-from proxpo.gradients._transform import Transform, active
+from proxpo.gradients._engine.inner_products import OverlapSet
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.position_gradients import Dense, OneHot, Outer
+from proxpo.gradients._engine.session import ParameterHandle, Rule, Session
+from proxpo.gradients._engine.transform import Transform, active_handle
+from proxpo.gradients.isopo import isopo
+from proxpo.gradients.ntk import isopo_ntk
 from proxpo.gradients.proma import proma
 
 __all__ = [
@@ -13,12 +14,12 @@ __all__ = [
     "Layout",
     "OneHot",
     "Outer",
-    "Picks",
+    "OverlapSet",
+    "ParameterHandle",
     "Rule",
     "Session",
-    "Site",
     "Transform",
-    "active",
+    "active_handle",
     "isopo",
     "isopo_ntk",
     "proma",

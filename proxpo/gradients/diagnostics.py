@@ -1,4 +1,4 @@
-"""What a gradient transform does to a batch, in numbers worth logging.
+"""Measures what a gradient transform does to a batch, for logging.
 
     with transform.applied(model, sequences=seq_index, advantages=A) as session:
         with watch(session) as seen:
@@ -19,24 +19,25 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.exact import (
-    Policy,
-    Samples,
+    ActionBatch,
+    FlatPolicy,
     fisher_exact,
     natural_gradient,
     policy_gradient,
     scores,
 )
-from proxpo.gradients import _norms
-from proxpo.gradients._isopo import Isopo
-from proxpo.gradients._layout import Layout
-from proxpo.gradients._session import AnyRows, Rule, Session, Site
-from proxpo.gradients.proma import overlaps
+from proxpo.gradients._engine.inner_products import inner_with
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.measure import Measurement, measured
+from proxpo.gradients._engine.position_gradients import AnyGradients
+from proxpo.gradients._engine.session import ParameterHandle, Rule, Session
+from proxpo.gradients.isopo import ratio2
 from proxpo.ops.shapes import Float, Tensor
 
 
 @dataclass
-class Layer:
-    """One parameter: the lengths of its sequence gradients and what became of their sum."""
+class LayerDiagnostics:
+    """Lengths of one parameter's sequence gradients, and its update beside REINFORCE's."""
 
     fisher: Float[Tensor, " row"]
     norm: Float[Tensor, " row"]
@@ -47,15 +48,15 @@ class Layer:
     @property
     def ratio(self) -> Float[Tensor, " row"]:
         """R_i = F_i / N_i, 0 where both vanish."""
-        return _norms.ratio2(self.fisher.square(), self.norm.square()).sqrt()
+        return ratio2(self.fisher.square(), self.norm.square()).sqrt()
 
     @property
     def cosine(self) -> float:
         """cos(U, Σ A_i V_i): 1 for REINFORCE."""
         return _cosine(self.inner, self.update2, self.plain2)
 
-    def __add__(self, other: "Layer") -> "Layer":
-        return Layer(
+    def __add__(self, other: "LayerDiagnostics") -> "LayerDiagnostics":
+        return LayerDiagnostics(
             torch.cat([self.fisher, other.fisher]),
             torch.cat([self.norm, other.norm]),
             self.update2 + other.update2,
@@ -65,15 +66,15 @@ class Layer:
 
 
 @dataclass
-class Seen:
-    """What was seen while watching; several blocks are pooled, each with its own update.
+class Diagnostics:
+    """Measurements of one or more watched blocks, pooled, each with its own update.
 
     `moved` holds, for every sequence, ⟨∇ log π(o_i), Δ⟩: the change of its log-probability to first
     order. Δ is a plain step along the update (rate 1), or the step since the parameters given to
     `watch`. The objective is taken to be a negative log-likelihood, as `applied` asks for.
     """
 
-    layers: dict[str, Layer] = field(default_factory=dict)
+    layers: dict[str, LayerDiagnostics] = field(default_factory=dict)
     blocks: list[Tensor] = field(default_factory=list)
     actual_step: bool = False
 
@@ -105,101 +106,99 @@ class Seen:
         return _cosine(*(sum(column) for column in zip(*parts)))
 
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
-        """Flat numbers for a logger; `per_layer` adds every layer's own."""
-        found = {"gradient/kl": self.kl(), "gradient/cosine_reinforce": self.cosine}
+        """Flat numbers for a logger; `per_layer` adds those of every layer."""
+        metrics = {"gradient/kl": self.kl(), "gradient/cosine_reinforce": self.cosine}
         if not self.actual_step:
-            found["gradient/kl_unit_step"] = found.pop("gradient/kl")
+            metrics["gradient/kl_unit_step"] = metrics.pop("gradient/kl")
         for quantity in ("fisher", "norm", "ratio"):
             values = torch.cat([getattr(x, quantity) for x in self.layers.values()])
-            found |= _spread(f"gradient/{quantity}", values)
+            metrics |= _spread(f"gradient/{quantity}", values)
         share = self.share()
-        found["gradient/largest_share"] = max(share.values(), default=0.0)
+        metrics["gradient/largest_share"] = max(share.values(), default=0.0)
         if per_layer:
             for name, layer in self.layers.items():
-                found[f"gradient/share/{name}"] = share[name]
-                found[f"gradient/cosine_reinforce/{name}"] = layer.cosine
+                metrics[f"gradient/share/{name}"] = share[name]
+                metrics[f"gradient/cosine_reinforce/{name}"] = layer.cosine
                 for quantity in ("fisher", "norm", "ratio"):
-                    found |= _spread(f"gradient/{quantity}/{name}", getattr(layer, quantity))
-        return found
+                    metrics |= _spread(f"gradient/{quantity}/{name}", getattr(layer, quantity))
+        return metrics
 
 
 @contextmanager
 def watch(
     session: Session,
     *,
-    into: Seen | None = None,
+    into: Diagnostics | None = None,
     since: Mapping[Tensor, Tensor] | None = None,
-) -> Iterator[Seen]:
-    """Measure what the transform of an open block does; `into` adds to what was seen before.
+) -> Iterator[Diagnostics]:
+    """Measures what the transform of an open block does; `into` adds to earlier measurements.
 
     With `since = {p: p.detach().clone() for p in model.parameters()}`, taken before the last
-    optimizer step, `Seen.kl` is that of the step actually made, whatever optimizer made it.
+    optimizer step, `Diagnostics.kl` is that of the step actually made, whatever optimizer made it.
     """
-    seen = Seen(actual_step=since is not None) if into is None else into
+    result = Diagnostics(actual_step=since is not None) if into is None else into
     inner = session.rule
-    session.rule = _Watched(inner, seen, since or {})
-    seen.blocks.append(torch.zeros_like(session.advantages, dtype=torch.float64))
+    session.rule = _Watched(inner, result, since or {})
+    result.blocks.append(torch.zeros_like(session.advantages, dtype=torch.float64))
     try:
-        yield seen
+        yield result
     finally:
         session.rule = inner
 
 
 class _Watched:
-    """A rule that does what another does, and takes notes."""
+    """A rule with the gradients of another one, which it measures."""
 
-    def __init__(self, inner: Rule, seen: Seen, since: Mapping[Tensor, Tensor]) -> None:
-        self.inner, self.seen, self.since = inner, seen, since
-        self.measure = Isopo(
-            p=-1.0, q=-1.0, r=-1.0, overlap_reg=0.0, norm_reg=0.0, rel_overlap_reg=0.0, eps=0.0,
-            keep_small=False, overlap=inner.overlap, norm="exact", sketch=1, scale="sum",
-            history="own", path="auto",
-        )  # fmt: skip
+    def __init__(self, inner: Rule, result: Diagnostics, since: Mapping[Tensor, Tensor]) -> None:
+        self.inner, self.result, self.since = inner, result, since
+        self.wanted = Measurement(overlap=True, norm=True, drawn=inner.overlap)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def gradient(self, site: Site, rows: AnyRows, layout: Layout) -> Tensor:
-        update = self.inner.gradient(site, rows, layout)
-        generator = site.session.generator
+    def gradient(self, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Tensor:
+        update = self.inner.gradient(handle, rows, layout)
+        generator = handle.session.generator
         state = generator.get_state()
-        self._note(site, rows, layout, update.detach())
+        self._measure(handle, rows, layout, update.detach())
         generator.set_state(state)  # the draws of later layers stay what they would have been
         return update
 
-    def _note(self, site: Site, rows: AnyRows, layout: Layout, update: Tensor) -> None:
-        found = self.measure._measure(site, rows, layout)
-        assert found.top is not None
-        assert found.bottom is not None
-        assert found.norm2 is not None
-        plain = layout.total(rows.reduce(layout.spread(site.session.advantages)).double())
+    def _measure(
+        self, handle: ParameterHandle, rows: AnyGradients, layout: Layout, update: Tensor
+    ) -> None:
+        top, bottom, norm2, _ = measured(self.wanted, handle, rows, layout)
+        assert top is not None
+        assert bottom is not None
+        assert norm2 is not None
+        plain = layout.total(rows.reduce(layout.spread(handle.session.advantages)).double())
         update = layout.total(update.double())
-        layer = Layer(
-            _norms.ratio2(found.top, found.bottom).sqrt().double(),
-            found.norm2.sqrt().double(),
+        layer = LayerDiagnostics(
+            ratio2(top, bottom).sqrt().double(),
+            norm2.sqrt().double(),
             update.square().sum(),
             plain.square().sum(),
             (update * plain).sum(),
         )
-        known = self.seen.layers.get(site.name)
-        self.seen.layers[site.name] = layer if known is None else known + layer
-        along = -overlaps(rows, self._step(site, update))
-        self.seen.blocks[-1] += layout.total(layout.sum_columns(along[None]))[0]
+        known = self.result.layers.get(handle.name)
+        self.result.layers[handle.name] = layer if known is None else known + layer
+        along = -inner_with(rows, self._step(handle, update))
+        self.result.blocks[-1] += layout.total(layout.sum_columns(along[None]))[0]
 
-    def _step(self, site: Site, update: Tensor) -> Tensor:
-        if not self.seen.actual_step:
+    def _step(self, handle: ParameterHandle, update: Tensor) -> Tensor:
+        if not self.result.actual_step:
             return -update
-        if site.parameter not in self.since:
-            raise ProxpoError(f"watch: `since` has no entry for the parameter {site.name}")
-        step = site.parameter.detach() - self.since[site.parameter]
-        if step.dim() > update.dim():  # a bank of experts; the site is named by its number
-            step = step[int(site.name.split(".")[-2])]
+        if handle.parameter not in self.since:
+            raise ProxpoError(f"watch: `since` has no entry for the parameter {handle.name}")
+        step = handle.parameter.detach() - self.since[handle.parameter]
+        if step.dim() > update.dim():  # a bank of experts; the handle is named by its number
+            step = step[int(handle.name.split(".")[-2])]
         return step
 
 
 def cosine_to_npg(
-    policy: Policy,
-    samples: Samples,
+    policy: FlatPolicy,
+    samples: ActionBatch,
     advantages: Float[Tensor, " seq"],
     *,
     damping: float = 0.0,
@@ -211,8 +210,8 @@ def cosine_to_npg(
     missing = [name for name, p in policy.parameters.items() if p.grad is None]
     if missing:
         raise ProxpoError(f"cosine_to_npg: parameter '{missing[0]}' has no gradient yet")
-    found = [p.grad for p in policy.parameters.values() if p.grad is not None]
-    ascent = -torch.cat([grad.flatten() for grad in found])
+    grads = [p.grad for p in policy.parameters.values() if p.grad is not None]
+    ascent = -torch.cat([grad.flatten() for grad in grads])
     gradient = policy_gradient(scores(policy, samples), advantages)
     exact = natural_gradient(fisher_exact(policy, samples), gradient, damping=damping)
     return _cosine(ascent @ exact, ascent @ ascent, exact @ exact)

@@ -1,4 +1,4 @@
-"""What `token_logp` refuses, in words a user can act on."""
+"""Checks of the arguments of `token_logp`."""
 
 import torch
 
@@ -9,9 +9,11 @@ from proxpo.ops.shapes import Tensor
 def check_shapes(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, mask: Tensor | None
 ) -> None:
-    def refuse(rule: str, *got: Tensor) -> None:
-        found = " and ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in got)
-        raise ProxpoError(f"token_logp: {rule}; got {found}")
+    """Refuses tensors whose shapes or dtypes do not fit together."""
+
+    def refuse(rule: str, *tensors: Tensor) -> None:
+        got = " and ".join(f"{list(x.shape)} {str(x.dtype)[6:]}" for x in tensors)
+        raise ProxpoError(f"token_logp: {rule}; got {got}")
 
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         refuse("hidden [..., dim] and head_weight [vocab, dim] must share dim", hidden, weight)
@@ -26,13 +28,14 @@ def check_shapes(
 
 
 def check_options(**options: float | int | None) -> None:
+    """Refuses options that are not positive and finite."""
     for name, value in options.items():
         if value is not None and not 0.0 < value < float("inf"):
             raise ProxpoError(f"token_logp: {name} must be positive and finite; got {value}")
 
 
 def check_ids(ids: Tensor, vocab: int) -> None:
-    """On the CPU alone: elsewhere the answer would have to be waited for."""
+    """Refuses ids outside the vocabulary; on the CPU alone, where that needs no wait."""
     if ids.device.type != "cpu" or not len(ids):
         return
     low, high = (int(x) for x in ids.aminmax())

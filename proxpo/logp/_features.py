@@ -1,4 +1,4 @@
-"""`score_features`: the direction in which a response pulls on the last hidden states."""
+"""`score_features`: mean gradient of a response's log-probabilities in its last hidden states."""
 
 import torch
 
@@ -35,7 +35,7 @@ def score_features(
             softcap=softcap,
             chunk=chunk,
         )
-        (pull,) = torch.autograd.grad(logp.sum(), states)
+        (slope,) = torch.autograd.grad(logp.sum(), states)
     precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     count = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return temperature * torch.where(mask[..., None], pull, 0.0).sum(1, dtype=precise) / count
+    return temperature * torch.where(mask[..., None], slope, 0.0).sum(1, dtype=precise) / count

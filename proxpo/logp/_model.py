@@ -26,8 +26,8 @@ _PROBES = (1.0, -1.0, 8.0, -30.0, 100.0, 1e6)
 
 
 @dataclass(frozen=True)
-class _After:
-    """What the model does to the output of its head: a scale, or a soft cap, or nothing."""
+class _LogitMap:
+    """Map that the model applies to the output of its head: a scale, or a soft cap, or nothing."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -40,7 +40,7 @@ class _After:
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What one call wants to know of the positions of `input_ids`."""
+    """Arguments of one call, aligned with the positions of `input_ids`."""
 
     targets: Int[Tensor, "seq pos"]
     mask: Bool[Tensor, "seq pos"]
@@ -49,11 +49,11 @@ class _Request:
     chunk: int | None
 
 
-class _Tap:
-    """Stands in for a linear head during a call, and remembers what the model does after it."""
+class _HeadReplacement:
+    """Replacement of a linear head during a call; keeps the map that the model applies after it."""
 
     def __init__(self) -> None:
-        self.after = _After()
+        self.logit_map = _LogitMap()
         self.known = False
         self.result: list[Tensor] = []  # log-probabilities, and entropies on request
         self.request: tuple[nn.Linear, _Request] | None = None
@@ -61,7 +61,7 @@ class _Tap:
 
     @_disable_dynamo
     def score(self, hidden: Tensor) -> Tensor:
-        """The result goes out by the side door; what takes the place of logits only carries it."""
+        """Keeps the result in `self.result`; returns it, with the probes, in place of logits."""
         assert self.request is not None
         head, request = self.request
         if hidden.shape[:-1] != request.targets.shape:
@@ -69,18 +69,18 @@ class _Tap:
                 f"model_logp: the head got hidden states of {list(hidden.shape[:-1])} positions,"
                 f" input_ids have {list(request.targets.shape)}"
             )
-        found: Any = token_logp(  # type: ignore[call-overload]
+        scored: Any = token_logp(  # type: ignore[call-overload]
             hidden,
             head.weight,
             request.targets,
             bias=head.bias,
             mask=request.mask,
-            temperature=request.temperature / self.after.scale,
-            softcap=self.after.softcap,
+            temperature=request.temperature / self.logit_map.scale,
+            softcap=self.logit_map.softcap,
             entropy=request.entropy,
             chunk=request.chunk,
         )
-        self.result = list(found) if request.entropy else [found]
+        self.result = list(scored) if request.entropy else [scored]
         logp = self.result[0]
         if self.known:
             return logp[..., None]
@@ -102,7 +102,7 @@ class _Tap:
                 vars(head)["forward"] = own
 
 
-_TAPS: WeakKeyDictionary[nn.Module, _Tap] = WeakKeyDictionary()
+_REPLACEMENTS: WeakKeyDictionary[nn.Module, _HeadReplacement] = WeakKeyDictionary()
 
 
 @overload
@@ -142,15 +142,15 @@ def model_logp(
     like the other layers.
     """
     _check(input_ids, mask)
-    bare = _bare(model)
+    bare = bare_model(model)
     heads = _linear_heads(bare)
     request = _request(input_ids, mask, temperature, entropy, chunk)
     inputs = inputs | _positions(bare, attention_mask, position_ids)
-    taps = [_TAPS.setdefault(head, _Tap()) for head in heads]
-    output, tap = _run(model, input_ids, inputs, heads, taps, request)
-    if not tap.known and not _learn(tap, output, model=type(bare).__name__):
-        output, tap = _run(model, input_ids, inputs, heads, taps, request)
-    result, tap.result = tap.result, []
+    replacements = [_REPLACEMENTS.setdefault(head, _HeadReplacement()) for head in heads]
+    output, replacement = _run(model, input_ids, inputs, heads, replacements, request)
+    if not replacement.known and not _learn(replacement, output, model=type(bare).__name__):
+        output, replacement = _run(model, input_ids, inputs, heads, replacements, request)
+    result, replacement.result = replacement.result, []
     aligned = [_align(x, output, mask) for x in result]
     return LogpEntropy(*aligned) if entropy else aligned[0]
 
@@ -160,28 +160,29 @@ def _run(
     input_ids: Tensor,
     inputs: dict[str, Any],
     heads: list[nn.Linear],
-    taps: list[_Tap],
+    replacements: list[_HeadReplacement],
     request: _Request,
-) -> tuple[Tensor, _Tap]:
-    """One call of the model; its output in place of logits, and the tap that was used."""
+) -> tuple[Tensor, _HeadReplacement]:
+    """Calls the model once; returns its output in place of logits, and the replacement used."""
     with ExitStack() as stack:
-        for tap, head in zip(taps, heads):
-            stack.enter_context(tap.installed(head, request))
+        for replacement, head in zip(replacements, heads):
+            stack.enter_context(replacement.installed(head, request))
         output = model(input_ids=input_ids, use_cache=False, **inputs)
-    used = [tap for tap in taps if tap.result]
+    used = [replacement for replacement in replacements if replacement.result]
     if len(used) != 1:
         name = type(model).__name__
         raise ProxpoError(f"model_logp: {name} called {len(used)} output layers, expected one")
     return (output.logits if hasattr(output, "logits") else output[0]), used[0]
 
 
-def _learn(tap: _Tap, output: Tensor, *, model: str) -> bool:
-    """Read off the probes what happens after the head; True if it is what was assumed."""
+def _learn(replacement: _HeadReplacement, output: Tensor, *, model: str) -> bool:
+    """Reads the map after the head off the probes; True if it is the one assumed."""
     sent = torch.tensor(_PROBES, dtype=torch.float64)
     got = output.detach()[0, 0, 1:].double().cpu()
-    for guess in (tap.after, _After(scale=float(got[0])), _After(softcap=float(got[-1]))):
+    scaled, capped = _LogitMap(scale=float(got[0])), _LogitMap(softcap=float(got[-1]))
+    for guess in (replacement.logit_map, scaled, capped):
         if (guess.softcap or guess.scale) > 0 and torch.allclose(guess(sent), got, rtol=1e-5):
-            assumed, tap.after, tap.known = tap.after, guess, True
+            assumed, replacement.logit_map, replacement.known = replacement.logit_map, guess, True
             return guess == assumed
     raise ProxpoError(
         f"model_logp: {model} changes its logits after the head by more than a scale or a soft cap"
@@ -218,30 +219,29 @@ def _request(
 def _positions(
     bare: nn.Module, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> dict[str, Tensor]:
-    """The arguments that say where a token stands; models without position_ids use the mask."""
-    given = {}
+    """Attention mask and position ids; models without position_ids use the mask."""
+    arguments = {}
     if attention_mask is not None:
-        given["attention_mask"] = attention_mask
+        arguments["attention_mask"] = attention_mask
         if position_ids is None and "position_ids" in inspect.signature(bare.forward).parameters:
             position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
     if position_ids is not None:
-        given["position_ids"] = position_ids
-    return given
+        arguments["position_ids"] = position_ids
+    return arguments
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """The model itself, out of torch.compile, DDP and peft."""
+def bare_model(model: nn.Module) -> nn.Module:
+    """The model itself, without its wrappers of torch.compile, DDP and peft."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
-            return _bare(inner)
+            return bare_model(inner)
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def _linear_heads(bare: nn.Module) -> list[nn.Linear]:
-    """The linear layers one of which will be called as the head: several under modules_to_save."""
-    find = getattr(bare, "get_output_embeddings", lambda: None)
-    head: Any = find()
+    """Linear layers one of which is called as the head: several under modules_to_save."""
+    head: Any = getattr(bare, "get_output_embeddings", lambda: None)()
     if hasattr(head, "modules_to_save"):
         heads = [head.original_module, *head.modules_to_save.values()]
     else:
@@ -258,8 +258,8 @@ def _linear_heads(bare: nn.Module) -> list[nn.Linear]:
 
 def _check(input_ids: Tensor, mask: Tensor) -> None:
     def refuse(rule: str) -> None:
-        found = f"{list(mask.shape)} {str(mask.dtype)[6:]} for input_ids {list(input_ids.shape)}"
-        raise ProxpoError(f"model_logp: mask must {rule}; got {found}")
+        got = f"{list(mask.shape)} {str(mask.dtype)[6:]} for input_ids {list(input_ids.shape)}"
+        raise ProxpoError(f"model_logp: mask must {rule}; got {got}")
 
     if mask.dtype != torch.bool or mask.dim() != 2 or input_ids.dim() != 2:
         refuse("be bool, sequences x response tokens")

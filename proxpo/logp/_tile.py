@@ -1,17 +1,16 @@
 """One tile of the logits: its share of the softmax statistics, and the gradient of the logits.
 
 A tile is `rows` tokens by `cols` vocabulary entries. Every token's statistics are merged tile by
-tile, so that no more than one tile of logits exists at any time. The functions here are the
-reference in plain torch; on CUDA `_triton.py` does the same in one kernel each, in place.
+tile, so that no more than one tile of logits exists at any time. The functions here are in plain
+torch; `_triton.py` has the same as one CUDA kernel each, in place, and `head.py` takes one or the
+other.
 
 Axes: `tok` tokens of the tile, `col` vocabulary entries of the tile, `dim` the hidden size.
 """
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ FLOOR = -1e4
 
 @dataclass(frozen=True)
 class Warp:
-    """From the head's output to the logits of the softmax: z = softcap · tanh(x / softcap) / τ."""
+    """Map from the head's output to the logits: z = softcap · tanh(x / softcap) / τ."""
 
     temperature: float = 1.0
     softcap: float | None = None
@@ -41,7 +40,7 @@ class Warp:
         return (1.0 - (z * (self.temperature / self.softcap)).square()) / self.temperature
 
 
-class Stats(NamedTuple):
+class SoftmaxStats(NamedTuple):
     """Per token, over the columns seen so far: m = max z, Σ e^(z-m), z[target], Σ e^(z-m) (z-m)."""
 
     peak: Float[Tensor, " tok"]
@@ -50,12 +49,12 @@ class Stats(NamedTuple):
     moment: Float[Tensor, " tok"] | None  # for the entropy alone
 
     @staticmethod
-    def empty(rows: int, like: Tensor, *, entropy: bool) -> "Stats":
+    def empty(rows: int, like: Tensor, *, entropy: bool) -> "SoftmaxStats":
         dtype = statistics_dtype(like.dtype)
         # The lowest finite peak, not -inf: -inf minus itself would be NaN in the first merge.
         # A target outside the vocabulary never replaces the NaN it starts from.
         zero = torch.zeros(rows, dtype=dtype, device=like.device)
-        return Stats(
+        return SoftmaxStats(
             peak=torch.full_like(zero, torch.finfo(dtype).min),
             total=zero,
             picked=torch.full_like(zero, float("nan")),
@@ -63,10 +62,10 @@ class Stats(NamedTuple):
         )
 
     @staticmethod
-    def join(parts: "list[Stats]") -> "Stats":
+    def join(parts: "list[SoftmaxStats]") -> "SoftmaxStats":
         peak, total, picked = (torch.cat(column) for column in list(zip(*parts))[:3])
         moments = [part.moment for part in parts if part.moment is not None]
-        return Stats(peak, total, picked, torch.cat(moments) if moments else None)
+        return SoftmaxStats(peak, total, picked, torch.cat(moments) if moments else None)
 
     def logsumexp(self) -> Float[Tensor, " tok"]:
         return self.peak + self.total.log()
@@ -76,20 +75,21 @@ class Stats(NamedTuple):
         return None if self.moment is None else self.total.log() - self.moment / self.total
 
 
-class Pull(NamedTuple):
-    """What the backward pass knows per token: the softmax statistics and dL/dlogp, dL/dH."""
+class TokenGrads(NamedTuple):
+    """Softmax statistics of tokens and the gradients dL/dlogp and dL/dH that reach them."""
 
     logsumexp: Float[Tensor, " tok"]
-    logp: Float[Tensor, " tok"]
+    d_logp: Float[Tensor, " tok"]
     entropy: Float[Tensor, " tok"] | None = None
     d_entropy: Float[Tensor, " tok"] | None = None
 
-    def rows(self, index: slice | Int[Tensor, " row"]) -> "Pull":
+    def take(self, index: slice | Int[Tensor, " row"]) -> "TokenGrads":
         entropy, d_entropy = (None if x is None else x[index] for x in self[2:])
-        return Pull(self.logsumexp[index], self.logp[index], entropy, d_entropy)
+        return TokenGrads(self.logsumexp[index], self.d_logp[index], entropy, d_entropy)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the statistics: float32 or better."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -111,16 +111,12 @@ def tile_shape(tokens: int, vocab: int, logits: int) -> tuple[int, int]:
 
 
 def absorb(
-    stats: Stats, x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], warp: Warp
-) -> Stats:
-    """Merge a tile into the running statistics; `target` counts from the tile's first column.
+    stats: SoftmaxStats, x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], warp: Warp
+) -> SoftmaxStats:
+    """Merges a tile into the running statistics; `target` counts from the tile's first column.
 
     Tile and statistics may be overwritten.
     """
-    if _fused(x):
-        from proxpo.logp import _triton
-
-        return _triton.absorb(stats, x, target, warp)
     z = warp(x.to(stats.peak.dtype))
     inside = (target >= 0) & (target < z.shape[1])
     picked = z.gather(1, target.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
@@ -130,41 +126,28 @@ def absorb(
     moment = None
     if stats.moment is not None:
         shifted = shifted.clamp_(min=FLOOR)
-        seen = (stats.moment + stats.total * step) * step.exp()
-        moment = seen + (shifted.exp() * shifted).sum(dim=1)
+        before = (stats.moment + stats.total * step) * step.exp()
+        moment = before + (shifted.exp() * shifted).sum(dim=1)
     total = stats.total * step.exp() + shifted.exp_().sum(dim=1)
-    return Stats(peak, total, torch.where(inside, picked, stats.picked), moment)
+    return SoftmaxStats(peak, total, torch.where(inside, picked, stats.picked), moment)
 
 
 def logit_grad(
-    x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], pull: Pull, warp: Warp
+    x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], grads: TokenGrads, warp: Warp
 ) -> Float[Tensor, "tok col"]:
     """dL/dx of a tile, in the tile's own precision; the tile may be overwritten.
 
     With q = z - logsumexp and π = e^q:  dlogp/dz = 1[target] - π  and  dH/dz = -π (q + H).
     """
-    if _fused(x):
-        from proxpo.logp import _triton
-
-        return _triton.logit_grad(x, target, pull, warp)
-    z = warp(x.to(pull.logp.dtype))
+    z = warp(x.to(grads.d_logp.dtype))
     slope = warp.slope(z)
-    q = z - pull.logsumexp[:, None]
-    force = pull.logp[:, None]
-    if pull.d_entropy is not None and pull.entropy is not None:
+    q = z - grads.logsumexp[:, None]
+    force = grads.d_logp[:, None]
+    if grads.d_entropy is not None and grads.entropy is not None:
         q = q.clamp_(min=FLOOR)
-        force = force + pull.d_entropy[:, None] * (q + pull.entropy[:, None])
+        force = force + grads.d_entropy[:, None] * (q + grads.entropy[:, None])
     g = q.exp().mul_(force).neg_()
     inside = (target >= 0) & (target < g.shape[1])
-    hit = torch.where(inside, pull.logp, 0.0)[:, None]
+    hit = torch.where(inside, grads.d_logp, 0.0)[:, None]
     g.scatter_add_(1, target.clamp(0, g.shape[1] - 1)[:, None], hit)
     return g.mul_(slope).to(x.dtype)
-
-
-def _fused(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -7,9 +7,16 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from proxpo.logp._check import check_ids, check_options, check_shapes
-from proxpo.logp._head import Head, Rows, pull_back, softmax_stats
-from proxpo.logp._tile import Pull, Warp
-from proxpo.logp._treatment import Treatment, find
+from proxpo.logp._tile import TokenGrads, Warp
+from proxpo.logp.head import (
+    Backward,
+    Head,
+    HeadCall,
+    HeadTokens,
+    find_backward,
+    head_backward,
+    softmax_stats,
+)
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 
@@ -69,9 +76,9 @@ def token_logp(
     if index is not None:
         rows, ids = rows[index], ids[index]
     check_ids(ids, len(head_weight))
-    treatment = find(head_weight, bias, hidden.shape[:-1], index)
+    replaced = find_backward(HeadCall(head_weight, bias, hidden.shape[:-1], index))
     operands = _autocast(rows, head_weight, bias)
-    logp, spread = _TokenLogp.apply(*operands, ids, warp, budget, entropy, treatment)
+    logp, spread = _TokenLogp.apply(*operands, ids, warp, budget, entropy, replaced)
     logp = _spread(logp, index, targets)
     return LogpEntropy(logp, _spread(spread, index, targets)) if entropy else logp
 
@@ -89,14 +96,14 @@ class _TokenLogp(torch.autograd.Function):
         warp: Warp,
         budget: int,
         entropy: bool,
-        treatment: Treatment | None,
+        replaced: Backward | None,
     ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head(weight, bias, warp, budget)
             stats = softmax_stats(head, hidden, targets, entropy=entropy)
         logsumexp, spread = stats.logsumexp(), stats.entropy()
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, spread)
-        ctx.warp, ctx.budget, ctx.treatment = warp, budget, treatment
+        ctx.warp, ctx.budget, ctx.replaced = warp, budget, replaced
         ctx.set_materialize_grads(False)
         return stats.picked - logsumexp, spread
 
@@ -104,22 +111,23 @@ class _TokenLogp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_logp: Tensor | None, d_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
-        pull = Pull(
+        token_grads = TokenGrads(
             logsumexp.contiguous(),
             torch.zeros_like(logsumexp) if d_logp is None else d_logp.contiguous(),
             None if d_entropy is None else entropy,
             None if d_entropy is None else d_entropy.contiguous(),
         )
-        head, tokens = Head(weight, bias, ctx.warp, ctx.budget), Rows(hidden, targets, pull)
+        head = Head(weight, bias, ctx.warp, ctx.budget)
+        tokens = HeadTokens(hidden, targets, token_grads)
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         sides = {"weight": hidden} if to_weight else {}
         if to_bias:
             sides["bias"] = torch.ones_like(hidden[:, :1])
         with torch.autocast(hidden.device.type, enabled=False):
-            if ctx.treatment is None:
-                d_hidden, outs = pull_back(head, tokens, [*sides.values()], to_hidden=to_hidden)
+            if ctx.replaced is None:
+                d_hidden, outs = head_backward(head, tokens, [*sides.values()], to_hidden=to_hidden)
             else:
-                d_hidden, outs = ctx.treatment.pull_back(head, tokens, sides, to_hidden=to_hidden)
+                d_hidden, outs = ctx.replaced(head, tokens, sides, to_hidden=to_hidden)
         grads = dict(zip(sides, outs))
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
@@ -130,7 +138,7 @@ class _TokenLogp(torch.autograd.Function):
 
 
 def _spread(x: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
-    """Back to the shape of the targets, 0 where nothing was scored."""
+    """Puts scored positions back into the shape of the targets, 0 elsewhere."""
     if index is not None:
         x = x.new_zeros(like.numel()).index_put((index,), x)
     return x.reshape(like.shape)

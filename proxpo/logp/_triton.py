@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from proxpo.logp._tile import FLOOR, Pull, Stats, Warp
+from proxpo.logp._tile import FLOOR, SoftmaxStats, TokenGrads, Warp
 from proxpo.ops.shapes import Float, Int, Tensor
 
 _BLOCK = 4096
@@ -82,8 +82,8 @@ def _logit_grad_kernel(
 
 
 def absorb(
-    stats: Stats, x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], warp: Warp
-) -> Stats:
+    stats: SoftmaxStats, x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], warp: Warp
+) -> SoftmaxStats:
     """`_tile.absorb`, updating `stats` in place."""
     rows, cols = x.shape
     entropic = stats.moment is not None
@@ -97,15 +97,16 @@ def absorb(
 
 
 def logit_grad(
-    x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], pull: Pull, warp: Warp
+    x: Float[Tensor, "tok col"], target: Int[Tensor, " tok"], grads: TokenGrads, warp: Warp
 ) -> Float[Tensor, "tok col"]:
     """`_tile.logit_grad`, written over the tile."""
     rows, cols = x.shape
-    entropic = pull.d_entropy is not None
+    entropic = grads.d_entropy is not None
     with torch.cuda.device_of(x):
         _logit_grad_kernel[(rows, triton.cdiv(cols, _BLOCK))](
-            x, target, pull.logsumexp, pull.logp,
-            pull.entropy if entropic else pull.logp, pull.d_entropy if entropic else pull.logp,
+            x, target, grads.logsumexp, grads.d_logp,
+            grads.entropy if entropic else grads.d_logp,
+            grads.d_entropy if entropic else grads.d_logp,
             cols, 1.0 / warp.temperature, warp.softcap or 0.0,
             CAPPED=warp.softcap is not None, ENTROPY=entropic, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 """One file per method; compositions only. The listing of this folder is the catalogue."""
 
-from proxpo.recipes._registry import Method, method, methods, register
+from proxpo.recipes._registry import Method, Options, method, methods, options_of, register
 
-__all__ = ["Method", "method", "methods", "register"]
+__all__ = ["Method", "Options", "method", "methods", "options_of", "register"]

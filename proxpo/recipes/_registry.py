@@ -4,13 +4,13 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.stages import check
-from proxpo.stages._options import bind
+from proxpo.stages._options import bind, parameters
 from proxpo.types import KINDS, Recipe
 
 CONFIDENCE = ("official code", "framework code", "paper formulas", "reconstructed")
@@ -40,16 +40,44 @@ class Method:
 
 
 METHODS: dict[str, Method] = {}
+Options = Mapping[str, Any]
+
+
+class PassedOn(dict[str, Any]):
+    """Options that a method passes on: defaults by name, and the parameters they stand for."""
+
+    def __init__(self, passed: Mapping[str, inspect.Parameter]) -> None:
+        super().__init__({name: p.default for name, p in passed.items()})
+        self.parameters = passed
+
+
+def options_of(factory: Callable[..., Any], *names: str, **defaults: Any) -> Options:
+    """Options that a method passes on to a stage or to another method, which declares them.
+
+        def palu(
+            *, budget: Options = options_of(length_budget), base: Options = options_of(grpo, "eps")
+        ) -> Recipe:
+            return grpo(**base).replace(budget=(length_budget(**budget),))
+
+    is `palu(*, target=0.8, tau=0.5, min_tokens=1, eps=1e-6)` to its callers. The options are those
+    named, or all; a keyword gives an option a default of the method's own. An option that the
+    method declares itself is not passed on.
+    """
+    known = parameters(factory)
+    chosen = [*names, *(name for name in defaults if name not in names)] if names else known
+    changed = {name: known[name].replace(default=value) for name, value in defaults.items()}
+    return PassedOn({name: changed.get(name, known[name]) for name in chosen})
 
 
 def register(slug: str, *, paper: str, confidence: str = "official code"):
-    """Add a method: decorate a keyword-only factory that returns a Recipe.
+    """Registers a method: decorates a keyword-only factory that returns a Recipe.
 
         @proxpo.register("my-method", paper="arXiv:2601.00001")
         def my_method(*, clip: float = 0.2) -> Recipe: ...
 
     The slug is the name on the command line. Options must have defaults and must not be named like
-    a stage, so that `--set ratio=...` always means the stage.
+    a stage, so that `--set ratio=...` always means the stage. `options_of` passes options on
+    without declaring them again.
     """
     if confidence not in CONFIDENCE:
         raise ProxpoError(
@@ -57,8 +85,16 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
         )
 
     def decorate(factory: Callable[..., Recipe]) -> Callable[..., Recipe]:
-        parameters = inspect.signature(factory).parameters
-        clash = [name for name in parameters if name in KINDS]
+        declared = inspect.signature(factory).parameters
+        groups = {
+            name: [option for option in p.default if option not in declared]
+            for name, p in declared.items()
+            if isinstance(p.default, PassedOn)
+        }
+        public: dict[str, inspect.Parameter] = {}
+        for name, p in declared.items():
+            public |= {k: p.default.parameters[k] for k in groups.get(name, ())} or {name: p}
+        clash = [name for name in public if name in KINDS]
         if clash:
             raise ProxpoError(f"{slug}: the option '{clash[0]}' has the name of a stage")
         if not inspect.getdoc(factory):
@@ -66,9 +102,14 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
 
         @functools.wraps(factory)
         def make(**given: Any) -> Recipe:
-            options = bind(factory, given, what=slug)
-            return check(replace(factory(**options), name=slug, options=options))
+            options = bind(make, given, what=slug)
+            arguments = {k: options[k] for k in declared if k not in groups}
+            arguments |= {name: {k: options[k] for k in group} for name, group in groups.items()}
+            return check(replace(factory(**arguments), name=slug, options=options))
 
+        cast(Any, make).__signature__ = inspect.Signature(
+            list(public.values()), return_annotation=Recipe
+        )
         METHODS[slug] = Method(slug=slug, paper=paper, confidence=confidence, make=make)
         return make
 
@@ -100,4 +141,14 @@ def method(name: str) -> Method:
     return known[resolve(name, known, what="method")]
 
 
-__all__ = ["ENTRY_POINTS", "METHODS", "Method", "load_all", "method", "methods", "register"]
+__all__ = [
+    "ENTRY_POINTS",
+    "METHODS",
+    "Method",
+    "Options",
+    "load_all",
+    "method",
+    "methods",
+    "options_of",
+    "register",
+]

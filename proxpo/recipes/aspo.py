@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import seq_mean_token_mean, token_mean
 from proxpo.stages.ratio import token
@@ -12,11 +12,7 @@ from proxpo.types import Recipe
 @register("aspo", paper="arXiv:2510.06062")
 def aspo(
     *,
-    clip: float = 0.2,
-    clip_uncertain: float = 0.4,
-    quantile: float = 0.8,
-    cap_pos: float = 3.0,
-    cap_neg: float = 3.0,
+    trust: Options = options_of(asymmetric_clip),
     kl_coef: float = 0.001,
     average: Literal["token", "sequence"] = "token",
 ) -> Recipe:
@@ -37,13 +33,7 @@ def aspo(
     return Recipe(
         advantage=group_relative(),
         ratio=token(),
-        trust=asymmetric_clip(
-            clip=clip,
-            clip_uncertain=clip_uncertain,
-            quantile=quantile,
-            cap_pos=cap_pos,
-            cap_neg=cap_neg,
-        ),
+        trust=asymmetric_clip(**trust),
         regularisers=(kl_to_ref(coef=kl_coef),) if kl_coef else (),
         aggregate=token_mean() if average == "token" else seq_mean_token_mean(),
     )

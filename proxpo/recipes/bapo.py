@@ -1,26 +1,18 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import token
 from proxpo.stages.trust import balanced_clip
-from proxpo.types import Recipe, Scope
+from proxpo.types import Recipe
 
 
 @register("bapo", paper="arXiv:2510.18927")
 def bapo(
     *,
-    statistic: Literal["official", "paper", "gradient"] = "official",
-    target: float | None = None,
-    low_from: float | None = None,
-    low_to: float | None = None,
-    low_step: float | None = None,
-    high_from: float | None = None,
-    high_to: float | None = None,
-    high_step: float | None = None,
+    trust: Options = options_of(balanced_clip),
     dual: float | Literal["auto"] | None = "auto",
-    scope: Scope = "batch",
 ) -> Recipe:
     """BAPO: the clip bounds of each update are searched until positive tokens supply their share.
 
@@ -38,19 +30,10 @@ def bapo(
 
     Reference: arXiv:2510.18927; WooooDyy/BAPO.
     """
-    own = 3.0 if statistic == "official" else None
-    trust = balanced_clip(
-        statistic=statistic,
-        target=target,
-        low_from=low_from,
-        low_to=low_to,
-        low_step=low_step,
-        high_from=high_from,
-        high_to=high_to,
-        high_step=high_step,
-        dual=own if dual == "auto" else dual,
-        scope=scope,
-    )
+    own = 3.0 if trust["statistic"] == "official" else None
     return Recipe(
-        advantage=group_relative(), ratio=token(), trust=trust, aggregate=token_mean()
-    )  # fmt: skip
+        advantage=group_relative(),
+        ratio=token(),
+        trust=balanced_clip(dual=own if dual == "auto" else dual, **trust),
+        aggregate=token_mean(),
+    )

@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.dr_grpo import dr_grpo
 from proxpo.recipes.grpo import grpo
 from proxpo.recipes.reinforce import reinforce
@@ -18,10 +18,7 @@ def capo(
     host: Literal["grpo", "dr-grpo", "reinforce"] = "grpo",
     tau_policy: float | None = None,
     tau_objective: float | None = None,
-    optimizer: Literal["adam", "sgd"] = "adam",
-    sides: Literal["two", "one"] = "two",
-    k: int = 50,
-    learning_rate: float | None = None,
+    select: Options = options_of(curvature_mask, "optimizer", "sides", "k", "learning_rate"),
     clip: float = 0.2,
     max_tokens: float | None = None,
     eps: float = 1e-4,
@@ -53,7 +50,7 @@ def capo(
     mask = curvature_mask(
         tau_policy=policy if tau_policy is None else tau_policy,
         tau_objective=objective if tau_objective is None else tau_objective,
-        optimizer=optimizer, sides=sides, k=k, learning_rate=learning_rate,
         normalize="sequence" if host == "grpo" else "all",
-    )  # fmt: skip
+        **select,
+    )
     return base.replace(select=(mask,))

@@ -1,6 +1,4 @@
-import math
-
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.prompts import informative_prompts
@@ -10,15 +8,7 @@ from proxpo.types import Recipe
 
 
 @register("cispo", paper="arXiv:2506.13585", confidence="paper formulas")
-def cispo(
-    *,
-    low: float = math.inf,
-    high: float = 0.2,
-    absolute: bool = False,
-    mask_low: float | None = None,
-    mask_high: float | None = None,
-    eps: float = 1e-6,
-) -> Recipe:
+def cispo(*, trust: Options = options_of(clipped_weight), eps: float = 1e-6) -> Recipe:
     """CISPO: REINFORCE weighted by a truncated ratio without gradient; no token is ever silenced.
 
         L = (1/N) Σ -sg[clip(r, 1-ε_lo, 1+ε_hi)] · A · log π
@@ -35,8 +25,6 @@ def cispo(
         prompts=(informative_prompts(),),
         advantage=group_relative(eps=eps),
         ratio=token(),
-        trust=clipped_weight(
-            low=low, high=high, absolute=absolute, mask_low=mask_low, mask_high=mask_high
-        ),
+        trust=clipped_weight(**trust),
         aggregate=token_mean(),
     )

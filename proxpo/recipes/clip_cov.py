@@ -1,4 +1,4 @@
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.prompts import informative_prompts
@@ -10,12 +10,9 @@ from proxpo.types import Recipe
 @register("clip-cov", paper="arXiv:2505.22617")
 def clip_cov(
     *,
-    share: float = 2e-4,
-    cov_low: float = 1.0,
-    cov_high: float = 5.0,
+    trust: Options = options_of(clip_cov_trust, "share", "cov_low", "cov_high", "keep_value"),
     clip_low: float = 1.0,
     clip_high: float = 1.0,
-    keep_value: bool = False,
 ) -> Recipe:
     """Clip-Cov: a few tokens whose log-probability and advantage co-vary lose their gradient.
 
@@ -33,13 +30,6 @@ def clip_cov(
         prompts=(informative_prompts(),),
         advantage=group_relative(),
         ratio=token(),
-        trust=clip_cov_trust(
-            share=share,
-            cov_low=cov_low,
-            cov_high=cov_high,
-            low=clip_low,
-            high=clip_high,
-            keep_value=keep_value,
-        ),
+        trust=clip_cov_trust(low=clip_low, high=clip_high, **trust),
         aggregate=token_mean(),
     )

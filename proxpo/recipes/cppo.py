@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.prune import largest_advantages
 from proxpo.types import Recipe
@@ -9,15 +9,10 @@ from proxpo.types import Recipe
 @register("cppo", paper="arXiv:2503.22342")
 def cppo(
     *,
-    rate: float = 0.5,
-    pool: Literal["question", "batch"] = "question",
+    prune: Options = options_of(largest_advantages, "rate", "pool", "floor"),
     metric: Literal["smallest", "largest", "random"] = "smallest",
-    floor: Literal["kept", "removed"] = "kept",
     prompt_factor: float | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.04,
-    eps: float = 1e-4,
+    base: Options = options_of(grpo, "clip_low", "clip_high", kl_coef=0.04, eps=1e-4),
 ) -> Recipe:
     """CPPO: GRPO on the responses of largest |advantage| alone; the others cost no pass.
 
@@ -35,9 +30,6 @@ def cppo(
 
     Reference: arXiv:2503.22342; lzhxmu/CPPO.
     """
-    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, eps=eps)
-    factor = 1 / max(1 - rate, 1e-9) if prompt_factor is None else prompt_factor
-    pruned = largest_advantages(
-        rate=rate, pool=pool, prune=metric, floor=floor, prompt_factor=factor
-    )
-    return base.replace(prune=(pruned,))
+    factor = 1 / max(1 - prune["rate"], 1e-9) if prompt_factor is None else prompt_factor
+    pruned = largest_advantages(prune=metric, prompt_factor=factor, **prune)
+    return grpo(**base).replace(prune=(pruned,))

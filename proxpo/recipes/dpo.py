@@ -1,6 +1,4 @@
-from typing import Literal
-
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.aggregate import pairwise_logistic
 from proxpo.stages.ratio import log_ratio_to_ref
 from proxpo.stages.trust import log_ratio
@@ -8,13 +6,7 @@ from proxpo.types import Recipe
 
 
 @register("dpo", paper="arXiv:2305.18290", confidence="framework code")
-def dpo(
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    form: Literal["sigmoid", "robust", "ipo"] = "sigmoid",
-    ipo_mean: bool = True,
-) -> Recipe:
+def dpo(*, aggregate: Options = options_of(pairwise_logistic)) -> Recipe:
     """DPO: a logistic loss on the difference of policy/reference log-ratios of a preference pair.
 
         h = Σ_t log π/π_ref (chosen) - Σ_t log π/π_ref (rejected),   L = mean_pairs -log σ(β h)
@@ -30,7 +22,5 @@ def dpo(
     return Recipe(
         ratio=log_ratio_to_ref(),
         trust=log_ratio(),
-        aggregate=pairwise_logistic(
-            beta=beta, label_smoothing=label_smoothing, form=form, ipo_mean=ipo_mean
-        ),
+        aggregate=pairwise_logistic(**aggregate),
     )

@@ -1,9 +1,7 @@
 from proxpo.recipes._registry import register
-from proxpo.stages.advantage import group_relative
+from proxpo.recipes.grpo import grpo
 from proxpo.stages.aggregate import constant_length
 from proxpo.stages.filter import not_truncated
-from proxpo.stages.ratio import token
-from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
 
@@ -23,10 +21,8 @@ def dr_grpo(
 
     Reference: Liu et al., arXiv:2503.20783, section 3.2.
     """
-    return Recipe(
-        advantage=group_relative(scale="none", singleton="zero"),
+    base = grpo(clip_low=clip, clip_high=clip, scale="none", singleton="zero")
+    return base.replace(
         filter=(not_truncated(),) if ignore_truncated else (),
-        ratio=token(),
-        trust=ppo_clip(low=clip, high=clip),
         aggregate=constant_length(max_tokens=max_tokens, count_empty=ignore_truncated),
     )

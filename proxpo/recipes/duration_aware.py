@@ -1,22 +1,18 @@
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.ppo import ppo
 from proxpo.stages.weights import by_duration
 from proxpo.types import Recipe
+
+PPO = (
+    "clip_low", "clip_high", "gamma", "lam", "whitening", "value_coef", "value_clip", "kl_coef",
+)  # fmt: skip
 
 
 @register("duration-aware", paper="arXiv:2509.01684", confidence="paper formulas")
 def duration_aware(
     *,
-    max_weight: float | None = None,
-    min_duration: float = 0.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    whitening: bool = True,
-    value_coef: float = 1.0,
-    value_clip: float | None = 0.5,
-    kl_coef: float = 0.0,
+    weights: Options = options_of(by_duration),
+    base: Options = options_of(ppo, *PPO),
 ) -> Recipe:
     """Duration-aware PPO: each action's gradient is weighed by the time its execution took.
 
@@ -32,14 +28,4 @@ def duration_aware(
 
     Reference: arXiv:2509.01684.
     """
-    base = ppo(
-        clip_low=clip_low,
-        clip_high=clip_high,
-        gamma=gamma,
-        lam=lam,
-        whitening=whitening,
-        value_coef=value_coef,
-        value_clip=value_clip,
-        kl_coef=kl_coef,
-    )
-    return base.replace(weights=(by_duration(max_weight=max_weight, min_duration=min_duration),))
+    return ppo(**base).replace(weights=(by_duration(**weights),))

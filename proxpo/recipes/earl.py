@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.weights import entropy_gate, top_entropy
@@ -13,10 +13,7 @@ def earl(
     share: float = 0.2,
     level: Literal["response", "batch"] = "response",
     normalize: Literal["all", "gated"] = "all",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.0,
-    eps: float = 1e-6,
+    base: Options = options_of(grpo, "clip_low", "clip_high", "kl_coef", "eps"),
 ) -> Recipe:
     """EARL: GRPO's gradient only on the tokens of highest entropy within each response.
 
@@ -38,5 +35,4 @@ def earl(
     else:
         divisor = "all" if normalize == "all" else "selected"
         gate = top_entropy(share=share, normalize=divisor, rule="quantile")
-    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, eps=eps)
-    return base.replace(weights=(gate,), aggregate=token_mean())
+    return grpo(**base).replace(weights=(gate,), aggregate=token_mean())

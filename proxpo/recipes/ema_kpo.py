@@ -1,26 +1,14 @@
-from typing import Literal
-
-from proxpo.recipes._registry import register
-from proxpo.stages.advantage import group_relative
-from proxpo.stages.aggregate import seq_mean_token_mean
+from proxpo.recipes._registry import Options, options_of, register
+from proxpo.recipes.kpo import kpo
 from proxpo.stages.ratio import ema
-from proxpo.stages.trust import ppo_clip, unclipped
 from proxpo.types import Recipe
 
 
 @register("ema-kpo", paper="EMA-KPO (FARS)", confidence="paper formulas")
 def ema_kpo(
     *,
-    mode: Literal["scheduled", "fixed"] = "scheduled",
-    alpha: float = 0.01,
-    q: float = 1e-6,
-    v: float = 1.0,
-    p0: float = 1.0,
-    clipped: bool = True,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    mask_mode: Literal["zero", "skip"] = "zero",
-    eps: float = 1e-6,
+    ratio: Options = options_of(ema, "mode", "alpha", "q", "v", "p0", "mask_mode"),
+    base: Options = options_of(kpo, "clipped", "clip_low", "clip_high", "eps"),
 ) -> Recipe:
     """EMA-KPO: KPO's gains never look at the data, so a precomputed moving average does the same.
 
@@ -34,9 +22,4 @@ def ema_kpo(
     Reference: EMA-KPO, "Simplifying Kalman Policy Optimization with Fixed-Gain Exponential
     Smoothing", section 3.
     """
-    return Recipe(
-        advantage=group_relative(eps=eps),
-        ratio=ema(mode=mode, alpha=alpha, q=q, v=v, p0=p0, mask_mode=mask_mode),
-        trust=ppo_clip(low=clip_low, high=clip_high) if clipped else unclipped(),
-        aggregate=seq_mean_token_mean(),
-    )
+    return kpo(**base).replace(ratio=ema(**ratio))

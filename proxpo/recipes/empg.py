@@ -1,6 +1,4 @@
-from typing import Literal
-
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.advantage import entropy_modulated
 from proxpo.types import Recipe
@@ -9,15 +7,10 @@ from proxpo.types import Recipe
 @register("empg", paper="arXiv:2509.09265", confidence="paper formulas")
 def empg(
     *,
-    k: float = 1.0,
-    k_future: float = 1.0,
-    bonus: float = 0.1,
-    split: Literal["turn", "mask", "response"] = "turn",
-    scale: Literal["group", "batch", "centred", "none"] = "group",
-    eps: float = 1e-6,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.0,
+    advantage: Options = options_of(
+        entropy_modulated, "k", "k_future", "bonus", "split", "scale", "eps"
+    ),
+    base: Options = options_of(grpo, "clip_low", "clip_high", "kl_coef"),
 ) -> Recipe:
     """EMPG: confident steps of an agent count more, and so do steps that lead to confident ones.
 
@@ -34,9 +27,4 @@ def empg(
 
     Reference: arXiv:2509.09265; ARLArena.
     """
-    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef)
-    return base.replace(
-        advantage=entropy_modulated(
-            k=k, k_future=k_future, bonus=bonus, split=split, scale=scale, eps=eps
-        )
-    )
+    return grpo(**base).replace(advantage=entropy_modulated(**advantage))

@@ -1,6 +1,4 @@
-from typing import Literal
-
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.dapo import dapo
 from proxpo.stages.weights import top_entropy
 from proxpo.types import Recipe
@@ -9,12 +7,8 @@ from proxpo.types import Recipe
 @register("entropy-80-20", paper="arXiv:2506.01939")
 def entropy_80_20(
     *,
-    share: float = 0.2,
-    normalize: Literal["selected", "all"] = "selected",
-    rule: Literal["top_k", "quantile"] = "top_k",
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual: float | None = None,
+    weights: Options = options_of(top_entropy),
+    base: Options = options_of(dapo, "clip_low", "clip_high", "dual"),
 ) -> Recipe:
     """Entropy 80/20: DAPO's gradient on the 20 % of tokens with the highest entropy only.
 
@@ -30,5 +24,4 @@ def entropy_80_20(
 
     Reference: Wang et al., arXiv:2506.01939 (revised) eq. 6.
     """
-    base = dapo(clip_low=clip_low, clip_high=clip_high, dual=dual)
-    return base.replace(weights=(top_entropy(share=share, normalize=normalize, rule=rule),))
+    return dapo(**base).replace(weights=(top_entropy(**weights),))

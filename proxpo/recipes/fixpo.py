@@ -1,7 +1,7 @@
 import math
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import token
@@ -14,12 +14,9 @@ from proxpo.types import Recipe
 @register("fixpo", paper="arXiv:2312.05405")
 def fixpo(
     *,
-    radius: float = 0.2,
+    regularisers: Options = options_of(kl_dual, "radius", "margin", "statistic", "kl"),
     beta: float = 1.0,
-    margin: float = 2.0,
     beta_lr: float = 0.01,
-    statistic: Literal["max", "mean"] = "max",
-    kl: Literal["exact", "sampled"] = "exact",
     fixup_every: Literal["epoch", "last"] = "epoch",
     fixup_rows: int = 1024,
     max_fixup_passes: int = 100,
@@ -38,9 +35,7 @@ def fixpo(
 
     Reference: Zentner et al., arXiv:2312.05405.
     """
-    penalty = kl_dual(
-        coef=beta, radius=radius, margin=margin, lr=beta_lr, statistic=statistic, kl=kl
-    )
+    penalty = kl_dual(coef=beta, lr=beta_lr, **regularisers)
     return Recipe(
         advantage=group_relative(),
         ratio=token(limit=math.inf),

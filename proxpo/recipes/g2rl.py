@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.filter import informative
@@ -12,16 +12,13 @@ from proxpo.types import Recipe
 @register("g2rl", paper="arXiv:2512.15687", confidence="paper formulas")
 def g2rl(
     *,
-    strength: float = 1.0,
-    reading: Literal["printed", "described", "signed"] = "described",
+    reward: Options = options_of(gradient_novelty, "strength", "reading"),
     reward_clip: float = 3.0,
     level: Literal["token", "sequence"] = "token",
     unbiased: bool = False,
     eps: float = 1e-6,
     skip_uniform: bool = False,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.001,
+    base: Options = options_of(grpo, "clip_low", "clip_high", kl_coef=0.001),
 ) -> Recipe:
     """G2RL: GRPO whose rewards grow with the novelty of the response's gradient direction.
 
@@ -39,9 +36,8 @@ def g2rl(
 
     Reference: Liang et al., arXiv:2512.15687 eqs 5-13.
     """
-    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef)
-    return base.replace(
-        reward=(gradient_novelty(strength=strength, reading=reading, clip=reward_clip),),
+    return grpo(**base).replace(
+        reward=(gradient_novelty(clip=reward_clip, **reward),),
         filter=(informative(),) if skip_uniform else (),
         advantage=group_relative(eps=eps, unbiased=unbiased),
         ratio=token() if level == "token" else sequence(normalise=False),

@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.filter import noisy_steps
@@ -17,8 +17,7 @@ def grpo_guard(
     policy: Literal["gaussian", "tokens"] = "gaussian",
     normalise: bool = True,
     reweight: bool = True,
-    noise_schedule: Literal["flow", "dance"] = "flow",
-    eta: float = 0.3,
+    weights: Options = options_of(inverse_step),
     clip: float | None = None,
     advantage_bound: float = 5.0,
     kl_coef: float = 0.0,
@@ -40,12 +39,11 @@ def grpo_guard(
     """
     steps = policy == "gaussian"
     bound = (1e-4 if steps else 0.2) if clip is None else clip
-    weigh = (inverse_step(noise_schedule=noise_schedule, eta=eta),) if reweight and steps else ()
     centred, anchor = (gaussian(), gaussian_kl) if steps else (recentred(), kl_to_ref)
     return Recipe(
         filter=(noisy_steps(),) if steps else (),
         advantage=group_relative(bound=advantage_bound),
-        weights=weigh,
+        weights=(inverse_step(**weights),) if reweight and steps else (),
         ratio=centred if normalise else token(),
         trust=ppo_clip(low=bound, high=bound),
         regularisers=(anchor(coef=kl_coef),) if kl_coef else (),

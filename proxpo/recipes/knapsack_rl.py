@@ -1,4 +1,4 @@
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.budget import knapsack
@@ -6,18 +6,15 @@ from proxpo.stages.ratio import token
 from proxpo.stages.trust import ppo_clip
 from proxpo.types import Recipe
 
+KNAPSACK = (
+    "low", "high", "positive", "negative", "min_history", "window", "fallback", "code_compat",
+)  # fmt: skip
+
 
 @register("knapsack-rl", paper="arXiv:2509.25849")
 def knapsack_rl(
     *,
-    low: int = 2,
-    high: int = 128,
-    positive: int = 2,
-    negative: int = 2,
-    min_history: int = 8,
-    window: int = 16,
-    fallback: bool = True,
-    code_compat: bool = False,
+    budget: Options = options_of(knapsack, *KNAPSACK),
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     bound: float = 5.0,
@@ -38,12 +35,8 @@ def knapsack_rl(
 
     Reference: arXiv:2509.25849; liziniu/KnapsackRL.
     """
-    rollouts = knapsack(
-        low=low, high=high, positive=positive, negative=negative, min_history=min_history,
-        window=window, fallback=fallback, code_compat=code_compat,
-    )  # fmt: skip
     return Recipe(
-        budget=(rollouts,),
+        budget=(knapsack(**budget),),
         advantage=group_relative(eps=eps, bound=bound),
         ratio=token(),
         trust=ppo_clip(low=clip_low, high=clip_high),

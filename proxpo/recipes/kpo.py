@@ -1,6 +1,4 @@
-from typing import Literal
-
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import seq_mean_token_mean
 from proxpo.stages.ratio import kalman
@@ -11,13 +9,10 @@ from proxpo.types import Recipe
 @register("kpo", paper="arXiv:2602.10609")
 def kpo(
     *,
-    q: float = 1e-6,
-    v: float = 1.0,
-    p0: float = 0.0,
+    ratio: Options = options_of(kalman, "q", "v", "p0", "mask_mode"),
     clipped: bool = True,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    mask_mode: Literal["zero", "skip"] = "zero",
     eps: float = 1e-6,
 ) -> Recipe:
     """KPO: token log-ratios smoothed along the response by a causal Kalman filter.
@@ -38,7 +33,7 @@ def kpo(
     """
     return Recipe(
         advantage=group_relative(eps=eps),
-        ratio=kalman(q=q, v=v, p0=p0, mask_mode=mask_mode),
+        ratio=kalman(**ratio),
         trust=ppo_clip(low=clip_low, high=clip_high) if clipped else unclipped(),
         aggregate=seq_mean_token_mean(),
     )

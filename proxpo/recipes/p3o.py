@@ -6,12 +6,7 @@ from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import token
 from proxpo.stages.regularisers import entropy_bonus, ess_kl_from_old, kl_to_ref
 from proxpo.stages.trust import ess_cap
-from proxpo.types import Recipe, Scope, Stage
-
-
-def optional_terms(kl_coef: float, entropy_coef: float) -> tuple[Stage, ...]:
-    kl = (kl_to_ref(coef=kl_coef, clamp="p3o"),) if kl_coef else ()
-    return (*kl, entropy_bonus(coef=entropy_coef)) if entropy_coef else kl
+from proxpo.types import Recipe, Scope
 
 
 @register("p3o", paper="arXiv:2605.12380")
@@ -37,10 +32,12 @@ def p3o(
 
     Reference: arXiv:2605.12380 eq. 11.
     """
+    kl = (kl_to_ref(coef=kl_coef, clamp="p3o"),) if kl_coef else ()
+    bonus = (entropy_bonus(coef=entropy_coef),) if entropy_coef else ()
     return Recipe(
         advantage=group_relative(eps=eps),
         ratio=token(limit=math.inf),
         trust=ess_cap(scope=ess_scope),
-        regularisers=(ess_kl_from_old(scope=ess_scope), *optional_terms(kl_coef, entropy_coef)),
+        regularisers=(ess_kl_from_old(scope=ess_scope), *kl, *bonus),
         aggregate=token_mean(),
     )

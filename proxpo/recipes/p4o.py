@@ -1,23 +1,12 @@
-import math
-
-from proxpo.recipes._registry import register
-from proxpo.recipes.p3o import optional_terms
-from proxpo.stages.advantage import group_relative
-from proxpo.stages.aggregate import token_mean
-from proxpo.stages.ratio import token
+from proxpo.recipes._registry import Options, options_of, register
+from proxpo.recipes.p3o import p3o
 from proxpo.stages.regularisers import two_anchor_kl
 from proxpo.stages.trust import two_anchor_ess_cap
-from proxpo.types import Recipe, Scope
+from proxpo.types import Recipe
 
 
 @register("p4o", paper="arXiv:2605.12380")
-def p4o(
-    *,
-    ess_scope: Scope = "batch",
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    eps: float = 1e-8,
-) -> Recipe:
+def p4o(*, base: Options = options_of(p3o)) -> Recipe:
     """P4O: P3O with two anchors, the behaviour policy and a snapshot of the learner.
 
         ESS = min(ESS_b, ESS_p)
@@ -30,10 +19,9 @@ def p4o(
 
     Reference: arXiv:2605.12380, figures 8-9.
     """
-    return Recipe(
-        advantage=group_relative(eps=eps),
-        ratio=token(limit=math.inf),
-        trust=two_anchor_ess_cap(scope=ess_scope),
-        regularisers=(two_anchor_kl(scope=ess_scope), *optional_terms(kl_coef, entropy_coef)),
-        aggregate=token_mean(),
+    one_anchor, scope = p3o(**base), base["ess_scope"]
+    _, *optional = one_anchor.regularisers
+    return one_anchor.replace(
+        trust=two_anchor_ess_cap(scope=scope),
+        regularisers=(two_anchor_kl(scope=scope), *optional),
     )

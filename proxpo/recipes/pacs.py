@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import signed_labels
 from proxpo.stages.aggregate.labelled import labelled_scores
 from proxpo.stages.ratio import log_ratio as against_old
@@ -11,12 +11,9 @@ from proxpo.types import Recipe
 @register("pacs", paper="arXiv:2509.02522")
 def pacs(
     *,
-    beta: float = 1.0,
-    score: Literal["leave_one_out", "standardised", "centred", "plain"] = "leave_one_out",
-    balance: Literal["question", "none", "only_positive", "only_negative"] = "question",
+    aggregate: Options = options_of(labelled_scores, "beta", "score", "eps"),
+    advantage: Options = options_of(signed_labels),
     proxy: Literal["log_ratio", "mean_logp"] = "log_ratio",
-    singleton: Literal["refuse", "drop"] = "refuse",
-    eps: float = 1e-6,
 ) -> Recipe:
     """PACS: learn right and wrong as labels of a score made of the policy's own log-ratios.
 
@@ -35,10 +32,8 @@ def pacs(
     Reference: arXiv:2509.02522; ritzz-ai/PACS.
     """
     return Recipe(
-        advantage=signed_labels(balance=balance, singleton=singleton),
+        advantage=signed_labels(**advantage),
         ratio=against_old(anchor="old" if proxy == "log_ratio" else "none"),
         trust=log_ratio(),
-        aggregate=labelled_scores(
-            beta=beta, score=score, per="sum" if proxy == "log_ratio" else "mean", eps=eps
-        ),
+        aggregate=labelled_scores(per="sum" if proxy == "log_ratio" else "mean", **aggregate),
     )

@@ -1,4 +1,4 @@
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.budget import length_budget
 from proxpo.stages.reward import fail_truncated
@@ -8,13 +8,8 @@ from proxpo.types import Recipe
 @register("palu", paper="arXiv:2510.10168", confidence="paper formulas")
 def palu(
     *,
-    target: float = 0.8,
-    tau: float = 0.5,
-    min_tokens: int = 1,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.0,
-    eps: float = 1e-6,
+    budget: Options = options_of(length_budget),
+    base: Options = options_of(grpo, "clip_low", "clip_high", "kl_coef", "eps"),
 ) -> Recipe:
     """PALU: shrink a prompt's length budget while it is solved often enough, else restore it.
 
@@ -29,6 +24,4 @@ def palu(
 
     Reference: arXiv:2510.10168.
     """
-    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, eps=eps)
-    lengths = length_budget(target=target, tau=tau, min_tokens=min_tokens)
-    return base.replace(budget=(lengths,), reward=(fail_truncated(),))
+    return grpo(**base).replace(budget=(length_budget(**budget),), reward=(fail_truncated(),))

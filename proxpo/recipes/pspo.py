@@ -1,6 +1,4 @@
-from typing import Literal
-
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import smoothed
@@ -9,9 +7,7 @@ from proxpo.types import Recipe
 
 
 @register("pspo", paper="arXiv:2509.21282")
-def pspo(
-    *, alpha: float = 0.1, level: Literal["token", "sequence"] = "token", eps: float = 1e-6
-) -> Recipe:
+def pspo(*, ratio: Options = options_of(smoothed), eps: float = 1e-6) -> Recipe:
     """PSPO: the ratio of a policy mixed with the old one, and no clip.
 
         r̃ = (1-α) r + α,   L = (1/N) Σ -A r̃
@@ -27,7 +23,7 @@ def pspo(
     """
     return Recipe(
         advantage=group_relative(eps=eps),
-        ratio=smoothed(alpha=alpha, level=level),
+        ratio=smoothed(**ratio),
         trust=unclipped(),
         aggregate=token_mean(),
     )

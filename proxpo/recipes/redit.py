@@ -1,7 +1,6 @@
 from collections.abc import Callable
-from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.reward import dither
 from proxpo.types import Recipe
@@ -11,12 +10,8 @@ from proxpo.types import Recipe
 def redit(
     *,
     noise: float | Callable[[int], float] = 0.05,
-    distribution: Literal["gaussian", "uniform"] = "gaussian",
-    scale: Literal["group", "batch", "centred", "none"] = "group",
-    eps: float = 1e-6,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.0,
+    reward: Options = options_of(dither, "distribution"),
+    base: Options = options_of(grpo, "scale", "eps", "clip_low", "clip_high", "kl_coef"),
 ) -> Recipe:
     """ReDit: GRPO on rewards to which a little noise was added, so that equal ones differ.
 
@@ -31,5 +26,4 @@ def redit(
 
     Reference: arXiv:2506.18631.
     """
-    base = grpo(scale=scale, eps=eps, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef)
-    return base.replace(reward=(dither(scale=noise, distribution=distribution),))
+    return grpo(**base).replace(reward=(dither(scale=noise, **reward),))

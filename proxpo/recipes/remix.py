@@ -1,4 +1,4 @@
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import token
@@ -11,9 +11,7 @@ from proxpo.types import Recipe
 @register("remix", paper="arXiv:2507.06892", confidence="paper formulas")
 def remix(
     *,
-    share: float = 0.4,
-    window: int = 2,
-    passes: int = 2,
+    schedule: Options = options_of(reincarnation, "share", "window", "passes"),
     reset_at: int | None = 50,
     clip: float = 0.2,
     kl_coef: float = 0.01,
@@ -42,5 +40,5 @@ def remix(
         trust=mixed_clip(clip=clip),
         regularisers=(*anchors, *bonus),
         aggregate=token_mean(),
-        schedule=reincarnation(share=share, window=window, passes=passes, at=reset_at),
+        schedule=reincarnation(at=reset_at, **schedule),
     )

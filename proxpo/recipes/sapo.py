@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import seq_mean_token_mean
 from proxpo.stages.ratio import sequence, token
@@ -11,8 +11,7 @@ from proxpo.types import Recipe
 @register("sapo", paper="arXiv:2511.20347", confidence="framework code")
 def sapo(
     *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
+    trust: Options = options_of(soft_gate),
     level: Literal["token", "sequence"] = "token",
     eps: float = 1e-6,
 ) -> Recipe:
@@ -30,6 +29,6 @@ def sapo(
     return Recipe(
         advantage=group_relative(eps=eps),
         ratio=token() if level == "token" else sequence(),
-        trust=soft_gate(tau_pos=tau_pos, tau_neg=tau_neg),
+        trust=soft_gate(**trust),
         aggregate=seq_mean_token_mean(),
     )

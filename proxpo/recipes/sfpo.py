@@ -1,4 +1,4 @@
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.schedule import fast_slow
 from proxpo.types import Recipe
@@ -8,14 +8,10 @@ from proxpo.types import Recipe
 def sfpo(
     *,
     fast_steps: int = 3,
-    alpha: float = 0.8,
-    trigger: float | None = 2.0,
-    window: int = 20,
-    latch: bool = True,
-    restore_optimizer: bool = False,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.0,
+    schedule: Options = options_of(
+        fast_slow, "alpha", "trigger", "window", "latch", "restore_optimizer"
+    ),
+    base: Options = options_of(grpo, "clip_low", "clip_high", "kl_coef"),
 ) -> Recipe:
     """SFPO: K fast steps on a batch, a pull back towards the start, one more step from there.
 
@@ -30,14 +26,4 @@ def sfpo(
 
     Reference: arXiv:2510.04072.
     """
-    base = grpo(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef)
-    return base.replace(
-        schedule=fast_slow(
-            steps=fast_steps,
-            alpha=alpha,
-            trigger=trigger,
-            window=window,
-            latch=latch,
-            restore_optimizer=restore_optimizer,
-        )
-    )
+    return grpo(**base).replace(schedule=fast_slow(steps=fast_steps, **schedule))

@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.filter import not_truncated
@@ -17,11 +17,7 @@ def simpletir(
     statistics: Literal["all", "nonvoid"] = "all",
     drop_truncated: bool = False,
     group_filter: Literal["resample", "off"] = "off",
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual: float | None = 3.0,
-    eps: float = 1e-6,
-    kl_coef: float = 0.0,
+    base: Options = options_of(grpo, "clip_low", "eps", "kl_coef", clip_high=0.28, dual=3.0),
 ) -> Recipe:
     """SimpleTIR: multi-turn GRPO without the responses that contain a void turn.
 
@@ -39,8 +35,7 @@ def simpletir(
 
     Reference: arXiv:2509.02479; ltzheng/SimpleTIR.
     """
-    base = grpo(clip_low=clip_low, clip_high=clip_high, dual=dual, eps=eps, kl_coef=kl_coef)
-    return base.replace(
+    return grpo(**base).replace(
         prompts=(within_reach(),) if group_filter == "resample" else (),
         reward=(usable_only(truncated=drop_truncated, void=statistics == "nonvoid"),),
         filter=(not_truncated(),) if drop_truncated else (),

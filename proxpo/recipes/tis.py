@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.filter import reject
 from proxpo.stages.ratio import token
@@ -11,18 +11,14 @@ from proxpo.types import Recipe
 @register("tis", paper="Yao et al. 2025", confidence="framework code")
 def tis(
     *,
-    mode: Literal["truncate", "mask"] = "truncate",
-    level: Literal["token", "sequence", "geometric"] = "token",
-    cap: float = 2.0,
-    floor: float = 0.0,
-    normalise: bool = False,
-    judge: Literal["token", "sequence", "geometric"] | None = None,
+    weights: Options = options_of(
+        tis_weights, "mode", "level", "cap", "floor", "normalise", "judge"
+    ),
     bypass: bool = False,
     reject_estimator: Literal["k1", "k2", "k3"] = "k1",
     reject_statistic: Literal["token", "seq_sum", "seq_mean", "seq_max"] = "seq_mean",
     reject_threshold: str | float | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    base: Options = options_of(grpo, "clip_low", "clip_high"),
 ) -> Recipe:
     """TIS: GRPO times a capped, gradient-free ratio of trainer to sampler probabilities.
 
@@ -39,15 +35,12 @@ def tis(
     Reference: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training"; IcePop arXiv:2510.18855.
     """
-    base = grpo(clip_low=clip_low, clip_high=clip_high)
+    recipe = grpo(**base)
     if reject_threshold is not None:
         rule = reject(
             estimator=reject_estimator, statistic=reject_statistic, threshold=reject_threshold
         )
-        base = base.replace(filter=(rule,))
+        recipe = recipe.replace(filter=(rule,))
     if bypass:
-        return base.replace(ratio=token(anchor="rollout"))
-    correction = tis_weights(
-        mode=mode, level=level, cap=cap, floor=floor, normalise=normalise, judge=judge
-    )
-    return base.replace(weights=(correction,))
+        return recipe.replace(ratio=token(anchor="rollout"))
+    return recipe.replace(weights=(tis_weights(**weights),))

@@ -1,7 +1,6 @@
 import math
-from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import seq_mean_token_sum, token_mean
 from proxpo.stages.ratio import token
@@ -11,16 +10,7 @@ from proxpo.types import Recipe
 
 
 @register("trpo", paper="arXiv:1502.05477", confidence="framework code")
-def trpo(
-    *,
-    delta: float = 0.01,
-    damping: float = 0.1,
-    cg_iterations: int = 15,
-    cg_tolerance: float = 1e-10,
-    shrink: float = 0.8,
-    searches: int = 10,
-    average: Literal["token", "sequence"] = "token",
-) -> Recipe:
+def trpo(*, schedule: Options = options_of(line_search)) -> Recipe:
     """TRPO: the importance-weighted surrogate inside a ball of mean KL, one step per rollout.
 
         max Σ w r A   with   Σ w KL(π_old‖π) < δ,   w = 1/N per token
@@ -36,19 +26,10 @@ def trpo(
 
     Reference: Schulman et al., arXiv:1502.05477.
     """
-    search = line_search(
-        delta=delta,
-        damping=damping,
-        cg_iterations=cg_iterations,
-        cg_tolerance=cg_tolerance,
-        shrink=shrink,
-        searches=searches,
-        average=average,
-    )
     return Recipe(
         advantage=group_relative(),
         ratio=token(limit=math.inf),
         trust=unclipped(),
-        aggregate=token_mean() if average == "token" else seq_mean_token_sum(),
-        schedule=search,
+        aggregate=token_mean() if schedule["average"] == "token" else seq_mean_token_sum(),
+        schedule=line_search(**schedule),
     )

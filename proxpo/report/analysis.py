@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from proxpo.compare.plan import Arm
-from proxpo.report.alignment import Aligned, align
-from proxpo.report.comparable import (
+from proxpo.report.common_steps import Aligned, align
+from proxpo.report.comparability import (
     Settings,
     declared,
     difference_lines,
@@ -18,7 +18,7 @@ from proxpo.report.comparable import (
     settings_of,
     unlike,
 )
-from proxpo.report.quantities import (
+from proxpo.report.metrics import (
     KL,
     SCORE,
     Picked,
@@ -29,7 +29,7 @@ from proxpo.report.quantities import (
     samples,
     series,
 )
-from proxpo.report.runs import Comparison, Run
+from proxpo.report.run_data import Comparison, Run
 from proxpo.report.statistics import (
     Difference,
     Interval,

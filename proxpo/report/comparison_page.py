@@ -1,21 +1,14 @@
 """report.html of a comparison: findings, ranking, figures, every run. One file, no network."""
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
-import yaml
 
 from proxpo.report.analysis import Analysis, Measured
-from proxpo.report.drawing import PALETTE
-from proxpo.report.facts import count
+from proxpo.report.figure_images import PALETTE
 from proxpo.report.figures import Figure, digits
-from proxpo.report.quantities import clock, samples
-from proxpo.report.runs import Run
-from proxpo.report.tables import arm_names, pairs_table, ranking_table, ranking_words
-from proxpo.report.template import fill, plain
-from proxpo.report.wording import (
+from proxpo.report.findings import (
     at_steps,
     budget,
     caveats,
@@ -25,6 +18,12 @@ from proxpo.report.wording import (
     unit,
     warnings,
 )
+from proxpo.report.html_tables import arm_names, pairs_table, ranking_table, ranking_words
+from proxpo.report.metrics import clock, samples
+from proxpo.report.run_data import Run
+from proxpo.report.text import count
+from proxpo.runs.page import escape, fill_page, json_ready
+from proxpo.runs.yaml_file import dump_yaml
 
 GLOSSARY = (
     ("final score", "the last evaluation step that all runs share"),
@@ -63,21 +62,23 @@ def comparison_page(analysis: Analysis, drawn: Sequence[Figure]) -> str:
     """The page as HTML."""
     comparison = analysis.comparison
     question = f'<p class="question">{escape(comparison.question)}</p>'
-    parts = {
-        "title": escape(comparison.title),
+    text = {
+        "title": comparison.title,
+        "budget": budget(analysis),
+        "ranking_words": ranking_words(analysis),
+        "runs_words": "Open a run for the command that repeats it and its full configuration.",
+    }
+    markup = {
         "question": question if comparison.question else "",
-        "budget": escape(budget(analysis)),
         "palette": _palette(),
         "findings": _findings(analysis),
-        "ranking_words": escape(ranking_words(analysis)),
         "ranking": ranking_table(analysis),
         "pairs": pairs_table(analysis),
         "figures": _figures(drawn),
-        "runs_words": "Open a run for the command that repeats it and its full configuration.",
         "runs": "".join(_run(analysis, run) for run in comparison.runs),
         "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}.</dd>" for a, b in GLOSSARY),
     }
-    return fill("compare", parts, _data(analysis, drawn))
+    return fill_page("compare", text=text, markup=markup, data=_data(analysis, drawn))
 
 
 def _palette() -> str:
@@ -200,8 +201,7 @@ def _command(run: Run) -> str:
 def _config(run: Run) -> str:
     if not run.config:
         return ""
-    text = yaml.safe_dump(plain(run.config), sort_keys=False, allow_unicode=True)
-    return f"<pre>{escape(text)}</pre>"
+    return f"<pre>{escape(dump_yaml(json_ready(run.config)))}</pre>"
 
 
 def _data(analysis: Analysis, drawn: Sequence[Figure]) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _data(analysis: Analysis, drawn: Sequence[Figure]) -> dict[str, Any]:
     names = arm_names(analysis)
     means = [_mean_clock([r for r in runs if r.name == name]) for name in names]
     axes = ["step", *(a for a in ("samples", "seconds") if any(one and one[a] for one in means))]
-    return plain(
+    return json_ready(
         {
             "arms": names,
             "runs": [

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from proxpo.report.quantities import Series
+from proxpo.report.metrics import Series
 
 POINTS = 240  # of a curve: more than a panel has pixels to tell apart
 

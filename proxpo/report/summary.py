@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from proxpo.report.analysis import Analysis, ArmResult, Measured
-from proxpo.report.template import plain
-from proxpo.report.wording import caveats, claims, ranking_lines, settings_text, warnings
+from proxpo.report.findings import caveats, claims, ranking_lines, settings_text, warnings
+from proxpo.runs.page import json_ready
 
 MEASURES = ("final", "area", "kl", "step_seconds")
 
@@ -16,7 +16,7 @@ MEASURES = ("final", "area", "kl", "step_seconds")
 def summary(analysis: Analysis) -> dict[str, Any]:
     """Everything the page says in numbers, and its statements."""
     comparison = analysis.comparison
-    return plain(
+    return json_ready(
         {
             "title": comparison.title,
             "question": comparison.question,
@@ -113,7 +113,7 @@ def _flat(arm: Mapping[str, Any]) -> dict[str, Any]:
     for cost in arm["reach"]:
         for key in ("steps", "samples", "seconds", "kl", "arrived"):
             line[f"reach_{cost['target']:g}_{key}"] = cost[key]
-    return {key: plain(value) if value == value else "" for key, value in line.items()}
+    return {key: json_ready(value) if value == value else "" for key, value in line.items()}
 
 
 __all__ = ["summary", "summary_csv"]

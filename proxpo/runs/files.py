@@ -1,11 +1,13 @@
-"""Files a user gets: whole or not at all."""
+"""Single files: written whole or not at all, JSON read without raising."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
-    """Write beside the target, then rename over it, so that no reader ever sees half a file.
+    """Writes beside the target, then renames over it, so that no reader ever sees half a file.
 
     A pipe or device (`/dev/stdout`) is written to directly: renaming would replace it.
     """
@@ -24,4 +26,21 @@ def write_whole(path: str | Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-__all__ = ["write_whole"]
+def parse_json(data: bytes | str) -> Any:
+    """The value of a JSON text, None where it is damaged or nested too deeply."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where the file is missing, damaged or no object."""
+    try:
+        tree = parse_json(path.read_bytes())
+    except OSError:
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+__all__ = ["parse_json", "read_object", "write_whole"]

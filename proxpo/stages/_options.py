@@ -12,19 +12,33 @@ from proxpo.errors import ProxpoError, fold, nearest, resolve
 _READ_AS_VALUE = {"None": "none", "True": "on", "False": "off"}  # by YAML and --set
 
 
-def bind(factory: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """`given` in the factory's spelling and types, defaults filled in, unknown names refused."""
-    parameters = inspect.signature(factory).parameters
-    named = {resolve(k, parameters, what=f"option of {what}"): v for k, v in given.items()}
-    options = {k: named.get(k, p.default) for k, p in parameters.items()}
-    missing = [k for k, v in options.items() if v is inspect.Parameter.empty]
-    if missing:
-        raise ProxpoError(f"{what} needs the option '{missing[0]}'")
+def parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters of a factory's signature by name; annotations are types, Any where there is none.
+
+    A method's signature also has the options that it passes on, which are not in its annotations.
+    """
     # The annotations of a class are those of its fields, not of its arguments.
     called: Any = typing.cast(Any, factory).__init__ if isinstance(factory, type) else factory
     kinds = typing.get_type_hints(inspect.unwrap(called))
     return {
-        k: coerce(v, kinds.get(k, Any), option=f"{what}: option '{k}'") for k, v in options.items()
+        name: p.replace(
+            annotation=kinds.get(name, Any if p.annotation is p.empty else p.annotation)
+        )
+        for name, p in inspect.signature(factory).parameters.items()
+    }
+
+
+def bind(factory: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+    """`given` in the factory's spelling and types, defaults filled in, unknown names refused."""
+    known = parameters(factory)
+    named = {resolve(k, known, what=f"option of {what}"): v for k, v in given.items()}
+    options = {k: named.get(k, p.default) for k, p in known.items()}
+    missing = [k for k, v in options.items() if v is inspect.Parameter.empty]
+    if missing:
+        raise ProxpoError(f"{what} needs the option '{missing[0]}'")
+    return {
+        k: coerce(v, known[k].annotation, option=f"{what}: option '{k}'")
+        for k, v in options.items()
     }
 
 
@@ -113,4 +127,4 @@ def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
         return False, value
 
 
-__all__ = ["bind", "brief", "coerce", "variations"]
+__all__ = ["bind", "brief", "coerce", "parameters", "variations"]

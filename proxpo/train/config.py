@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from proxpo.errors import ProxpoError, resolve
 from proxpo.recipes import Method, method
 from proxpo.runs.files import write_whole
+from proxpo.runs.yaml_file import dump_yaml, read_yaml
 from proxpo.settings import parse_setting
 from proxpo.train._schema import (
     SECTIONS,
@@ -34,7 +33,6 @@ from proxpo.train._schema import (
 from proxpo.train.refusals import check_used
 from proxpo.types import Recipe
 
-LARGEST = 1 << 20
 REVISIT_AFTER = 8  # steps until a problem of the pool comes again
 PRESETS = Path(__file__).parents[1] / "configs"
 
@@ -98,74 +96,14 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings of a file; a key given twice is refused, as one of them would be lost."""
-    try:
-        if path.stat().st_size > LARGEST:
-            raise ProxpoError(f"{path}: larger than 1 MiB, expected a short YAML file")
-        found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise ProxpoError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ProxpoError(f"{path}: not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}" if mark else ""
-        raise ProxpoError(f"{path}{where}: {_problem(error)}") from None
-    except RecursionError:
-        raise ProxpoError(f"{path}: blocks are nested too deep") from None
-    except (ValueError, TypeError, OverflowError) as error:  # a date or number that cannot be
-        raise ProxpoError(
-            f"{path}: a value cannot be read: {' '.join(str(error).split())}"
-        ) from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict) or any(not isinstance(key, str) for key in found):
-        raise ProxpoError(f"{path}: expected settings as 'name: value' lines")
-    return found
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    return " ".join((getattr(error, "problem", None) or "not valid YAML").split())
-
-
 def to_yaml(config: Config, remarks: Iterable[str] = ()) -> str:
     """The whole config; `load_config` of it gives an equal one. Remarks are comments above it."""
-    text = yaml.dump(as_dict(config), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True)
-    return "".join(f"# {line}\n" for line in remarks) + text
+    return "".join(f"# {line}\n" for line in remarks) + dump_yaml(as_dict(config))
 
 
 def write_config(config: Config, path: Path, remarks: Iterable[str] = ()) -> None:
     """The resolved config beside the run's results."""
     write_whole(path, to_yaml(config, remarks).encode())
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-5 is a number and no key is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                problem = "expected a name before the colon"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if key.value in seen:
-                problem = f"'{key.value}' is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-class ConfigDumper(yaml.SafeDumper):
-    """Quotes the text that `_Loader` would read as a number."""
-
-
-for _one in (_Loader, ConfigDumper):
-    _one.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
-    )
 
 
 def _entries(read: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -199,7 +137,6 @@ def _method(name: Any) -> Method:
 __all__ = [
     "Change",
     "Config",
-    "ConfigDumper",
     "Setting",
     "as_dict",
     "build",
@@ -210,7 +147,6 @@ __all__ = [
     "find",
     "load_config",
     "presets",
-    "read_yaml",
     "to_yaml",
     "write_config",
 ]

@@ -1,4 +1,4 @@
-"""What ends a run, in one line: what failed, in which phase, which setting helps, what is safe."""
+"""Explains an error that ends a run in one line: phase, settings that help, intact checkpoints."""
 
 import contextlib
 import errno
@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.runs.folder import write_failure
+from proxpo.runs.status import write_failure
 from proxpo.train.config import Config, explain
 
 _NO_MEMORY = re.compile(
     r"out of memory|not enough memory|can(?:'t|not) allocate memory|alloc_failed|bad_alloc", re.I
 )
-# Which settings help against a lack of memory, the most effective and least costly first.
+# Settings that help against a lack of memory by phase, the most effective and least costly first.
 _HELP = {
     "loading": ("lora", "dtype"),
     "rollout": ("max_rows", "max_tokens", "dtype", "lora"),
@@ -29,7 +29,7 @@ _PATHS = {"lora": "model.lora", "max_tokens": "rollout.max_tokens", "dtype": "mo
 
 @dataclass
 class Progress:
-    """How far a run has come, for whoever has to say where it ended.
+    """Phase and step of a run, for the line on where it ended.
 
     saved: step of the newest intact checkpoint
     """
@@ -41,7 +41,7 @@ class Progress:
 
 @contextlib.contextmanager
 def explained(out: Path, config: Config) -> Iterator[Progress]:
-    """Errors of the block in one line that says what is safe; failure.json for a run that began.
+    """Raises errors of the block as one line; writes failure.json for a run that has begun.
 
     A mistake in the input that shows before the first checkpoint is no failed run: it leaves
     nothing. An error that is not the user's is recorded and passes through with its traceback.
@@ -51,15 +51,15 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
         yield at
     except Exception as error:
         if is_out_of_memory(error):
-            traceback.clear_frames(
-                error.__traceback__
-            )  # their tensors; to explain takes memory too
+            # Frees the tensors of their frames: explaining takes memory too.
+            traceback.clear_frames(error.__traceback__)
         reason = describe(error, config, at)
         safe = _safe(at.saved)
         if at.phase != "loading" and (safe or not isinstance(error, ProxpoError)):
-            told = reason or " ".join(f"{type(error).__name__}: {error}".split())
+            line = reason or " ".join(f"{type(error).__name__}: {error}".split())
             kind = type(error.__cause__ or error).__name__
-            write_failure(out, reason=told, step=at.step, phase=at.phase, kind=kind)
+            with contextlib.suppress(OSError):  # a full disk: the line is raised all the same
+                write_failure(out, reason=line, step=at.step, phase=at.phase, kind=kind)
         if reason is None:
             raise
         late = _only_in_a_new_run(error, config, at) if safe else ""
@@ -68,7 +68,7 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
 
 
 def describe(error: Exception, config: Config, at: Progress) -> str | None:
-    """The line for the user; None for an error that is none of theirs."""
+    """The line for the user; None for an error that is not the user's."""
     if is_out_of_memory(error):
         return out_of_memory(error, config, at)
     if isinstance(error, ProxpoError):
@@ -79,7 +79,7 @@ def describe(error: Exception, config: Config, at: Progress) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the GPU or of the machine; the CPU's allocator only says so in its message."""
+    """True for a lack of memory of GPU or CPU, whose allocator has only a message for it."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
@@ -88,24 +88,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, config: Config, at: Progress) -> str:
-    """Where memory ran out and which settings help there, in order, with their values."""
+    """The line on a lack of memory: its phase and the settings that help, with their values."""
     where = {"loading": "while loading"}.get(at.phase, f"in the {at.phase} of step {at.step + 1}")
     knobs = [text for name in _HELP.get(at.phase, _HELP["update"]) if (text := _knob(name, config))]
     return f"out of memory {where}{_amount(error)}; what helps, in this order: {', '.join(knobs)}"
 
 
 def _only_in_a_new_run(error: BaseException, config: Config, at: Progress) -> str:
-    """The advice against a lack of memory that a resumed run cannot follow."""
+    """The settings of that advice which a resumed run cannot change."""
     if not is_out_of_memory(error):
         return ""
     offered = [name for name in _HELP.get(at.phase, _HELP["update"]) if _knob(name, config)]
-    fixed = {one.path for one in explain() if one.resume == "fixed"}
+    fixed = {setting.path for setting in explain() if setting.resume == "fixed"}
     late = [path for name in offered if (path := _PATHS.get(name)) in fixed]
     return f" ({' and '.join(late)} only in a new run)" if late else ""
 
 
 def _knob(name: str, config: Config) -> str | None:
-    """How to turn a setting, or None where it is at its end."""
+    """Advice on one setting with its present value; None where it cannot go further."""
     model, rollout, train = config.model, config.rollout, config.train
     rows = rollout.prompts_per_step * rollout.samples_per_prompt // train.mini_batches
     if name == "micro_batch":
@@ -127,8 +127,8 @@ def _knob(name: str, config: Config) -> str | None:
 
 
 def _amount(error: BaseException) -> str:
-    found = re.search(r"tried to allocate ([\d.,]+ ?\w+)", str(error), re.I)
-    return f" ({found[1]} more wanted)" if found else ""
+    amount = re.search(r"tried to allocate ([\d.,]+ ?\w+)", str(error), re.I)
+    return f" ({amount[1]} more wanted)" if amount else ""
 
 
 def _safe(saved: int | None) -> str:

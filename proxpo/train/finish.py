@@ -1,11 +1,10 @@
-"""The end of a run: what was reached, in numbers and pictures; summary.json comes last."""
+"""End of a run: curves.png and report.html, then summary.json."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proxpo.runs.folder import write_summary
-from proxpo.runs.sinks import missing_steps, read_rows
+from proxpo.runs.jsonlines import METRICS, OnNotice, missing_steps, read_rows
+from proxpo.runs.status import write_summary
 from proxpo.train.config import as_dict
 from proxpo.train.job import Job
 from proxpo.train.picture import write_pictures
@@ -14,16 +13,14 @@ MOVED = "proxpo/budget/moved"
 Examined = tuple[dict[str, float], list[dict]]
 
 
-def finish(
-    job: Job, out: Path, examined: Examined, *, noted: Callable[[str], None]
-) -> dict[str, Any]:
-    """curves.png, report.html, then summary.json from the last evaluation; the summary."""
+def finish(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) -> dict[str, Any]:
+    """Writes curves.png, report.html, then summary.json from the last evaluation; the summary."""
     metrics, answers = examined
     first = job.before["metrics"]
-    rows = read_rows(out / "metrics.jsonl")
+    rows = read_rows(out / METRICS)
     gap = missing_steps(rows, job.step)
     if gap:
-        noted(f"{out / 'metrics.jsonl'} has no row of step {gap}: the curves have a gap there")
+        on_notice(f"{out / METRICS} has no row of step {gap}: the curves have a gap there")
     summary = {
         "method": job.config.method,
         "model": job.config.model.name,
@@ -56,19 +53,21 @@ def finish(
         for b, a in zip(job.before["answers"], answers)
     ]
     title = f"{job.config.method} on {job.config.task.name}, {job.config.model.name}"
-    for line in idle(job, rows):
-        noted(line)
+    for line in idle_notes(job, rows):
+        on_notice(line)
     title += f" (no rows of step {gap})" if gap else ""
     try:
         write_pictures(out, rows, title=title, summary=summary, samples=pairs)
     except ImportError:
-        noted("no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'")
+        on_notice(
+            "no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'"
+        )
     write_summary(out, summary | {"samples": pairs})
     return summary | {"samples": pairs}
 
 
-def idle(job: Job, rows: list[dict[str, Any]]) -> list[str]:
-    """Lines on what the method learns from and never met in this run, so that it did not act."""
+def idle_notes(job: Job, rows: list[dict[str, Any]]) -> list[str]:
+    """Lines on parts of the method that had no effect, as this run never met their condition."""
     recipe = job.learner.recipe
     lines: list[str] = []
     if "prompt_id" not in recipe.needs():

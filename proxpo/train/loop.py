@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.runs import folder
 from proxpo.runs.checkpoint import (
     Checkpoint,
     Overdue,
@@ -16,7 +15,10 @@ from proxpo.runs.checkpoint import (
     load_latest,
     stop_on_signal,
 )
-from proxpo.runs.sinks import JsonLines, Sinks, make_sinks, public_names
+from proxpo.runs.folder import hold_folder
+from proxpo.runs.jsonlines import JsonLines
+from proxpo.runs.sinks import Sinks, make_sinks, public_names
+from proxpo.runs.status import clear_end
 from proxpo.sampler import agreement
 from proxpo.train.collect import Collected, Collector, SamplingOptions, collect
 from proxpo.train.config import Change, Config, as_dict, check_resume, write_config
@@ -41,7 +43,7 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     {"stopped", "steps", "out"} instead and writes none.
     """
     out = Path(config.folder)
-    with folder.held(out, noted=observer.on_notice), explained(out, config) as at:
+    with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
         resumed = _resumed(out, config, resume=resume, observer=observer)
         job = build(config)
         try:
@@ -108,7 +110,7 @@ def _finished(run: _Run) -> dict[str, Any]:
             )
         return {"stopped": by, "steps": at.saved or 0, "out": str(out)}
     at.phase = "finish"
-    return finish(job, out, examined or _examine(job, observer), noted=observer.on_notice)
+    return finish(job, out, examined or _examine(job, observer), on_notice=observer.on_notice)
 
 
 def _trained(run: _Run) -> Examined | None:
@@ -123,7 +125,7 @@ def _trained(run: _Run) -> Examined | None:
         metrics, answers = _examine(job, run.stoppable)
         job.before = {"metrics": metrics, "answers": answers}
     at.phase = "logging"
-    folder.begin(out)
+    clear_end(out)
     lines = remarks(job.config, job.learner.recipe)
     for line in lines if fresh else ():
         on_notice(line)
@@ -133,7 +135,7 @@ def _trained(run: _Run) -> Examined | None:
     drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
     with (
         _sinks(run, resume_at) as sinks,
-        JsonLines(out / "samples.jsonl", resume_at=drawn, noted=on_notice) as samples,
+        JsonLines(out / "samples.jsonl", resume_at=drawn, on_notice=on_notice) as samples,
     ):
         if fresh:
             sinks.write(0, job.before["metrics"])
@@ -182,7 +184,7 @@ def _sinks(run: _Run, resume_at: int | None) -> Sinks:
         resume_at=resume_at,
         project=config.log.project,
         config=as_dict(config),
-        noted=run.observer.on_notice,
+        on_notice=run.observer.on_notice,
     )
 
 

@@ -1,7 +1,6 @@
-"""The end of a run: curves.png, and report.html with the same curves, numbers and samples."""
+"""curves.png of a finished run, and report.html with the same curves, numbers and samples."""
 
 import base64
-import html
 import io
 import json
 import math
@@ -10,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.runs.files import write_whole
+from proxpo.runs.page import escape, fill_page
 
-Rows = Sequence[Mapping[str, Any]]
 INK, GRID = "#1f2430", "#d9dde5"
 COLOURS = ("#2f6fed", "#e4572e", "#2a9d8f", "#8a4fbf", "#c98a00", "#5c6b7a")
 
 
-def panels(rows: Rows) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(title, unit, [(metric, label)]) of every panel there is something to draw in."""
+def panels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(title, unit, [(metric, label)]) of every panel with a curve."""
     known = {name for row in rows for name, value in row.items() if value is not None}
     sampled = sorted(name for name in known if name.startswith("proxpo/eval/avg@"))
     passed = sorted(name for name in known if name.startswith("proxpo/eval/pass@"))[-1:]
     phases = sorted(name for name in known if name.startswith("proxpo/time/"))
     accuracy = "proxpo/eval/accuracy" in known
-    earned = [("proxpo/eval/reward", "greedy")]
-    earned += [
+    rewards = [("proxpo/eval/reward", "greedy")]
+    rewards += [
         (name, name.rsplit("/", 1)[1]) for name in known if name.startswith("proxpo/eval/reward@")
     ]
     wanted = [
@@ -34,7 +33,7 @@ def panels(rows: Rows) -> list[tuple[str, str, list[tuple[str, str]]]]:
             [("proxpo/eval/accuracy", "greedy")]
             + [(name, name.rsplit("/", 1)[1]) for name in [*sampled, *passed]],
         ),
-        ("Validation reward", "", [] if accuracy else earned),
+        ("Validation reward", "", [] if accuracy else rewards),
         ("Training reward", "", [("reward", "mean of the batch")]),
         ("Drift from the start", "nats per response", [("proxpo/eval/kl", "KL(π‖π₀)")]),
         ("Entropy", "nats per token", [("proxpo/eval/entropy", "held out")]),
@@ -51,7 +50,7 @@ def panels(rows: Rows) -> list[tuple[str, str, list[tuple[str, str]]]]:
     return [panel for panel in shown if panel[2]]
 
 
-def draw(rows: Rows, *, title: str) -> Any:
+def draw_run(rows: Sequence[Mapping[str, Any]], *, title: str) -> Any:
     """All panels as one matplotlib figure."""
     from matplotlib.figure import Figure
 
@@ -86,7 +85,7 @@ def draw(rows: Rows, *, title: str) -> Any:
 
 
 def _curve(axis: Any, points: list[tuple[int, float]], colour: str, label: str) -> None:
-    """A line with dots where points are few; a running mean over the faint line where many."""
+    """Draws a line with dots; with many points a faint line and its running mean."""
     steps, values = zip(*points)
     if len(points) <= 40:
         axis.plot(steps, values, color=colour, label=label, linewidth=1.8, marker="o", markersize=3)
@@ -99,55 +98,48 @@ def _curve(axis: Any, points: list[tuple[int, float]], colour: str, label: str) 
 
 
 def write_pictures(
-    run: Path, rows: Rows, *, title: str, summary: Mapping[str, Any], samples: Sequence[Mapping]
+    run: Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    summary: Mapping[str, Any],
+    samples: Sequence[Mapping],
 ) -> None:
-    """curves.png and report.html in the run's folder."""
-    figure = draw(rows, title=title)
+    """Writes curves.png and report.html to the run's folder."""
+    figure = draw_run(rows, title=title)
     write_whole(run / "curves.png", _image(figure, "png", dpi=150))
-    write_whole(run / "report.html", page(figure, title, summary, samples).encode())
+    write_whole(run / "report.html", run_page(figure, title, summary, samples).encode())
 
 
-def page(figure: Any, title: str, summary: Mapping[str, Any], samples: Sequence[Mapping]) -> str:
+def run_page(
+    figure: Any, title: str, summary: Mapping[str, Any], samples: Sequence[Mapping]
+) -> str:
     """One self-contained page: works offline, in light and dark, and on paper."""
-    drawing = base64.b64encode(_image(figure, "svg")).decode()
     numbers = "".join(
         f"<tr><th>{_text(name)}</th><td>{_text(_short(value))}</td></tr>"
         for name, value in summary.items()
         if not isinstance(value, (dict, list))
     )
+    columns = ("prompt", "before", "after", "answer")
     answers = "".join(
-        f"<tr><td><code>{_text(s['prompt'])}</code></td><td><code>{_text(s['before'])}</code></td>"
-        f"<td><code>{_text(s['after'])}</code></td><td><code>{_text(s['answer'])}</code></td></tr>"
-        for s in samples
+        f"<tr>{''.join(f'<td><code>{_text(row[name])}</code></td>' for name in columns)}</tr>"
+        for row in samples
     )
-    config = _text(json.dumps(summary.get("config", {}), indent=1))
-    notes = "".join(f"<p>{_text(note)}</p>" for note in remarks(summary))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>
-:root {{ color-scheme: light dark; --ink: #1f2430; --paper: #ffffff; --line: #d9dde5; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e8eaf0; --paper: #14171f; --line: #343a48; }} }}
-body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 1060px; margin: 2rem auto; padding: 0 1rem; }}
-img {{ width: 100%; background: #fff; border-radius: 10px; padding: 8px; box-sizing: border-box; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th, td {{ border-bottom: 1px solid var(--line); padding: .3rem .8rem .3rem 0; text-align: left; }}
-th {{ font-weight: 600; }} pre {{ overflow: auto; }}
-</style></head><body><h1>{_text(title)}</h1>{notes}
-<img alt="Curves of the run" src="data:image/svg+xml;base64,{drawing}">
-<h2>Numbers</h2><table>{numbers}</table>
-<h2>The same questions before and after</h2>
-<table><tr><th>prompt</th><th>before</th><th>after</th><th>answer</th></tr>{answers}</table>
-<details><summary>Configuration</summary><pre>{config}</pre></details></body></html>
-"""
+    markup = {
+        "notes": "".join(f"<p>{_text(note)}</p>" for note in resume_notes(summary)),
+        "drawing": base64.b64encode(_image(figure, "svg")).decode(),
+        "numbers": numbers,
+        "answers": answers,
+    }
+    config = json.dumps(summary.get("config", {}), indent=1)
+    return fill_page("run", text={"title": title, "config": config}, markup=markup)
 
 
-def remarks(summary: Mapping[str, Any]) -> list[str]:
-    """Sentences on what a reader of the curves must know: settings that changed on resuming."""
+def resume_notes(summary: Mapping[str, Any]) -> list[str]:
+    """One sentence for each setting that changed on resuming."""
     return [
-        f"{one['setting']} changed after step {one['step']}: {one['before']} -> {one['after']}"
-        for one in summary.get("changes", ())
+        "{setting} changed after step {step}: {before} -> {after}".format(**change)
+        for change in summary.get("changes", ())
     ]
 
 
@@ -163,13 +155,14 @@ def _image(figure: Any, kind: str, **options: Any) -> bytes:
 
 
 def _text(value: Any) -> str:
+    """The value as escaped text; the messages of a chat one below the other."""
     if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
-        value = "\n".join(str(message["content"]) for message in value)  # a chat
-    return html.escape(value if isinstance(value, str) else json.dumps(value, default=str))
+        value = "\n".join(str(message["content"]) for message in value)
+    return escape(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-__all__ = ["draw", "page", "panels", "remarks", "write_pictures"]
+__all__ = ["draw_run", "panels", "resume_notes", "run_page", "write_pictures"]

@@ -1,38 +1,40 @@
-"""Which settings a resumed run takes: its own, wherever its folder lies now."""
+"""Settings of a resumed run: its own, wherever its folder lies now."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import DAMAGE, checkpoints, read_info, verify
-from proxpo.train.config import build, find, read_yaml, write_config
+from proxpo.runs.jsonlines import OnNotice
+from proxpo.runs.yaml_file import read_yaml
+from proxpo.train.config import build, find, write_config
 
 
 def own_config(
-    source: str | None, overrides: Mapping[str, Any], *, noted: Callable[[str], None]
+    source: str | None, overrides: Mapping[str, Any], *, on_notice: OnNotice
 ) -> tuple[str | None, dict[str, Any]]:
-    """CONFIG and overrides of `--resume`: a run's own settings unless others are given.
+    """CONFIG and overrides of `--resume`: a run's own settings where no others are given.
 
     `--out DIR` alone takes DIR/config.yaml. A config.yaml beside checkpoints stands for its folder,
     whatever `out` it was started with, so that a run can be moved.
     """
-    given = dict(overrides)
-    if source is None and "out" in given:
-        own = Path(given["out"]) / "config.yaml"
+    changed = dict(overrides)
+    if source is None and "out" in changed:
+        own = Path(changed["out"]) / "config.yaml"
         if checkpoints(own.parent / "checkpoints"):
-            _mend(own, noted)
+            _restore_config(own, on_notice)
             source = str(own)
-    elif source is not None and "out" not in given:
+    elif source is not None and "out" not in changed:
         own = find(source)
         if checkpoints(own.parent / "checkpoints"):
-            _mend(own, noted)
-            given["out"] = str(own.parent)
-    return source, given
+            _restore_config(own, on_notice)
+            changed["out"] = str(own.parent)
+    return source, changed
 
 
-def _mend(path: Path, noted: Callable[[str], None]) -> None:
-    """A run's config.yaml that cannot be read is written anew from its newest checkpoint."""
+def _restore_config(path: Path, on_notice: OnNotice) -> None:
+    """Writes a config.yaml that cannot be read anew, from the newest intact checkpoint."""
     try:
         if read_yaml(path):
             return
@@ -46,7 +48,7 @@ def _mend(path: Path, noted: Callable[[str], None]) -> None:
         except DAMAGE:
             continue
         write_config(config, path)
-        noted(f"{reason}; written anew from {folder.name}")
+        on_notice(f"{reason}; written anew from {folder.name}")
         return
 
 

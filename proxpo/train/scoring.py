@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from proxpo.exact.policy import Policy as ExactPolicy
-from proxpo.exact.policy import Samples as ExactSamples
+from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.logp import model_logp, score_features, token_logp
 from proxpo.models import Policy
 from proxpo.ops.kl import kl_exact
@@ -187,7 +186,7 @@ def vocabulary_logp(
 
 def exact_policy(
     model: Any, experience: Experience, mask: Bool[Tensor, "seq tok"], *, temperature: float
-) -> tuple[ExactPolicy, ExactSamples]:
+) -> tuple[FlatPolicy, ActionBatch]:
     """The model as a function of its parameters, and the sequences it is judged on."""
     width = experience.mask.shape[1]
     inputs = {
@@ -202,7 +201,7 @@ def exact_policy(
         return logits[:, -width - 1 : -1].float() / temperature
 
     ids = experience.input_ids
-    return ExactPolicy(model, read), ExactSamples(ids, ids[:, -width:], mask)
+    return FlatPolicy(model, read), ActionBatch(ids, ids[:, -width:], mask)
 
 
 def widened(x: Tensor, tokens: int) -> Tensor:

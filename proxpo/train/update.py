@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from proxpo.errors import NotFiniteError, ProxpoError
-from proxpo.exact.policy import Policy as ExactPolicy
-from proxpo.exact.policy import Samples as ExactSamples
+from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.stages.schedule import Rescale, Updates
@@ -322,7 +321,7 @@ class RolloutUpdates:
         finally:
             self.load(present)
 
-    def exact(self) -> tuple[ExactPolicy, ExactSamples]:
+    def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         self._exact = True
         mask, temperature = self.batch().mask, self.job.config.train_temperature
         return exact_policy(self.job.policy.model, self.experience, mask, temperature=temperature)

@@ -9,8 +9,8 @@ import torch
 
 from proxpo.batch_file import BatchFile, load_batch, read_batch
 from proxpo.inspection import inspect_batch
-from proxpo.report import page
-from proxpo.report.page import inspect_page
+from proxpo.report import inspection_page
+from proxpo.report.inspection_page import inspect_page
 from proxpo.settings import make_recipe
 
 NASTY = "</script><img src=x onerror=alert(1)>&"
@@ -105,8 +105,8 @@ def test_pages_of_bare_batches():
 
 def test_what_is_left_out_is_said(monkeypatch):
     assert "Drawn: the first" not in render("grpo")[1]
-    monkeypatch.setattr(page, "MOST_ROWS", 3)
-    monkeypatch.setattr(page, "MOST_TOKENS", 5)
+    monkeypatch.setattr(inspection_page, "MOST_ROWS", 3)
+    monkeypatch.setattr(inspection_page, "MOST_TOKENS", 5)
     _, text = render("grpo")
     assert "the first 3 responses and 5 tokens" in text
     data = data_of(text)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.cli import main
+from proxpo.compare.local import PRELOAD
 from proxpo.compare.plan import read_plan
-from proxpo.compare.work import PRELOAD
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(list(PRELOAD))
+SERVER.set_forkserver_preload([*PRELOAD, "proxpo.cli.app"])
 
 SMALL = (
     "steps=3",

@@ -5,24 +5,24 @@ import io
 import pytest
 from rich.console import Console
 
-from proxpo.compare.design import Wish, make_plan, parse_arm
+from proxpo.compare.design import Request, make_plan, parse_arm
 from proxpo.compare.live import Lines, LiveTable, Speed, overview
-from proxpo.compare.state import State
+from proxpo.compare.state import RunState
 
 
 @pytest.fixture
 def plan():
     arms = [parse_arm("grpo"), parse_arm("p3o")]
-    return make_plan(Wish(arms=arms, seeds=2, base=[("steps", 10)]))
+    return make_plan(Request(arms=arms, seeds=2, base=[("steps", 10)]))
 
 
 @pytest.fixture
 def states():
     return {
-        "grpo-seed0": State(status="done", step=10, score=0.75, kl=1.25),
-        "p3o-seed0": State(status="failed", step=3, reason="the [gradient] was not finite"),
-        "grpo-seed1": State(status="running", step=4, score=0.5),
-        "p3o-seed1": State(status="waiting"),
+        "grpo-seed0": RunState(status="done", step=10, score=0.75, kl=1.25),
+        "p3o-seed0": RunState(status="failed", step=3, reason="the [gradient] was not finite"),
+        "grpo-seed1": RunState(status="running", step=4, score=0.5),
+        "p3o-seed1": RunState(status="waiting"),
     }
 
 
@@ -74,6 +74,6 @@ def test_the_time_left_follows_the_pace(plan, states, monkeypatch):
     monkeypatch.setattr("proxpo.compare.live.time.monotonic", lambda: next(clock))
     speed = Speed()
     assert "left" not in overview(plan, states, speed)  # nothing is known of the pace yet
-    later = {**states, "grpo-seed1": State(status="running", step=9)}
+    later = {**states, "grpo-seed1": RunState(status="running", step=9)}
     # 5 steps in 10 s; 30 steps in all without the failed run, 19 done, 11 to go
     assert overview(plan, later, speed).endswith("; about 22 s left")

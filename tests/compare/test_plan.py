@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxpo.cli import main
-from proxpo.compare.design import Wish, command, config_of, make_plan, parse_arm, with_choices
+from proxpo.compare.design import Request, command, config_of, make_plan, parse_arm, with_choices
 from proxpo.compare.naming import run_name
-from proxpo.compare.plan import Arm, Choice, differences, read_plan, write_plan
+from proxpo.compare.plan import Arm, Choice, plan_differences, read_plan, write_plan
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError
 from proxpo.train.config import load_config
 
 
 def plan_of(*methods: str, **options):
-    return make_plan(Wish(arms=[parse_arm(one) for one in methods], **options))
+    return make_plan(Request(arms=[parse_arm(one) for one in methods], **options))
 
 
 def test_every_arm_meets_every_seed_and_all_share_the_rest():
@@ -151,7 +151,7 @@ TWINS = [
 def test_arms_whose_names_differ_in_symbols_alone_have_their_own_folders(names):
     """Also arms of equal settings, as in a comparison of a method with itself."""
     arms = [(name, "grpo", {}) for name in names]
-    plan = make_plan(Wish(arms=arms, seeds=2, tune=1, sweep={"lr": (1e-6, 1e6)}))
+    plan = make_plan(Request(arms=arms, seeds=2, tune=1, sweep={"lr": (1e-6, 1e6)}))
     chosen = [Choice(arm=name, settings={"lr": 1e6}, scores=()) for name in names]
     runs = with_choices(plan, chosen).runs
     assert len(runs) == 2 * (2 + 2)
@@ -209,7 +209,7 @@ def test_equal_swept_values_are_one_and_true_is_not_1():
         plan_of("grpo", sweep={"lr": (1, 1.0)})
     before = plan_of("grpo:clip_high=1")
     arms = (replace(before.arms[0], settings={"clip_high": True}),)
-    assert differences(before, replace(before, arms=arms))
+    assert plan_differences(before, replace(before, arms=arms))
 
 
 def test_a_later_setting_replaces_an_earlier_one_and_an_arm_keeps_its_own():
@@ -241,8 +241,8 @@ def test_a_plan_survives_its_file(tmp_path):
 def test_what_differs_between_plans_is_named():
     before = plan_of("grpo", "p3o", seeds=2)
     after = plan_of("grpo", "dapo", seeds=3, base=[("lr", 1e-3)])
-    assert differences(before, before) == []
-    lines = differences(before, after)
+    assert plan_differences(before, before) == []
+    lines = plan_differences(before, after)
     assert "base.train.lr: 3e-05 -> 0.001" in lines
     assert "arms: grpo, p3o -> grpo, dapo" in lines
     assert "seeds.report: 0, 1 -> 0, 1, 2" in lines
@@ -363,9 +363,11 @@ def test_a_study_of_ones_own_is_checked(text, message, tmp_path):
 def test_a_study_can_be_changed_from_the_command_line(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("arms: [{method: grpo}, {method: p3o}]\nset: {steps: 5}\nseeds: 4")
-    from proxpo.cli.comparing import Asked, _wish
+    from proxpo.cli.comparing import CompareOptions, _request
 
-    plan = make_plan(_wish(Asked(study=str(file), seeds=2, settings=("steps=6",), task="gsm8k")))
+    plan = make_plan(
+        _request(CompareOptions(study=str(file), seeds=2, settings=("steps=6",), task="gsm8k"))
+    )
     assert len(plan.seeds.report) == 2
     assert plan.base["train"]["steps"] == 6
     assert plan.base["task"]["name"] == "gsm8k"

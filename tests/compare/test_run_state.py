@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from proxpo.compare.design import Wish, make_plan, parse_arm
+from proxpo.compare.design import Request, make_plan, parse_arm
 from proxpo.compare.plan import SCORE, Plan
 from proxpo.compare.runner import choose
-from proxpo.compare.state import last_words, state_of
+from proxpo.compare.state import last_line, state_of
 
 
 def written(folder: Path, *, steps: int, score: float | None, end: str = "done") -> None:
@@ -48,17 +48,17 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path):
     assert (found.step, found.score) == (20_000, 0.5)
 
 
-def test_the_last_words_of_a_run_are_its_reason(tmp_path):
+def test_the_last_line_of_a_run_is_its_reason(tmp_path):
     (tmp_path / "log.txt").write_text("loading\nproxpo: model 'x': no such folder\n\n")
-    assert last_words(tmp_path / "log.txt") == "model 'x': no such folder"
-    assert last_words(tmp_path / "none.txt") == ""
+    assert last_line(tmp_path / "log.txt") == "model 'x': no such folder"
+    assert last_line(tmp_path / "none.txt") == ""
 
 
 @pytest.fixture
 def plan() -> Plan:
     sweep = {"lr": (1e-5, 1e-4, 1e-3)}
     arms = [parse_arm("grpo"), parse_arm("p3o")]
-    return make_plan(Wish(arms=arms, tune=2, sweep=sweep, base=[("steps", 3)]))
+    return make_plan(Request(arms=arms, tune=2, sweep=sweep, base=[("steps", 3)]))
 
 
 @pytest.mark.parametrize(

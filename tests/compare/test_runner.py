@@ -15,7 +15,7 @@ from comparisons import SMALL, Started, arguments, data_of, folder_of, rows_of
 
 from proxpo.cli import main
 from proxpo.compare.plan import read_plan
-from proxpo.compare.runner import choose, opened
+from proxpo.compare.runner import choose, open_comparison
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
 
@@ -173,12 +173,12 @@ def test_a_sweep_chooses_on_tuning_seeds_and_reports_on_others(tmp_path, capsys)
 def test_two_comparisons_do_not_share_a_folder(tmp_path, uninterrupted):
     plan = read_plan(uninterrupted[0])
     with (
-        opened(tmp_path / "one", plan),
+        open_comparison(tmp_path / "one", plan),
         pytest.raises(ProxpoError, match=f"another comparison is at work .*{os.getpid()}"),
-        opened(tmp_path / "one", plan),
+        open_comparison(tmp_path / "one", plan),
     ):
         pass
-    with opened(tmp_path / "one", plan) as found:  # the lock goes with its holder
+    with open_comparison(tmp_path / "one", plan) as found:  # the lock goes with its holder
         assert found == plan
 
 

@@ -412,7 +412,7 @@ def _check(kind: str) -> Result:
         g = g or position_gradients(model, ids, seq, announced)
         worst = 0.0
         for name in found.keys() | v.keys():
-            bank = name not in session.sites
+            bank = name not in session.handles
             error, what = _compare(method, name, found[name], v, g, bank, name in announced)
             if error > worst:
                 worst, result.detail = error, f"{method}: {name}: {what} ({error:.1e})"

@@ -75,11 +75,11 @@ def sequence_gradients(grads: Tensor, seq: Tensor, count: int) -> Tensor:
     return torch.stack([grads[seq == i].sum(0) for i in range(count)])
 
 
-def lengths(grads: Tensor, sums: Tensor, picks: Tensor) -> tuple[Tensor, Tensor]:
+def lengths(grads: Tensor, sums: Tensor, overlap_set: Tensor) -> tuple[Tensor, Tensor]:
     """F_i and N_i from materialised gradients."""
     flat, v = grads.flatten(1), sums.flatten(1)
-    scale = torch.sqrt(sum(flat[j] @ flat[j] for j in picks))
-    f = [torch.sqrt(sum((vi @ flat[j]) ** 2 for j in picks)) / scale for vi in v]
+    scale = torch.sqrt(sum(flat[j] @ flat[j] for j in overlap_set))
+    f = [torch.sqrt(sum((vi @ flat[j]) ** 2 for j in overlap_set)) / scale for vi in v]
     return torch.stack(f), v.norm(dim=1)
 
 
@@ -93,7 +93,7 @@ def isopo(
     grads: Tensor,
     seq: Tensor,
     advantages: Tensor,
-    picks: Tensor,
+    overlap_set: Tensor,
     *,
     p: float = -1.0,
     q: float = 0.0,
@@ -109,7 +109,7 @@ def isopo(
     sums = sequence_gradients(grads, seq, len(advantages))
     if not grads[seq >= 0].any():
         return torch.zeros_like(sums[0])
-    f, n = lengths(grads, sums, picks)
+    f, n = lengths(grads, sums, overlap_set)
     ratio = torch.where(n > 0, f / n, 0.0)
     s = torch.ones_like(f)
     for x, exponent, own in ((f, p, overlap_reg), (n, q, norm_reg), (ratio, r, rel_overlap_reg)):

@@ -10,8 +10,8 @@ from models import VOCAB, Tiny, hf
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from proxpo.gradients import Transform, active, isopo, isopo_ntk, proma
-from proxpo.gradients._shard import Shard
+from proxpo.gradients import Transform, active_handle, isopo, isopo_ntk, proma
+from proxpo.gradients._engine.shard import Shard
 from proxpo.gradients.diagnostics import watch
 
 A = torch.tensor([1.0, -0.6, 0.3]).double()
@@ -225,7 +225,7 @@ def mistakes(rank: int) -> dict[str, str]:
     def attempt(transform: Transform | None = None, **given: Any) -> None:
         given = {"sequences": part.seq, "advantages": A, "token_group": part.group} | given
         with (transform or isopo()).applied(model, **given):
-            active(model.head.weight)
+            active_handle(model.head.weight)
 
     attempts = {
         "other advantages": lambda: attempt(advantages=A + 0.1 * rank),

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients import active, isopo, isopo_ntk
+from proxpo.gradients import active_handle, isopo, isopo_ntk
 
 A = torch.tensor([1.0, -0.6, 0.3]).double()
 LENGTHS = [5, 7, 4]
@@ -153,8 +153,8 @@ def slow_of(model: nn.Module, ids: Tensor, seq: Tensor, **options) -> dict[str, 
     found = {}
     for name, value in grads.items():
         numbers = flat.repeat(len(value) // len(flat))
-        picks = (numbers >= 0).nonzero()[:, 0]
-        found[name] = slow.isopo(value, numbers, A, picks, **options)
+        overlap_set = (numbers >= 0).nonzero()[:, 0]
+        found[name] = slow.isopo(value, numbers, A, overlap_set, **options)
     return found
 
 
@@ -388,12 +388,12 @@ def test_low_precision(tiny, batch, kind):
 
 
 def test_the_active_site_of_a_parameter(tiny, batch):
-    assert active(tiny.head.weight) is None
+    assert active_handle(tiny.head.weight) is None
     with isopo().applied(tiny, sequences=batch[1], advantages=A) as session:
-        site = active(tiny.head.weight)
-        assert site is session.sites["head.weight"]
-        assert active(torch.nn.Parameter(torch.ones(1))) is None
-    assert active(tiny.head.weight) is None
+        handle = active_handle(tiny.head.weight)
+        assert handle is session.handles["head.weight"]
+        assert active_handle(torch.nn.Parameter(torch.ones(1))) is None
+    assert active_handle(tiny.head.weight) is None
 
 
 def test_gradients_with_respect_to_inputs_are_plain(tiny, batch):
@@ -571,7 +571,7 @@ def test_bad_micro_batches(tiny, batch, change, message):
     options = {"sequences": batch[1], "advantages": A} | change
     with pytest.raises(ProxpoError, match=re.escape(message)), isopo().applied(tiny, **options):
         pass
-    assert active(tiny.head.weight) is None
+    assert active_handle(tiny.head.weight) is None
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (7, 3), (21,), (2, 7)])

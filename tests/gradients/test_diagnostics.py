@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 from proxpo import gradients
 from proxpo.errors import ProxpoError
-from proxpo.exact import Policy, Samples, mean_kl, scores
-from proxpo.gradients.diagnostics import Seen, cosine_to_npg, watch
+from proxpo.exact import ActionBatch, FlatPolicy, mean_kl, scores
+from proxpo.gradients.diagnostics import Diagnostics, cosine_to_npg, watch
 from proxpo.gradients.proma import proma
 
 VOCAB, LENGTH, ROWS = 5, 6, 4
@@ -36,11 +36,11 @@ def model() -> Net:
 
 
 @pytest.fixture
-def samples() -> Samples:
+def samples() -> ActionBatch:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=draw)
     lengths = torch.tensor([6, 3, 5, 2])
-    return Samples(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH) < lengths[:, None])
+    return ActionBatch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH) < lengths[:, None])
 
 
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, -0.8], dtype=torch.float64)
@@ -72,7 +72,7 @@ def gradient(model) -> torch.Tensor:
 
 
 def rows(model, samples) -> torch.Tensor:
-    return scores(Policy(model), samples)
+    return scores(FlatPolicy(model), samples)
 
 
 @ALL
@@ -140,11 +140,11 @@ def test_kl_of_the_step_is_the_second_order_kl(model, samples):
         for _ in range(3):
             p = model(ids)[:, -1].softmax(-1)
             ids = torch.cat([ids, torch.multinomial(p, 1, generator=draw)], dim=1)
-    many = Samples(ids[:, :-1], ids[:, 1:], torch.ones(4000, 3).bool())
+    many = ActionBatch(ids[:, :-1], ids[:, 1:], torch.ones(4000, 3).bool())
     advantages = (ids[:, 1:] == 1).double().mean(1)
     transform = gradients.isopo(preset="reinforce", scale="mean")
     seen = backward(transform, model, many, advantages - advantages.mean(), see=True)
-    policy, lr = Policy(model), 0.05
+    policy, lr = FlatPolicy(model), 0.05
     theta = policy.vector()
     exact = float(mean_kl(policy, many, theta, theta - lr * gradient(model)))
     assert seen.kl(lr) == pytest.approx(exact, rel=0.1)
@@ -172,10 +172,10 @@ def test_kl_of_a_step_already_made(samples, tied):
 def test_blocks_are_pooled(model, samples):
     transform = gradients.isopo(overlap="all")
     halves = [
-        Samples(samples.inputs[part], samples.actions[part], samples.mask[part])
+        ActionBatch(samples.inputs[part], samples.actions[part], samples.mask[part])
         for part in (slice(0, 2), slice(2, 4))
     ]
-    seen = Seen()
+    seen = Diagnostics()
     for half, adv in zip(halves, ADVANTAGES.split(2)):
         assert backward(transform, model, half, adv, into=seen) is seen
     assert len(seen.moved) == 4
@@ -183,7 +183,7 @@ def test_blocks_are_pooled(model, samples):
 
 
 def test_cosine_to_the_exact_natural_gradient(model, samples):
-    policy = Policy(model)
+    policy = FlatPolicy(model)
     backward(gradients.isopo(preset="reinforce"), model, samples)
     # Strong damping makes the natural gradient the plain one.
     assert cosine_to_npg(policy, samples, ADVANTAGES, damping=1e9) == pytest.approx(1.0)
@@ -193,8 +193,8 @@ def test_cosine_to_the_exact_natural_gradient(model, samples):
 def test_errors_say_what_was_expected(model, samples):
     transform = gradients.isopo()
     with pytest.raises(ProxpoError, match=r"'embed\.weight' has no gradient yet"):
-        cosine_to_npg(Policy(model), samples, ADVANTAGES)
+        cosine_to_npg(FlatPolicy(model), samples, ADVANTAGES)
     with pytest.raises(ProxpoError, match=r"no entry for the parameter head\.weight"):
         backward(transform, model, samples, since={model.up.weight: model.up.weight})
     with pytest.raises(ProxpoError, match="nothing was seen"):
-        Seen().kl()
+        Diagnostics().kl()

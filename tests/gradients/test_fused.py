@@ -4,13 +4,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from proxpo.gradients import Dense, Layout, Outer, Picks, _norms
-from proxpo.gradients._ntk import Ntk
+from proxpo.gradients import Dense, Layout, Outer, OverlapSet
+from proxpo.gradients._engine import inner_products
+from proxpo.gradients.isopo import scale
+from proxpo.gradients.ntk import Ntk
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from proxpo.gradients import _fused  # needs Triton
+from proxpo.gradients._engine import fused  # needs Triton
 
 pytestmark = pytest.mark.gpu
 
@@ -41,15 +43,15 @@ def test_linear_layers_and_vectors(name, kind, shape, p):
     a = torch.randn(layout.size, inp, device="cuda", dtype=kind)
     g = torch.randn(layout.size, out, device="cuda", dtype=kind)
     advantages = torch.randn(layout.count, device="cuda")
-    picks = Picks.at(torch.randperm(layout.size, device="cuda")[:20], layout)
+    overlap_set = OverlapSet.at(torch.randperm(layout.size, device="cuda")[:20], layout)
     close = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for rows in (Outer(a, g), Dense(g), Dense(g.T.contiguous().T)):
-        assert _fused.fits(layout, picks, kind)
-        run = _fused.outer if isinstance(rows, Outer) else _fused.dense
-        grad, f2, weights = run(rows, layout, picks, advantages, p=p, eps=1e-8)
+        assert fused.fits(layout, overlap_set, kind)
+        run = fused.outer if isinstance(rows, Outer) else fused.dense
+        grad, f2, weights = run(rows, layout, overlap_set, advantages, p=p, eps=1e-8)
         high = Outer(a.double(), g.double()) if isinstance(rows, Outer) else Dense(g.double())
-        top, bottom = _norms.overlap_gram(high, layout, picks)
-        want = advantages * (top / bottom + 1e-8) ** (p / 2)
+        top, bottom = inner_products.overlap_gram(high, layout, overlap_set)
+        want = scale(top / bottom, None, p=p, q=0.0, r=0.0, eps=1e-8, times=advantages.double())
         seen = torch.tensor(layout.lengths, device="cuda") > 0
         assert_close(f2[seen].double(), (top / bottom)[seen], rtol=1e-3, atol=1e-6)
         assert_close(weights[seen].double(), want[seen], rtol=1e-3, atol=1e-6)
@@ -66,8 +68,8 @@ def test_solving_for_the_weights_of_ntk(count, scale, known):
     kernel, advantages = sums @ sums.T, torch.randn(count, device="cuda")
     average = None if known is None else torch.tensor(known, device="cuda")
     rule = Ntk(0.7, scale, "microbatch", "auto")
-    found = rule._solve(kernel, advantages, average)
-    want = rule._solve(kernel.cpu(), advantages.cpu(), None if average is None else average.cpu())
+    found = rule.solve(kernel, advantages, average)
+    want = rule.solve(kernel.cpu(), advantages.cpu(), None if average is None else average.cpu())
     assert_close([x.cpu() for x in found], list(want), rtol=1e-4, atol=1e-6)
 
 

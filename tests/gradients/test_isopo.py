@@ -92,12 +92,12 @@ def test_rescaling_a_sequence_outside_the_overlap_set():
     layer = Layer([3, 12, 2])
     for seed in range(100):  # a draw that misses the last sequence
         found = layer.gradient(isopo(eps=0.0, overlap=4, seed=seed), A)
-        picks = layer.session.sites["weight"].picks().index
-        if (layer.seq[picks] != 2).all():
+        overlap_set = layer.session.handles["weight"].overlap_set().index
+        if (layer.seq[overlap_set] != 2).all():
             break
     scale = torch.where(layer.seq == 2, 9.0, 1.0).double()[:, None]
     again = layer.gradient(isopo(eps=0.0, overlap=4, seed=seed), A, g=layer.g * scale)
-    assert torch.equal(layer.session.sites["weight"].picks().index, picks)
+    assert torch.equal(layer.session.handles["weight"].overlap_set().index, overlap_set)
     assert_close(again, found, **EXACT)
 
 
@@ -143,13 +143,13 @@ def test_a_sequence_without_advantage():
     layer = Layer([6, 8, 2])
     for seed in range(100):
         found = layer.gradient(isopo(overlap=3, seed=seed), A * torch.tensor([1.0, 1.0, 0.0]))
-        picks = layer.session.sites["weight"].picks().index
-        if (layer.seq[picks] != 2).all():
+        overlap_set = layer.session.handles["weight"].overlap_set().index
+        if (layer.seq[overlap_set] != 2).all():
             break
     a, g = layer.a[layer.seq < 2], layer.g[layer.seq < 2]
     sums = layer.sums()[:2]
-    top = torch.stack([(g[j] @ sums @ a[j]).square() for j in picks]).sum(0)
-    bottom = sum(g[j].square().sum() * a[j].square().sum() for j in picks)
+    top = torch.stack([(g[j] @ sums @ a[j]).square() for j in overlap_set]).sum(0)
+    bottom = sum(g[j].square().sum() * a[j].square().sum() for j in overlap_set)
     s = (top / bottom + 1e-8).rsqrt()
     assert_close(found, torch.einsum("i,iod->od", A[:2] * s, sums), **EXACT)
 
@@ -167,11 +167,11 @@ def test_sequences_without_gradient_contribute_nothing():
 def test_an_overlap_set_without_gradient_leaves_lengths_alone():
     layer = Layer([3, 2, 4])
     layer.gradient(isopo(overlap=2), A)
-    picks = layer.session.sites["weight"].picks().index
+    overlap_set = layer.session.handles["weight"].overlap_set().index
     g = layer.g.clone()
-    g[picks] = 0
+    g[overlap_set] = 0
     found = layer.gradient(isopo(overlap=2), A, g=g)
-    assert torch.equal(layer.session.sites["weight"].picks().index, picks)
+    assert torch.equal(layer.session.handles["weight"].overlap_set().index, overlap_set)
     assert_close(found, torch.einsum("i,iod->od", A, layer.sums(g)), **EXACT)
 
 
@@ -189,7 +189,7 @@ def test_draws_follow_the_seed_the_step_and_the_block():
 
     def draws(transform: Transform) -> list[int]:
         layer.gradient(transform, A)
-        return layer.session.sites["weight"].picks().index.sort().values.tolist()
+        return layer.session.handles["weight"].overlap_set().index.sort().values.tolist()
 
     one, two = isopo(overlap=8, seed=1), isopo(overlap=8, seed=1)
     first, second = draws(one), draws(one)
@@ -211,11 +211,11 @@ def test_padding_is_never_drawn():
     layer.seq = torch.where(torch.arange(9) % 3 == 0, -1, layer.seq)
     for seed in range(20):
         layer.gradient(isopo(overlap=5, seed=seed), A[:2])
-        picks = layer.session.sites["weight"].picks()
-        assert picks.valid.all()
-        assert (layer.seq[picks.index] >= 0).all()
+        overlap_set = layer.session.handles["weight"].overlap_set()
+        assert overlap_set.valid.all()
+        assert (layer.seq[overlap_set.index] >= 0).all()
     layer.gradient(isopo(overlap=8), A[:2])
-    assert layer.session.sites["weight"].picks().valid.sum() == 6
+    assert layer.session.handles["weight"].overlap_set().valid.sum() == 6
 
 
 # ---- trailing averages

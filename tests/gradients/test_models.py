@@ -52,14 +52,16 @@ def assert_isopo(
     assert grads.keys() == found.keys()
     for name, value in grads.items():
         bank = value.dim() == 4
-        picks = seq.flatten() >= 0
-        picks = picks.nonzero()[:, 0]
+        overlap_set = seq.flatten() >= 0
+        overlap_set = overlap_set.nonzero()[:, 0]
         if not bank and overlap != "all":
-            drawn = session.sites[name].picks()
-            picks = drawn.index[drawn.valid]
-            assert len(picks) <= overlap < seq.numel()
+            drawn = session.handles[name].overlap_set()
+            overlap_set = drawn.index[drawn.valid]
+            assert len(overlap_set) <= overlap < seq.numel()
         want = by_slices(
-            value, lambda g, j=picks: slow.isopo(g, seq.flatten(), ADVANTAGES, j, **known), bank
+            value,
+            lambda g, j=overlap_set: slow.isopo(g, seq.flatten(), ADVANTAGES, j, **known),
+            bank,
         )
         assert_near(found[name], want, tolerance, name)
 
@@ -184,9 +186,9 @@ def test_lora_adapters():
     found, _ = gradients(model, objective, isopo(overlap="all", q=-0.5), seq)
     grads = slow.position_gradients(model, objective, seq.numel())
     assert all("lora_" in name for name in grads)
-    picks = (seq.flatten() >= 0).nonzero()[:, 0]
+    overlap_set = (seq.flatten() >= 0).nonzero()[:, 0]
     for name, value in grads.items():
-        want = slow.isopo(value, seq.flatten(), ADVANTAGES, picks, q=-0.5)
+        want = slow.isopo(value, seq.flatten(), ADVANTAGES, overlap_set, q=-0.5)
         assert_near(found[name], want, 1e-6, name)
     after = dict(model.named_parameters())
     assert all(torch.equal(after[n], p) and after[n].grad is None for n, p in before.items())

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from proxpo.gradients import Dense, Layout, OneHot, Outer, Picks, _norms
+from proxpo.gradients import Dense, Layout, OneHot, Outer, OverlapSet
+from proxpo.gradients._engine import inner_products
+from proxpo.gradients.isopo import lengths2
+from proxpo.gradients.ntk import kernel as kernel_by_definition
+from proxpo.gradients.ntk import mixed_advantages
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -31,17 +35,17 @@ def made(lengths: list[int], seed: int, kind: str, shuffled: bool = False):
     return OneHot(ids, g, 4), one_hot[:, :, None] * g[:, None, :], layout
 
 
-def measured(rows, layout: Layout, picks: Picks) -> tuple[Tensor, Tensor]:
+def measured(rows, layout: Layout, overlap_set: OverlapSet) -> tuple[Tensor, Tensor]:
     """F² and N² by the cheapest forms of each kind."""
     if isinstance(rows, Outer):
-        top, bottom = _norms.overlap_gram(rows, layout, picks)
-        return top / bottom, _norms.norm_gram(rows, layout)
+        top, bottom = inner_products.overlap_gram(rows, layout, overlap_set)
+        return top / bottom, inner_products.norm_gram(rows, layout)
     if isinstance(rows, Dense):
         sums = rows.sums(layout)
-        top, bottom = _norms.overlap_dense(rows, layout, sums, picks)
+        top, bottom = inner_products.overlap_dense(rows, layout, sums, overlap_set)
         return top / bottom, sums.square().sum(1)
-    top, bottom = _norms.overlap_gram(rows, layout, picks)
-    return top / bottom, _norms.norm_pairs(rows, layout)
+    top, bottom = inner_products.overlap_gram(rows, layout, overlap_set)
+    return top / bottom, inner_products.norm_pairs(rows, layout)
 
 
 lengths_of = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -60,13 +64,16 @@ def test_lengths_equal_materialised_ones(lengths, seed, kind, shuffled, drawn):
     index = torch.randperm(layout.size)[:drawn]
     if not layout.valid[index].any():
         index = layout.valid.nonzero()[:1, 0]
-    picks = Picks.at(index, layout)
+    overlap_set = OverlapSet.at(index, layout)
     f, n = slow.lengths(
-        grads, slow.sequence_gradients(grads, layout.seq, layout.count), index[picks.valid]
+        grads, slow.sequence_gradients(grads, layout.seq, layout.count), index[overlap_set.valid]
     )
-    f2, n2 = measured(rows, layout, picks)
+    f2, n2 = measured(rows, layout, overlap_set)
     assert_close(f2, f**2, rtol=1e-10, atol=1e-12)
     assert_close(n2, n**2, rtol=1e-10, atol=1e-12)
+    assert_close(
+        lengths2(grads, layout.seq, index[overlap_set.valid]), (f2, n2), rtol=1e-10, atol=1e-12
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -74,16 +81,16 @@ def test_lengths_equal_materialised_ones(lengths, seed, kind, shuffled, drawn):
 @pytest.mark.checks("isopo", "Gram and materialised lengths agree; one GEMM is the sum of scaled V")
 def test_paths_agree(lengths, seed, shuffled):
     rows, grads, layout = made(lengths, seed, "outer", shuffled)
-    picks = Picks.at(torch.randperm(layout.size)[:4], layout)
-    top, bottom = _norms.overlap_gram(rows, layout, picks)
+    overlap_set = OverlapSet.at(torch.randperm(layout.size)[:4], layout)
+    top, bottom = inner_products.overlap_gram(rows, layout, overlap_set)
     for block in (1 << 24, 7):  # all columns at once, and one at a time
-        size, _norms.BLOCK = _norms.BLOCK, block
+        size, inner_products.BLOCK = inner_products.BLOCK, block
         try:
-            others = _norms.materialised(rows, layout, picks)
-            blocks = _norms.overlap_gram(rows, layout, picks)
-            norm2 = _norms.norm_gram(rows, layout)
+            others = inner_products.materialised(rows, layout, overlap_set)
+            blocks = inner_products.overlap_gram(rows, layout, overlap_set)
+            norm2 = inner_products.norm_gram(rows, layout)
         finally:
-            _norms.BLOCK = size
+            inner_products.BLOCK = size
         assert_close(others, (top, bottom, norm2), **EXACT)
         assert_close(blocks, (top, bottom), **EXACT)
     weights = torch.randn(layout.count).double()
@@ -98,11 +105,11 @@ def test_paths_agree(lengths, seed, shuffled):
 def test_relative_length_is_at_most_one(kind):
     for seed in range(20):
         rows, _, layout = made([3, 1, 4], seed, kind)
-        f2, n2 = measured(rows, layout, Picks.at(torch.randperm(layout.size)[:5], layout))
+        f2, n2 = measured(rows, layout, OverlapSet.at(torch.randperm(layout.size)[:5], layout))
         assert (f2 >= 0).all()
         assert (f2 <= n2 * (1 + 1e-12)).all()
     rows, _, layout = made([1], 0, kind)
-    f2, n2 = measured(rows, layout, Picks.at(torch.tensor([0]), layout))
+    f2, n2 = measured(rows, layout, OverlapSet.at(torch.tensor([0]), layout))
     assert_close(f2, n2, **EXACT)
 
 
@@ -119,23 +126,23 @@ def test_a_padding_token_has_no_gradient():
     rows, grads, layout = made([3, 2, 4], 2, "onehot")
     rows = OneHot(rows.ids, rows.g, 4, padding=1)
     grads = grads * (rows.ids != 1)[:, None, None]
-    picks = Picks.all(layout)
+    overlap_set = OverlapSet.all(layout)
     sums = slow.sequence_gradients(grads, layout.seq, layout.count)
     f, n = slow.lengths(grads, sums, layout.valid.nonzero()[:, 0])
-    f2, n2 = measured(rows, layout, picks)
+    f2, n2 = measured(rows, layout, overlap_set)
     assert_close((f2, n2), (f**2, n**2), rtol=1e-10, atol=1e-12)
     assert (rows.reduce(torch.ones(layout.size).double())[1] == 0).all()
 
 
 def kernels(rows, layout: Layout) -> list[Tensor]:
-    found = [_norms.kernel_gram(rows, layout)]
+    found = [inner_products.kernel_gram(rows, layout)]
     if isinstance(rows, Outer):
-        found += [_norms.kernel_materialised(rows, layout)]
-        found += [_norms.kernel_stacked(rows.sums(layout))]
+        found += [inner_products.kernel_materialised(rows, layout)]
+        found += [inner_products.kernel_stacked(rows.sums(layout))]
     elif isinstance(rows, Dense):
-        found += [_norms.kernel_stacked(rows.sums(layout))]
+        found += [inner_products.kernel_stacked(rows.sums(layout))]
     else:
-        found += [_norms.kernel_pairs(rows, layout)]
+        found += [inner_products.kernel_pairs(rows, layout)]
     return found
 
 
@@ -151,12 +158,12 @@ def kernels(rows, layout: Layout) -> list[Tensor]:
 def test_kernels_agree(lengths, seed, kind, block):
     rows, grads, layout = made(lengths, seed, kind, shuffled=True)
     sums = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1)
-    size, _norms.BLOCK = _norms.BLOCK, block
+    size, inner_products.BLOCK = inner_products.BLOCK, block
     try:
         found = kernels(rows, layout)
     finally:
-        _norms.BLOCK = size
-    for kernel in found:
+        inner_products.BLOCK = size
+    for kernel in [*found, kernel_by_definition(grads, layout.seq)]:
         assert_close(kernel, sums @ sums.T, **EXACT)
         assert_close(kernel, kernel.T, **EXACT)
         assert torch.linalg.eigvalsh(kernel).min() > -1e-10
@@ -165,7 +172,7 @@ def test_kernels_agree(lengths, seed, kind, block):
 
 def test_a_long_kernel_is_summed_in_slices():
     sums = torch.randn(3, 20_001).double()
-    assert_close(_norms.kernel_stacked(sums), sums @ sums.T, **EXACT)
+    assert_close(inner_products.kernel_stacked(sums), sums @ sums.T, **EXACT)
 
 
 def test_the_sketch_is_unbiased_and_within_its_error():
@@ -173,7 +180,7 @@ def test_the_sketch_is_unbiased_and_within_its_error():
     exact = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1).square().sum(1)
     torch.manual_seed(0)
     width = 16
-    draws = torch.stack([_norms.norm_sketch(rows, layout, width) for _ in range(400)])
+    draws = torch.stack([inner_products.norm_sketch(rows, layout, width) for _ in range(400)])
     relative = draws / exact - 1
     assert relative.std(0).max() < (2 / width) ** 0.5
     assert relative.mean(0).abs().max() < 4 * (2 / width / 400) ** 0.5
@@ -184,13 +191,13 @@ def test_products_of_bfloat16_are_added_in_float32():
     layout = Layout(torch.arange(4).repeat_interleave(200), 4)
     low = Outer(torch.randn(800, 5).bfloat16(), torch.randn(800, 3).bfloat16())
     high = Outer(low.a.double(), low.g.double())
-    picks = Picks.at(torch.arange(0, 800, 50), layout)
+    overlap_set = OverlapSet.at(torch.arange(0, 800, 50), layout)
     for measure in (
-        lambda rows: _norms.overlap_gram(rows, layout, picks),
-        lambda rows: _norms.materialised(rows, layout, picks),
-        lambda rows: _norms.norm_gram(rows, layout),
-        lambda rows: _norms.kernel_materialised(rows, layout),
-        lambda rows: _norms.kernel_gram(rows, layout),
+        lambda rows: inner_products.overlap_gram(rows, layout, overlap_set),
+        lambda rows: inner_products.materialised(rows, layout, overlap_set),
+        lambda rows: inner_products.norm_gram(rows, layout),
+        lambda rows: inner_products.kernel_materialised(rows, layout),
+        lambda rows: inner_products.kernel_gram(rows, layout),
         lambda rows: Dense(rows.g).sums(layout),
     ):
         found, want = measure(low), measure(high)
@@ -198,38 +205,14 @@ def test_products_of_bfloat16_are_added_in_float32():
 
 
 def test_sums_of_columns_do_not_depend_on_the_way(monkeypatch):
-    from proxpo.gradients import _layout
-
     layout = made([3, 2, 4], 4, "outer", shuffled=True)[2]
     x = torch.randn(5, layout.size).double()
     before = layout.sum_columns(x), layout.sum_rows(x.T)
-    monkeypatch.setattr(_layout, "_ONE_HOT_LIMIT", 0)
+    monkeypatch.setattr("proxpo.gradients._engine.layout._ONE_HOT_LIMIT", 0)
     assert_close((layout.sum_columns(x), layout.sum_rows(x.T)), before, **EXACT)
-
-
-@pytest.mark.checks("isopo", "keep_small is the paper's form divided by sqrt(rho E)")
-def test_keep_small():
-    x2, mean2 = torch.rand(6).double(), torch.tensor(0.3).double()
-    for rho, eps in ((0.5, 0.0), (2.0, 1e-3)):
-        paper = _norms.regularised(x2, rho=rho, mean2=mean2, eps=eps)
-        kept = _norms.regularised(x2, rho=rho, mean2=mean2, eps=eps, keep_small=True)
-        assert_close(kept.sqrt(), paper.sqrt() / (rho * mean2).sqrt(), **EXACT)
-    short = _norms.regularised(
-        torch.tensor([1e-20]).double(), rho=0.5, mean2=mean2, eps=0.0, keep_small=True
-    )
-    assert_close(_norms.power(short, -1.0), torch.ones(1).double(), **EXACT)
-
-
-def test_zero_lengths_stay_finite():
-    zero = torch.zeros(2).double()
-    base = _norms.regularised(zero, rho=0.0, mean2=None, eps=0.0)
-    assert_close(_norms.power(base, -1.0), torch.ones(2).double())
-    base = _norms.regularised(zero, rho=1.0, mean2=zero.mean(), eps=0.0, keep_small=True)
-    assert_close(_norms.power(base, -2.0), torch.ones(2).double())
-    assert_close(_norms.ratio2(zero, zero), zero)
 
 
 def test_a_kernel_that_cannot_be_factored_gives_nan():
     kernel = torch.tensor([[1.0, 0.0], [0.0, -5.0]]).double()
-    solved = _norms.damped_solve(kernel, torch.ones(2).double(), torch.tensor(1.0).double())
+    solved = mixed_advantages(kernel, torch.ones(2).double(), torch.tensor(1.0).double())
     assert solved.isnan().all()

@@ -92,9 +92,9 @@ def test_a_view_or_cast_of_a_parameter_is_followed_to_its_use(use):
         warnings.simplefilter("error")
         found = gradients(model, ids, seq, isopo(overlap="all", q=-0.5))
     grads = slow.position_gradients(model, lambda: nll(model(ids), ids, seq).sum(), seq.numel())
-    picks = (seq.flatten() >= 0).nonzero()[:, 0]
+    overlap_set = (seq.flatten() >= 0).nonzero()[:, 0]
     for name, value in grads.items():
-        want = slow.isopo(value, seq.flatten(), A, picks, q=-0.5)
+        want = slow.isopo(value, seq.flatten(), A, overlap_set, q=-0.5)
         assert_close(found[name], want, **EXACT, msg=lambda m, n=name: n + m)
 
 

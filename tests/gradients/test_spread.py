@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from proxpo.gradients import Layout, Outer, _plan, isopo_ntk
+from proxpo.gradients import Layout, Outer
+from proxpo.gradients._engine import cost
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -62,12 +63,10 @@ def choices(lengths: list[int], first: int, shape: tuple[int, int], **options) -
     seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     found = set()
     for own in (seq[:first], seq[first:]):
-        layout = Layout(
-            own, len(lengths), SimpleNamespace(ranks=2, whole=Layout(seq, len(lengths)))
-        )
+        layout = Layout(own, len(lengths), SimpleNamespace(ranks=2, seq=seq))
         rows = Outer(torch.zeros(len(own), shape[1]), torch.zeros(len(own), shape[0]))
-        isopo_form = _plan.choose(rows, layout, path="auto", **options)
-        found.add((isopo_form, isopo_ntk().rule._gram(rows, layout)))
+        isopo_form = cost.choose(rows, layout, path="auto", **options)
+        found.add((isopo_form, cost.gram_kernel(rows, layout, "auto")))
     return found
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from proxpo import gradients
-from proxpo.logp import _tile, token_logp
+from proxpo.logp import _tile, head, token_logp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,20 +23,25 @@ def test_kernels_equal_plain_torch(dtype, entropy, softcap, monkeypatch):
     x[0, 5] = float("-inf")
     target = torch.randint(0, 2 * cols, (rows,), device="cuda")
     target[3] = 3 * cols  # no such token
-    pulls = torch.randn(2, rows, device="cuda")
+    incoming = torch.randn(2, rows, device="cuda")
 
     def run():
-        stats = _tile.Stats.empty(rows, x, entropy=entropy)
+        stats = _tile.SoftmaxStats.empty(rows, x, entropy=entropy)
         tiles = [(x[:, c].contiguous(), target - c.start) for c in _tile.blocks(2 * cols, cols)]
         for tile, local in tiles:
-            stats = _tile.absorb(stats, tile.clone(), local, warp)
+            stats = head.tile_functions(tile).absorb(stats, tile.clone(), local, warp)
         spread = stats.entropy()
-        pull = _tile.Pull(stats.logsumexp(), pulls[0], spread, pulls[1] if entropy else None)
-        grads = [_tile.logit_grad(tile.clone(), local, pull, warp) for tile, local in tiles]
-        return stats.picked, pull.logsumexp, spread, *grads
+        token_grads = _tile.TokenGrads(
+            stats.logsumexp(), incoming[0], spread, incoming[1] if entropy else None
+        )
+        grads = [
+            head.tile_functions(tile).logit_grad(tile.clone(), local, token_grads, warp)
+            for tile, local in tiles
+        ]
+        return stats.picked, token_grads.logsumexp, spread, *grads
 
     ours = run()
-    monkeypatch.setattr(_tile, "_has_triton", lambda: False)
+    monkeypatch.setattr(head, "_has_triton", lambda: False)
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
     for mine, plain in zip(ours, run()):
         assert_close(mine, plain, equal_nan=True, **close)
@@ -72,7 +77,7 @@ def test_gradients_near_float64(dtype, chunk):
     ids=["isopo", "figure4", "ntk"],
 )
 def test_transforms_near_float64(make, dtype, chunk):
-    head = nn.Linear(32, 1000, device="cuda", dtype=torch.float64)
+    exact_layer = nn.Linear(32, 1000, device="cuda", dtype=torch.float64)
     hidden = torch.randn(5, 200, 32, device="cuda", dtype=torch.float64)
     targets = torch.randint(0, 1000, (5, 200), device="cuda")
     mask = torch.rand(5, 200, device="cuda") < 0.8
@@ -81,7 +86,7 @@ def test_transforms_near_float64(make, dtype, chunk):
 
     def run(kind):
         layer = nn.Linear(32, 1000, device="cuda", dtype=kind)
-        layer.load_state_dict(head.state_dict())
+        layer.load_state_dict(exact_layer.state_dict())
         h = hidden.to(kind, copy=True).requires_grad_()
         with make().applied(layer, sequences=sequences, advantages=advantages):
             logp = token_logp(h, layer.weight, targets, bias=layer.bias, mask=mask, chunk=chunk)

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from proxpo import gradients
 from proxpo.errors import ProxpoError
-from proxpo.logp import _treated, token_logp
+from proxpo.gradients._engine import head as head_module
+from proxpo.logp import token_logp
 
 VOCAB, DIM, ROWS, LENGTH, TAU = 23, 6, 4, 7, 0.7
 EXACT = {"rtol": 1e-9, "atol": 1e-13}
@@ -190,14 +191,14 @@ def test_positions_in_any_order():
 def test_all_routes_are_taken(monkeypatch):
     """The chunk sizes above do exercise the single pass, the two passes and the fallback."""
     taken = []
-    for name in ("by_sequences", "by_vocabulary", "at_once"):
-        route = getattr(_treated, name)
+    for name in ("by_sequences", "by_vocabulary", "all_logits"):
+        route = getattr(head_module, name)
 
         def spy(*args, _route=route, _name=name, **kwargs):
             taken.append(_name)
             return _route(*args, **kwargs)
 
-        monkeypatch.setattr(_treated, name, spy)
+        monkeypatch.setattr(head_module, name, spy)
     problem = Problem()
     logp = {
         c: (lambda c=c: problem.model.fused(problem.ids, problem.targets, chunk=c)) for c in CHUNKS
@@ -215,8 +216,8 @@ def test_unknown_rules_get_what_a_layer_would_give_them(monkeypatch):
     problem = Problem()
     model, ids, targets = problem.model, problem.ids, problem.targets
     theirs = problem.grads(TRANSFORMS["figure4"], lambda: model.naive(ids, targets))
-    monkeypatch.setattr(_treated, "Isopo", type("NotThisOne", (), {}))
-    monkeypatch.setattr(_treated, "Ntk", type("NorThisOne", (), {}))
+    monkeypatch.setattr(head_module, "LengthRule", type("NotThisOne", (), {}))
+    monkeypatch.setattr(head_module, "KernelRule", type("NorThisOne", (), {}))
     ours = problem.grads(
         TRANSFORMS["figure4"], lambda: model.fused(ids, targets, mask=problem.mask)
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from proxpo import Batch, ProxpoError, Recipe, Stage
 from proxpo.compose import policy_loss, prepare
-from proxpo.exact import Policy, Samples
+from proxpo.exact import ActionBatch, FlatPolicy
 from proxpo.ops.sums import over_microbatches
 from proxpo.stages.schedule import variants
 from proxpo.train.collect import prompt_factor
@@ -158,14 +158,14 @@ class Watched(ToyUpdates):
         near = self.rollout.vocab_logp * 0.7**done + self.rollout.old_vocab_logp * (1 - 0.7**done)
         return self.rollout.replace(vocab_logp=near.log_softmax(-1)).rows(rows)
 
-    def exact(self) -> tuple[Policy, Samples]:
+    def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         self.model = Small()
         with torch.no_grad():
             for p in self.model.parameters():
                 p.mul_(2)  # far from quadratic, so that the search has to shrink its step
         tokens, mask = self.rollout.tokens, self.rollout.mask
         self.rollout = prepare(method("grpo"), self.rollout).batch
-        return Policy(self.model), Samples(tokens.roll(1, 1), tokens, mask)
+        return FlatPolicy(self.model), ActionBatch(tokens.roll(1, 1), tokens, mask)
 
 
 def of_schedule(stage: Stage) -> Iterator[Any]:

@@ -1,7 +1,6 @@
 """Fuzzed options, stages and `--set` texts: one clear line, or a recipe that is another one."""
 
 import inspect
-import typing
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from proxpo import Context, ProxpoError, Recipe, make_recipe, methods
 from proxpo.compose import policy_loss, prepare
 from proxpo.settings import _same, parse_setting
 from proxpo.stages import STAGES, load_all
-from proxpo.stages._options import variations
+from proxpo.stages._options import parameters, variations
 from proxpo.train.config import load_config
 from proxpo.types import KINDS, MANY
 
@@ -55,9 +54,8 @@ def runs(recipe: Recipe) -> None:
 
 def near(factory: Any, option: str) -> st.SearchStrategy[Any]:
     """Values the option's type suggests, beside those that fit nothing."""
-    hints = typing.get_type_hints(inspect.unwrap(factory))
-    parameter = inspect.signature(factory).parameters.get(option)
-    found = [] if parameter is None else variations(hints[option], parameter.default)
+    parameter = parameters(factory).get(option)
+    found = [] if parameter is None else variations(parameter.annotation, parameter.default)
     return st.sampled_from(found) | values if found else values
 
 

@@ -15,7 +15,7 @@ from properties.effects import WATCHED, Watched, hosts, of_loss, stage_of, with_
 from proxpo import ProxpoError, Recipe, Stage, make_recipe, methods
 from proxpo.settings import _same, parse_setting
 from proxpo.stages import STAGES, check, load_all, make_stage
-from proxpo.stages._options import variations
+from proxpo.stages._options import parameters, variations
 from proxpo.types import Context
 
 pytestmark = pytest.mark.long
@@ -51,8 +51,7 @@ OPTIONS = [
 
 
 def other_values(kind: str, name: str, option: str, value: Any) -> list[Any]:
-    factory = inspect.unwrap(STAGES[kind][name])
-    hint = typing.get_type_hints(factory)[option]
+    hint = parameters(STAGES[kind][name])[option].annotation
     found = [*FURTHER.get(option, []), *variations(hint, value)]
     if str in (hint, *typing.get_args(hint)):  # words that only the factory knows
         with pytest.raises(ProxpoError) as error:
@@ -62,8 +61,8 @@ def other_values(kind: str, name: str, option: str, value: Any) -> list[Any]:
 
 
 def _required(kind: str, name: str) -> dict[str, Any]:
-    parameters = inspect.signature(STAGES[kind][name]).parameters
-    return {key: REQUIRED[key] for key, p in parameters.items() if p.default is p.empty}
+    known = inspect.signature(STAGES[kind][name]).parameters
+    return {key: REQUIRED[key] for key, p in known.items() if p.default is p.empty}
 
 
 def changed(stage: Stage, **options: Any) -> Stage | None:
@@ -143,10 +142,10 @@ def test_every_option_of_every_stage_has_an_effect(kind: str, name: str, option:
 def test_every_option_of_every_method_changes_a_stage_or_is_refused(slug: str) -> None:
     """A refusal names a setting under which the option acts, and under that it does."""
     entry = methods()[slug]
-    hints, default = typing.get_type_hints(inspect.unwrap(entry.make)), make_recipe(slug)
+    known, default = parameters(entry.make), make_recipe(slug)
     for option, value in entry.defaults.items():
         seen = False
-        for other in variations(hints[option], value):
+        for other in variations(known[option].annotation, value):
             try:
                 seen |= not _same(make_recipe(slug, {option: other}), default)
             except ProxpoError as error:

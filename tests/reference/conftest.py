@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from proxpo.exact import Policy, Samples
+from proxpo.exact import ActionBatch, FlatPolicy
 
 VOCAB, LENGTH = 4, 3
 
@@ -36,14 +36,14 @@ class Linear(nn.Module):
         return torch.cat([free, torch.zeros_like(free[..., :1])], dim=-1)
 
 
-def draw(model: nn.Module, sequences: int, generator: torch.Generator) -> Samples:
+def draw(model: nn.Module, sequences: int, generator: torch.Generator) -> ActionBatch:
     ids = torch.randint(VOCAB, (sequences, 1), generator=generator)
     with torch.no_grad():
         for _ in range(LENGTH):
             p = model(ids)[:, -1].softmax(-1)
             ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], dim=1)
     lengths = torch.randint(1, LENGTH + 1, (sequences, 1), generator=generator)
-    return Samples(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH)[None] < lengths)
+    return ActionBatch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH)[None] < lengths)
 
 
 @pytest.fixture
@@ -52,14 +52,14 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture
-def policy() -> Policy:
+def policy() -> FlatPolicy:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Policy(TinyLM().double())
+        return FlatPolicy(TinyLM().double())
 
 
 @pytest.fixture
-def samples(policy, generator) -> Samples:
+def samples(policy, generator) -> ActionBatch:
     return draw(policy.model, 7, generator)
 
 
@@ -69,10 +69,10 @@ def advantages(generator) -> torch.Tensor:
 
 
 @pytest.fixture
-def linear(generator) -> tuple[Policy, Samples, torch.Tensor]:
+def linear(generator) -> tuple[FlatPolicy, ActionBatch, torch.Tensor]:
     """A full-rank problem: a policy, samples and advantages."""
     x = torch.randn(12, 2, 3, generator=generator, dtype=torch.float64)
     actions = torch.randint(3, (12, 2), generator=generator)
     adv, theta = torch.randn(2, 12, generator=generator, dtype=torch.float64)
-    policy = Policy(Linear(theta[:6].clone(), torch.eye(6, dtype=torch.float64)))
-    return policy, Samples(x, actions, torch.ones(12, 2).bool()), adv
+    policy = FlatPolicy(Linear(theta[:6].clone(), torch.eye(6, dtype=torch.float64)))
+    return policy, ActionBatch(x, actions, torch.ones(12, 2).bool()), adv

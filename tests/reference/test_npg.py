@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
 from proxpo.exact import (
-    Policy,
-    Samples,
+    ActionBatch,
+    FlatPolicy,
     fisher_exact,
     fisher_sequence,
     fisher_token,
@@ -45,9 +45,9 @@ def test_token_scores_add_up_to_sequence_scores(policy, samples):
 
 @pytest.mark.checks("npg", "tabular softmax, one context: the step is the centred advantage")
 def test_tabular_step_is_the_centred_advantage():
-    policy = Policy(nn.Embedding(1, 5).double())
+    policy = FlatPolicy(nn.Embedding(1, 5).double())
     actions = torch.arange(5)[:, None]
-    every = Samples(torch.zeros(5, 1, dtype=torch.long), actions, torch.ones(5, 1).bool())
+    every = ActionBatch(torch.zeros(5, 1, dtype=torch.long), actions, torch.ones(5, 1).bool())
     adv = torch.tensor([0.3, -1.0, 2.0, 0.5, 0.1], dtype=torch.float64)
     p = policy.log_probs(policy.vector(), every)[0, 0].exp()
     adv = adv - p @ adv
@@ -70,14 +70,15 @@ def test_three_fisher_forms_agree_in_expectation(policy):
     """All V^T continuations of one prompt, each with its exact probability."""
     tails = torch.tensor(list(itertools.product(range(4), repeat=3)))
     ids = torch.cat([torch.zeros(len(tails), 1, dtype=torch.long), tails], dim=1)
-    every = Samples(ids[:, :-1], ids[:, 1:], torch.ones(len(tails), 3).bool())
+    every = ActionBatch(ids[:, :-1], ids[:, 1:], torch.ones(len(tails), 3).bool())
     p = policy.logp(policy.vector(), every).sum(1).exp()
     assert_close(p.sum(), torch.ones((), dtype=torch.float64))
     weight = (len(p) * p).sqrt()[:, None]
     sequence = fisher_sequence(weight * scores(policy, every))
     tokens = weight.repeat_interleave(3, dim=0) * token_scores(policy, every)
     one = [
-        q * fisher_exact(policy, Samples(ids[i : i + 1, :-1], ids[i : i + 1, 1:], every.mask[:1]))
+        q
+        * fisher_exact(policy, ActionBatch(ids[i : i + 1, :-1], ids[i : i + 1, 1:], every.mask[:1]))
         for i, q in enumerate(p)
     ]
     exact = torch.stack(one).sum(0)
@@ -96,7 +97,7 @@ def test_step_is_covariant(linear, generator):
 
     theta = policy.vector()
     plain = direction(policy)
-    mixed = direction(Policy(type(policy.model)(torch.linalg.solve(mix, theta), mix)))
+    mixed = direction(FlatPolicy(type(policy.model)(torch.linalg.solve(mix, theta), mix)))
     assert_close(plain, mix @ mixed, rtol=1e-7, atol=1e-8)
 
 
@@ -166,7 +167,7 @@ def test_no_gradient_no_step(policy):
 def test_masked_actions_may_be_anything(policy, samples):
     garbage = samples.actions.masked_fill(~samples.mask, -100)
     assert not samples.mask.all()
-    other = Samples(samples.inputs, garbage, samples.mask)
+    other = ActionBatch(samples.inputs, garbage, samples.mask)
     assert torch.equal(scores(policy, other), scores(policy, samples))
 
 
@@ -185,7 +186,7 @@ def test_hugging_face_models_are_read_by_their_logits(samples):
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config).double()
-    policy = Policy(model)
+    policy = FlatPolicy(model)
     logits = model(samples.inputs).logits.log_softmax(-1)
     logp = logits.gather(-1, samples.actions[..., None])[..., 0].masked_fill(~samples.mask, 0)
     grads = torch.autograd.grad(logp[3].sum(), list(model.parameters()))
@@ -197,9 +198,9 @@ def test_hugging_face_models_are_read_by_their_logits(samples):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p, s: Samples(s.inputs[:3], s.actions, s.mask), "one row per sequence"),
-        (lambda p, s: scores(p, Samples(s.inputs[:, :2], s.actions, s.mask)), "per action"),
-        (lambda p, s: scores(Policy(p.model.requires_grad_(False)), s), "no trainable"),
+        (lambda p, s: ActionBatch(s.inputs[:3], s.actions, s.mask), "one row per sequence"),
+        (lambda p, s: scores(p, ActionBatch(s.inputs[:, :2], s.actions, s.mask)), "per action"),
+        (lambda p, s: scores(FlatPolicy(p.model.requires_grad_(False)), s), "no trainable"),
         (lambda p, s: natural_gradient_batch(scores(p, s), torch.ones(7).double(), damping=-1.0),
          "negative"),
     ],

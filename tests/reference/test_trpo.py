@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
 from proxpo.exact import (
-    Samples,
+    ActionBatch,
     conjugate_gradient,
     fisher_exact,
     fisher_product,
@@ -139,7 +139,7 @@ def test_token_advantages(policy, samples, advantages):
 def test_nothing_to_learn_is_skipped(policy, samples, advantages):
     before = policy.vector()
     flat = trpo_step(policy, samples, torch.zeros_like(advantages))
-    nothing = Samples(samples.inputs, samples.actions, torch.zeros_like(samples.mask))
+    nothing = ActionBatch(samples.inputs, samples.actions, torch.zeros_like(samples.mask))
     empty = trpo_step(policy, nothing, advantages)
     assert flat.reason == empty.reason == "zero gradient"
     assert torch.equal(policy.vector(), before)

@@ -13,13 +13,12 @@ import pytest
 
 from proxpo.compare.plan import Arm, Choice
 from proxpo.report.analysis import analyse
-from proxpo.report.comparison import write_comparison
 from proxpo.report.comparison_page import comparison_page
-from proxpo.report.curves import cloud
+from proxpo.report.comparison_report import write_comparison
+from proxpo.report.curve_figures import cloud
+from proxpo.report.figure_list import figures
 from proxpo.report.figures import thin
-from proxpo.report.gallery import figures
-from proxpo.report.runs import Comparison, Run, read_comparison, rows_of
-from proxpo.report.wording import (
+from proxpo.report.findings import (
     caveats,
     claims,
     duration,
@@ -28,6 +27,8 @@ from proxpo.report.wording import (
     ranking_lines,
     warnings,
 )
+from proxpo.report.read_runs import read_comparison
+from proxpo.report.run_data import Comparison, Run, rows_by_step
 
 ACCURACY = "proxpo/eval/accuracy"
 
@@ -160,7 +161,7 @@ def run_at(name, seed, scores, *, kl=None, **kind):
     """A run with scores by step."""
     rows = [{"step": float(step), ACCURACY: value} for step, value in scores.items()]
     rows += [{"step": float(step), "proxpo/eval/kl": value} for step, value in (kl or {}).items()]
-    kept = rows_of(rows, shown="").rows
+    kept = rows_by_step(rows, shown="").rows
     return Run(name=name, method=name, seed=seed, rows=kept, folder=f"{name}-{seed}", **kind)
 
 

@@ -11,11 +11,11 @@ from playwright.sync_api import expect
 from proxpo.batch_file import read_batch
 from proxpo.inspection import inspect_batch
 from proxpo.report.analysis import analyse
-from proxpo.report.comparison import write_report
 from proxpo.report.comparison_page import comparison_page
-from proxpo.report.gallery import figures
-from proxpo.report.page import inspect_page
-from proxpo.report.runs import read_comparison
+from proxpo.report.comparison_report import write_report
+from proxpo.report.figure_list import figures
+from proxpo.report.inspection_page import inspect_page
+from proxpo.report.read_runs import read_comparison
 from proxpo.settings import make_recipe
 from proxpo.train.picture import write_pictures
 

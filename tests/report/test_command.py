@@ -8,7 +8,7 @@ import pytest
 from test_runs import one_run, write_state, write_verl
 
 from proxpo.cli import main
-from proxpo.report.comparison import write_comparison
+from proxpo.report.comparison_report import write_comparison
 
 
 @pytest.fixture

@@ -14,19 +14,19 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxpo.compare.design import Wish, make_plan
+from proxpo.compare.design import Request, make_plan
 from proxpo.compare.plan import read_plan, write_plan
 from proxpo.compare.state import state_of
 from proxpo.compare.studies import read_study
 from proxpo.errors import ProxpoError
 from proxpo.report.analysis import analyse
-from proxpo.report.comparison import gather
 from proxpo.report.comparison_page import comparison_page
-from proxpo.report.drawing import draw
-from proxpo.report.gallery import figures
+from proxpo.report.comparison_report import gather
+from proxpo.report.figure_images import draw
+from proxpo.report.figure_list import figures
+from proxpo.report.findings import caveats, claims, heading, ranking_lines, warnings
+from proxpo.report.html_tables import arm_names
 from proxpo.report.summary import summary
-from proxpo.report.tables import arm_names
-from proxpo.report.wording import caveats, claims, heading, ranking_lines, warnings
 
 ACCURACY, KL, REWARD = "proxpo/eval/accuracy", "proxpo/eval/kl", "reward"
 LARGEST = 3.4028234663852886e38
@@ -296,7 +296,9 @@ HOSTILE = ["$\\frac$", "_hidden", "a" * 150, "</script><b>", "%s{}", "α β", "[
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_that_mean_something_to_a_drawing_or_a_page(name, tmp_path):
     other = (None, "grpo", {})
-    plan = make_plan(Wish(arms=[(name, "grpo", {"lr": 1e-3}), other], seeds=1, base=[("steps", 2)]))
+    plan = make_plan(
+        Request(arms=[(name, "grpo", {"lr": 1e-3}), other], seeds=1, base=[("steps", 2)])
+    )
     write_plan(plan, tmp_path)
     for run in plan.runs:
         rows = made.rows(0.3, run.seed, steps=2, every=1, bare=True)

@@ -8,9 +8,10 @@ from transformers.trainer_callback import TrainerState
 
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
-from proxpo.report.comparison import gather
-from proxpo.report.quantities import KL, SCORE, clock, phases, pick, samples, series
-from proxpo.report.runs import read_comparison, read_run, rows_of
+from proxpo.report.comparison_report import gather
+from proxpo.report.metrics import KL, SCORE, clock, phases, pick, samples, series
+from proxpo.report.read_runs import read_comparison, read_run
+from proxpo.report.run_data import rows_by_step
 
 
 def one_run(folder, *, steps=10, every=5, method="grpo", seed=1, bare=False, **kind):
@@ -150,7 +151,7 @@ def test_a_hostile_file_of_a_run_is_read_as_far_as_it_means_something(
 
 def test_a_value_logged_as_nan_is_no_earlier_value():
     logged = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.9}, {"step": 2, "reward": "nan"}]
-    read = rows_of(logged, shown="x")
+    read = rows_by_step(logged, shown="x")
     assert read.rows == ({"step": 1.0, "reward": 0.5}, {"step": 2.0})
     assert read.broken == {"reward": 2.0}
 

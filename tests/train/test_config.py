@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxpo.errors import ProxpoError
+from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import _leaves, build
 from proxpo.train.config import (
     Config,
@@ -18,7 +19,6 @@ from proxpo.train.config import (
     explain,
     load_config,
     presets,
-    read_yaml,
     to_yaml,
     write_config,
 )

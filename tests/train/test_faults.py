@@ -20,10 +20,10 @@ from proxpo.cli import main
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
 from proxpo.models import TINY
-from proxpo.report.quantities import SCORE, pick
-from proxpo.report.runs import read_run
-from proxpo.runs import folder
+from proxpo.report.metrics import SCORE, pick
+from proxpo.report.read_runs import read_run
 from proxpo.runs.checkpoint import load_latest
+from proxpo.runs.folder import hold_folder
 from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
@@ -412,7 +412,7 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(setting, halfway, t
 
 
 def _hold(out: str, ready) -> None:
-    with folder.held(Path(out)):
+    with hold_folder(Path(out)):
         ready.set()
         signal.pause()
 

@@ -14,7 +14,7 @@ from train_runs import job_of
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import load_latest, save_checkpoint
-from proxpo.runs.sinks import JsonLines, missing_steps
+from proxpo.runs.jsonlines import JsonLines, missing_steps
 from proxpo.train.config import Config, as_dict, build, explain, load_config, to_yaml
 from proxpo.train.job import RESERVED
 from proxpo.train.resume import own_config
@@ -351,7 +351,7 @@ def test_damaged_metrics_keep_what_they_can_and_name_the_rest(
             rows[number] = rows[number][: len(rows[number]) // 2]
     path.write_bytes(b"\n".join(rows) + b"\n" * newline)
     notes: list[str] = []
-    JsonLines(path, resume_at=resume_at, each_step=True, noted=notes.append).close()
+    JsonLines(path, resume_at=resume_at, each_step=True, on_notice=notes.append).close()
     kept = [json.loads(line) for line in path.read_bytes().splitlines()]
     steps = [row["step"] for row in kept]
     assert steps == sorted(set(steps))

@@ -298,7 +298,7 @@ def test_the_report_of_a_run_with_lost_rows_says_so(run):
     page = (run / "report.html").read_text()
     assert "(no rows of step 1)" in page
     assert "train.lr changed after step 2: 3e-05 -&gt; 0.0001" in page
-    from proxpo.report.runs import read_run
+    from proxpo.report.read_runs import read_run
 
     assert [note.split(": ", 1)[-1] for note in read_run(run).notes] == [
         f"{run}/metrics.jsonl has no row of step 1",

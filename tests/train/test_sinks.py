@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.runs.sinks import JsonLines, make_sinks, public_names
+from proxpo.runs.jsonlines import JsonLines
+from proxpo.runs.sinks import make_sinks, public_names
 
 
 def rows(run: Path) -> list[dict]:
@@ -70,7 +71,7 @@ def test_a_half_written_line_is_cut(tmp_path, rest):
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 0}\n{"step": 1, "loss": 1}')
     notes: list[str] = []
-    with make_sinks(tmp_path, resume_at=1, noted=notes.append) as sinks:
+    with make_sinks(tmp_path, resume_at=1, on_notice=notes.append) as sinks:
         sinks.write(2, {"loss": 2})
     assert [row["loss"] for row in rows(tmp_path)] == [0, 1, 2]
     assert notes == []
@@ -80,7 +81,7 @@ def test_lost_rows_are_named_and_the_others_kept(tmp_path):
     kept = (0, 1, 4, 6, 7)
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in kept))
     notes: list[str] = []
-    with make_sinks(tmp_path, resume_at=9, noted=notes.append):
+    with make_sinks(tmp_path, resume_at=9, on_notice=notes.append):
         pass
     assert [row["step"] for row in rows(tmp_path)] == list(kept)
     [note] = notes
@@ -91,7 +92,7 @@ def test_a_step_that_stands_twice_is_written_once(tmp_path):
     lines = ['{"step": 0}', '{"step": 2}', '{"step": 1, "loss": 1}', '{"step": 1, "loss": 2}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     notes: list[str] = []
-    with make_sinks(tmp_path, resume_at=2, noted=notes.append):
+    with make_sinks(tmp_path, resume_at=2, on_notice=notes.append):
         pass
     assert rows(tmp_path) == [{"step": 0}, {"step": 1, "loss": 2}, {"step": 2}]
     assert [note.split(": ")[1] for note in notes] == [
@@ -106,7 +107,7 @@ NO_ROWS = ("[" * 100_000, '{"step": true}', '{"step": -1}', '{"step": 1.5}', "9"
 def test_what_is_no_row_is_left_out(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
     notes: list[str] = []
-    with make_sinks(tmp_path, resume_at=1, noted=notes.append):
+    with make_sinks(tmp_path, resume_at=1, on_notice=notes.append):
         pass
     assert rows(tmp_path) == [{"step": 0}, {"step": 1}]
     assert [note.split(": ")[1] for note in notes] == ["1 damaged line left out"]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from proxpo.exact.policy import Policy, Samples
+from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.types import Batch, Metrics, Recipe
 
@@ -101,7 +101,7 @@ class Updates(Protocol):
         """Log-probabilities of the rollout under other weights."""
         ...
 
-    def exact(self) -> tuple[Policy, Samples]:
+    def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         """The model as a function of its parameters, and the rollout it is judged on."""
         ...
 

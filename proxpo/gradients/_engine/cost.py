@@ -1,0 +1,70 @@
+"""Cost of the forms in which a layer's lengths and kernels can be computed, and the cheapest one.
+
+Per layer O x D with T positions, m sequences of L = T/m, overlap M (in FLOPs; moving a byte is
+charged `traffic` of them):
+
+    gram         F: 2MT(O+D)         N: 2TL(O+D)          then the usual GEMM
+    materialise  F: 2mMOD            N: 0                 V stacked: Σ w_i V_i replaces the GEMM
+    stream       F: 2MT(O+D)         N: 0                 V_i one at a time, scaled and added
+
+With the positions on several ranks, each does its part of 2MT(O+D). Over the group go M(O+D)
+numbers for J and Mm for F whatever the form; for N (and K) T(O+D) in the Gram form, or mOD in the
+others.
+"""
+
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.position_gradients import Outer
+
+PATHS = ("auto", "gram", "materialise", "stream")
+
+# Stacked sequence gradients are kept whole up to this many entries, else built in blocks (twice).
+KEEP = 1 << 26
+_LAUNCH = 2e9  # three small kernels, in the FLOPs a large GPU does meanwhile
+
+
+def traffic(device_type: str) -> float:
+    """FLOPs that a device does while it moves a byte."""
+    return 100.0 if device_type == "cuda" else 10.0
+
+
+def wire(rows: Outer, layout: Layout) -> float:
+    """Cost of a number sent to the other ranks: about as much as twenty moved in memory."""
+    return 0.0 if layout.alone else 80 * traffic(rows.a.device.type)
+
+
+def choose(
+    rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: str, streams: bool = True
+) -> str:
+    """The cheapest form for a layer.
+
+    overlap: positions of J, 0 where F is not needed; norm: N is needed, exactly; streams: V_i may
+        be weighted one at a time.
+    """
+    if path != "auto":
+        return "gram" if path == "stream" and not (norm and streams) else path
+    out, inp = rows.shape
+    size, count, cuda = layout.whole.size, layout.count, rows.a.is_cuda
+    byte, sent, own = traffic(rows.a.device.type), wire(rows, layout), size / layout.ranks
+    pairs = size * size / max(1, count)
+    gram_f = 2.0 * overlap * own * (out + inp) + 16 * byte * overlap * own
+    gram_n = norm * (2.0 * pairs * (out + inp) + 16 * byte * pairs + sent * size * (out + inp))
+    stacked = (16 * byte + sent) * count * out * inp
+    again = 2.0 * own * out * inp if sent or count * out * inp > KEEP else 0.0
+    costs: dict[str, float] = {
+        "gram": gram_f + gram_n,
+        "materialise": 2.0 * count * overlap * out * inp + stacked + again,
+    }
+    if norm and streams:
+        costs["stream"] = gram_f + stacked + (count * _LAUNCH if cuda else 0.0)
+    return min(costs, key=costs.__getitem__)
+
+
+def gram_kernel(rows: Outer, layout: Layout, path: str) -> bool:
+    """True where K is cheaper in Gram form: T²(O+D) against m O D numbers and m² O D products."""
+    if path != "auto":
+        return path == "gram"
+    out, inp = rows.shape
+    byte, sent = traffic(rows.a.device.type), wire(rows, layout)
+    size = layout.whole.size
+    gram = size**2 / layout.ranks * (2.0 * (out + inp) + 16 * byte) + sent * size * (out + inp)
+    return gram < layout.count * out * inp * (2.0 * layout.count + 16 * byte + sent)

@@ -1,0 +1,28 @@
+"""Products accumulated in float32 or better, and the state of CUDA graph recording."""
+
+import torch
+
+from proxpo.ops.shapes import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Dtype for sums of products: float32 or better."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y for 2-D or batched 3-D operands, accumulated and returned in float32 or better."""
+    kind = accumulator(x.dtype)
+    if x.dim() == 3 and not x.is_cuda:
+        y = y.contiguous()  # batched products of a transposed operand are several times slower
+    if x.dtype == kind:
+        return x @ y.to(kind)
+    if x.is_cuda and x.dtype == y.dtype:
+        product = torch.bmm if x.dim() == 3 else torch.mm
+        return product(x, y, out_dtype=kind)
+    return x.to(kind) @ y.to(kind)
+
+
+def capturing() -> bool:
+    """True while a CUDA graph is recorded: no value can be read from the device then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

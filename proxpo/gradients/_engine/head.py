@@ -1,0 +1,404 @@
+"""The language-model head under a transform: weighted gradients of weight and bias, tile by tile.
+
+The weight's position gradient is g_t h_tᵀ and the bias's is g_t 1ᵀ, so both are g_t s_tᵀ for a
+`side` s. ISOPO goes over whole sequences once: their logit gradients give lengths, weights and
+update in one go. Rules that mix sequences (ISOPO-NTK, a first average) and sequences longer than
+the tile take two passes over vocabulary blocks: one to measure, one to add up. The weights are
+those of the rule, as in every other layer.
+
+Axes: `tok` scored tokens, `row` sequences, `pick` the overlap set J.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients._engine import inner_products
+from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.measure import KernelRule, LengthRule, Lengths, Measurement
+from proxpo.gradients._engine.position_gradients import Outer
+from proxpo.gradients._engine.session import Call, ModuleHandle, ParameterHandle, Session
+from proxpo.logp.head import (
+    Head,
+    HeadCall,
+    HeadGradients,
+    HeadTokens,
+    add_matmul_,
+    blocks,
+    head_backward,
+)
+from proxpo.ops.shapes import Float, Int, Tensor
+
+
+def find(session: Session, call: HeadCall) -> "HeadTransform | None":
+    """Backward pass of a call of the head whose parameters are in the session, else None."""
+    named = {"weight": call.weight, "bias": call.bias}
+    trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
+    if not torch.is_grad_enabled():
+        return None
+    handles = {name: session.handle_of(parameter) for name, parameter in trained.items()}
+    known = {name: _head_handle(h) for name, h in handles.items() if h is not None}
+    if not known or session.suspended:
+        return None
+    if len(known) < len(handles):
+        missing = next(name for name, handle in handles.items() if handle is None)
+        raise ProxpoError(f"token_logp: the head's {missing} is not in the model of the open block")
+    layout = _layout(session, call.lead)
+    if call.scored is not None:
+        layout = layout.take(call.scored)
+    mine = set(map(id, known.values()))
+    owners = [m for m in session.module_handles if mine & set(map(id, m.handles.values()))]
+    owner = owners[0] if owners else None
+    begun = owner.begin(layout) if owner else None
+    return HeadTransform(known, ScoredTokens(layout, call.scored), owner, begun)
+
+
+def _head_handle(handle: ParameterHandle) -> ParameterHandle:
+    """The handle; for an embedding that doubles as head, a second one with its own lengths."""
+    if not isinstance(handle.module, nn.Embedding):
+        return handle
+    return ParameterHandle(handle.session, handle.module, f"{handle.name}.head", handle.attribute)
+
+
+def _layout(session: Session, lead: torch.Size) -> Layout:
+    """Layout of the hidden states as positions of `sequences`, axes of length 1 left out."""
+    have, want = ([n for n in shape if n != 1] for shape in (lead, session.shape))
+    if have not in (want, [session.layout.size]):
+        raise ProxpoError(
+            f"token_logp: hidden states of {list(lead)} positions inside an `applied` block whose"
+            f" `sequences` has shape {list(session.shape)}; pass all positions and a mask"
+        )
+    return session.layout
+
+
+@dataclass(frozen=True)
+class HeadTransform:
+    """Backward pass of one call of the head under a transform."""
+
+    handles: dict[str, ParameterHandle]
+    scored: "ScoredTokens"
+    owner: ModuleHandle | None
+    call: Call | None
+
+    def __call__(
+        self,
+        head: Head,
+        tokens: HeadTokens,
+        sides: Mapping[str, Float[Tensor, "tok _"]],
+        *,
+        to_hidden: bool,
+    ) -> HeadGradients:
+        self._claim()
+        parameters = [HeadParameter(self.handles[name], side) for name, side in sides.items()]
+        d_hidden, outs = transformed(head, tokens, parameters, self.scored, to_hidden=to_hidden)
+        for parameter, out in zip(parameters, outs):
+            parameter.handle.send(out)
+        return d_hidden, outs
+
+    def _claim(self) -> None:
+        """Refuses a second call: the weight of a sequence needs its whole gradient at once."""
+        if self.owner is None or self.call is None:
+            return
+        others = any(call is not self.call for call in self.owner._open[self.call.nested])
+        if others or self.owner.finish(self.call, {}):
+            raise ProxpoError(
+                f"token_logp: {self.owner.name} is used more than once in this `applied` block;"
+                " score all positions in one call, or open one block per call"
+            )
+
+
+@dataclass(frozen=True)
+class HeadParameter:
+    """One parameter of the head: Σ_t w_t g_t s_tᵀ with weights w of the rule."""
+
+    handle: ParameterHandle
+    side: Float[Tensor, "tok _"]
+
+    def weighted(self, weights: Float[Tensor, " tok"], rows: slice = slice(None)) -> Tensor:
+        return (self.side[rows] * weights[:, None]).to(self.side.dtype)
+
+
+class ScoredOverlap(NamedTuple):
+    """J among the scored tokens; `keep` is 0 for positions without a loss, whose g is 0."""
+
+    rows: Int[Tensor, " pick"]
+    keep: Float[Tensor, " pick"]
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """The scored tokens of a micro-batch: the sequence and the position of each."""
+
+    layout: Layout
+    index: Int[Tensor, " tok"] | None
+
+    def overlap(self, handle: ParameterHandle, dtype: torch.dtype) -> ScoredOverlap:
+        overlap_set = handle.overlap_set()
+        if self.index is None:
+            return ScoredOverlap(overlap_set.index, overlap_set.valid.to(dtype))
+        place = torch.full_like(handle.session.layout.seq, -1)
+        place[self.index] = torch.arange(self.layout.size, device=place.device)
+        rows = place[overlap_set.index]
+        return ScoredOverlap(rows.clamp(min=0), (overlap_set.valid & (rows >= 0)).to(dtype))
+
+
+def transformed(
+    head: Head,
+    tokens: HeadTokens,
+    parameters: Sequence[HeadParameter],
+    scored: ScoredTokens,
+    *,
+    to_hidden: bool,
+) -> HeadGradients:
+    """Plain gradient of the hidden states, transformed gradients of the parameters."""
+    rule = parameters[0].handle.session.rule
+    if not len(tokens.hidden) or not scored.layout.count:  # no sequence, nothing to weigh
+        for parameter in parameters:
+            parameter.handle.done = True
+        sides = [torch.zeros_like(parameter.side) for parameter in parameters]
+        return head_backward(head, tokens, sides, to_hidden=to_hidden)
+    if isinstance(rule, LengthRule):
+        if rule.measurement.empty:
+            weights = [rule.length_weights(x.handle, Lengths()) for x in parameters]
+            sides = [
+                x.weighted(scored.layout.spread(weight)) for x, weight in zip(parameters, weights)
+            ]
+            return head_backward(head, tokens, sides, to_hidden=to_hidden)
+        if _one_pass(head, rule, parameters, scored.layout):
+            return by_sequences(head, tokens, parameters, scored, rule, to_hidden=to_hidden)
+    if isinstance(rule, LengthRule | KernelRule):
+        return by_vocabulary(head, tokens, parameters, scored, rule, to_hidden=to_hidden)
+    return all_logits(head, tokens, parameters, scored, to_hidden=to_hidden)
+
+
+def by_sequences(
+    head: Head,
+    tokens: HeadTokens,
+    parameters: Sequence[HeadParameter],
+    scored: ScoredTokens,
+    rule: LengthRule,
+    *,
+    to_hidden: bool,
+) -> HeadGradients:
+    """ISOPO in one pass: g of some whole sequences at a time, measured, weighted and added up."""
+    order = scored.layout.order
+    if not bool((order[1:] > order[:-1]).all()):
+        return _sorted(head, tokens, parameters, scored, rule, order, to_hidden)
+    precise = tokens.grads.d_logp.dtype
+    picked = [_overlap_gradients(head, tokens, parameter, scored, rule) for parameter in parameters]
+    d_hidden = torch.empty_like(tokens.hidden) if to_hidden else None
+    outs = [s.side.new_zeros(len(head.weight), s.side.shape[1], dtype=precise) for s in parameters]
+
+    def add(rows: slice, some: slice) -> None:
+        g = head.grad(tokens.take(rows), slice(0, len(head.weight)))
+        if d_hidden is not None:
+            torch.mm(g, head.weight, out=d_hidden[rows])
+        if some.stop == some.start:
+            return  # padding takes no part in the parameters' gradients
+        local = Layout(scored.layout.seq[rows] - some.start, some.stop - some.start)
+        for parameter, overlap, out in zip(parameters, picked, outs):
+            position = Outer(parameter.side[rows], g)
+            top, bottom = (None, None) if overlap is None else overlap.against(position, local)
+            norm2 = (
+                _norm2(rule.measurement, parameter.handle, position, local)
+                if rule.measurement.norm
+                else None
+            )
+            weights = rule.length_weights(parameter.handle, Lengths(top, bottom, norm2), some)
+            add_matmul_(out, g.T, parameter.weighted(local.spread(weights), rows))
+
+    for rows, some in _whole_sequences(scored.layout, _limit(head)):
+        add(rows, some)
+    return d_hidden, [out.to(parameter.side.dtype) for out, parameter in zip(outs, parameters)]
+
+
+def by_vocabulary(
+    head: Head,
+    tokens: HeadTokens,
+    parameters: Sequence[HeadParameter],
+    scored: ScoredTokens,
+    rule: LengthRule | KernelRule,
+    *,
+    to_hidden: bool,
+) -> HeadGradients:
+    """Two passes over vocabulary blocks of g: lengths or kernels, then the weighted sum."""
+    precise = tokens.grads.d_logp.dtype
+    measures = [_BlockSums(parameter, scored, rule, precise) for parameter in parameters]
+    d_hidden = torch.zeros_like(tokens.hidden, dtype=precise) if to_hidden else None
+    cols = max(1, head.budget // len(tokens.hidden))
+    if (
+        isinstance(rule, KernelRule) or rule.measurement.norm
+    ):  # V_i of a block for all i, in one piece
+        stack = inner_products.BLOCK // (scored.layout.count * tokens.hidden.shape[1])
+        cols = min(cols, max(stack, 128))
+    for col in blocks(len(head.weight), cols):
+        g = head.grad(tokens, col)
+        if d_hidden is not None:
+            add_matmul_(d_hidden, g, head.weight[col])
+        for measure in measures:
+            measure.add(g)
+        del g  # before the next block needs as much
+    sides = [m.parameter.weighted(scored.layout.spread(m.weights())) for m in measures]
+    return d_hidden, head_backward(head, tokens, sides, to_hidden=False)[1]
+
+
+def all_logits(
+    head: Head,
+    tokens: HeadTokens,
+    parameters: Sequence[HeadParameter],
+    scored: ScoredTokens,
+    *,
+    to_hidden: bool,
+) -> HeadGradients:
+    """Any other rule: gradients of all logits at once, as from a layer."""
+    g = head.grad(tokens, slice(0, len(head.weight)))
+    outs = []
+    for parameter in parameters:
+        side, layout, full = parameter.side, parameter.handle.session.layout, g
+        if scored.index is not None:
+            side, full = (
+                x.new_zeros(layout.size, x.shape[1]).index_copy_(0, scored.index, x)
+                for x in (side, g)
+            )
+        outs.append(parameter.handle.gradient(Outer(side, full), layout).to(side.dtype))
+    return (g @ head.weight if to_hidden else None), outs
+
+
+class _OverlapGradients(NamedTuple):
+    """g and s of the overlap set, and Σ_j |G_j|²."""
+
+    g: Float[Tensor, "pick vocab"]
+    side: Float[Tensor, "pick _"]
+    bottom: Float[Tensor, ""]
+
+    def against(
+        self, rows: Outer, layout: Layout
+    ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
+        """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|²."""
+        inner = matmul(self.g, rows.g.T) * matmul(self.side, rows.a.T)
+        return layout.sum_columns(inner).square().sum(dim=0), self.bottom
+
+
+def _overlap_gradients(
+    head: Head, tokens: HeadTokens, parameter: HeadParameter, scored: ScoredTokens, rule: LengthRule
+) -> _OverlapGradients | None:
+    if not rule.measurement.overlap:
+        return None
+    rows, keep = scored.overlap(parameter.handle, tokens.grads.d_logp.dtype)
+    picked, side = tokens.take(rows), parameter.side[rows]
+    # Where `keep` is 0 no gradient reaches the token.
+    grads = picked.grads._replace(d_logp=picked.grads.d_logp * keep)
+    if grads.d_entropy is not None:
+        grads = grads._replace(d_entropy=grads.d_entropy * keep)
+    g = head.grad(picked._replace(grads=grads), slice(0, len(head.weight)))
+    return _OverlapGradients(g, side, Outer(side, g).squares().sum())
+
+
+class _BlockSums:
+    """Lengths or kernel of one parameter, summed over vocabulary blocks."""
+
+    def __init__(
+        self,
+        parameter: HeadParameter,
+        scored: ScoredTokens,
+        rule: LengthRule | KernelRule,
+        precise: torch.dtype,
+    ) -> None:
+        self.parameter, self.layout, self.rule = parameter, scored.layout, rule
+        self.norm2: Tensor | None = None
+        self.kernel: Tensor | None = None
+        self.overlap: ScoredOverlap | None = None
+        if isinstance(rule, LengthRule) and rule.measurement.overlap:
+            self.overlap = scored.overlap(parameter.handle, precise)
+            size = (len(self.overlap.rows), self.layout.size)
+            self.gram = parameter.side.new_zeros(size, dtype=precise)
+
+    def add(self, g: Float[Tensor, "tok col"]) -> None:
+        rows = Outer(self.parameter.side, g)
+        if isinstance(self.rule, KernelRule):
+            part = inner_products.kernel_materialised(rows, self.layout)
+            self.kernel = part if self.kernel is None else self.kernel + part
+            return
+        if self.overlap is not None:
+            add_matmul_(self.gram, g[self.overlap.rows], g.T)
+        if self.rule.measurement.norm:
+            part = _norm2(self.rule.measurement, self.parameter.handle, rows, self.layout)
+            self.norm2 = part if self.norm2 is None else self.norm2 + part
+
+    def weights(self) -> Float[Tensor, " row"]:
+        if isinstance(self.rule, KernelRule):
+            assert self.kernel is not None
+            return self.rule.kernel_weights(self.parameter.handle, self.kernel)
+        if self.overlap is None:
+            return self.rule.length_weights(self.parameter.handle, Lengths(norm2=self.norm2))
+        side, (rows, keep) = self.parameter.side, self.overlap
+        inner = self.gram * matmul(side[rows], side.T)
+        bottom = keep @ inner.gather(1, rows[:, None])[:, 0]  # ⟨G_j, G_j⟩ stands among the rest
+        top = keep @ self.layout.sum_columns(inner).square()
+        return self.rule.length_weights(self.parameter.handle, Lengths(top, bottom, self.norm2))
+
+
+def _norm2(
+    wanted: Measurement, handle: ParameterHandle, rows: Outer, layout: Layout
+) -> Float[Tensor, " row"]:
+    """N_i², or of a vocabulary block its share in N_i²."""
+    if wanted.sketch is not None:
+        return inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.generator)
+    out, inp = rows.shape
+    if max(layout.lengths) * (out + inp) < out * inp:
+        return inner_products.norm_gram(rows, layout)
+    return inner_products.materialised(rows, layout, None)[2]
+
+
+def _limit(head: Head) -> int:
+    """Tokens whose logits may exist at once when sequences are kept whole."""
+    return max(1, 2 * head.budget // len(head.weight))
+
+
+def _one_pass(
+    head: Head, rule: LengthRule, parameters: Sequence[HeadParameter], layout: Layout
+) -> bool:
+    longest = max(layout.lengths)
+    overlap_set = len(parameters[0].handle.overlap_set().index) if rule.measurement.overlap else 0
+    fits = max(longest, overlap_set) <= _limit(head)
+    return fits and not any(rule.needs_all(parameter.handle) for parameter in parameters)
+
+
+def _whole_sequences(layout: Layout, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and sequences of consecutive chunks of at most `limit` tokens; padding goes first."""
+    start = layout.size - sum(layout.lengths)
+    if start:
+        yield from ((rows, slice(0, 0)) for rows in blocks(start, limit))
+    stop, first = start, 0
+    for number, length in enumerate(layout.lengths):
+        if stop + length - start > limit:
+            yield slice(start, stop), slice(first, number)
+            start, first = stop, number
+        stop += length
+    yield slice(start, stop), slice(first, layout.count)
+
+
+def _sorted(
+    head: Head,
+    tokens: HeadTokens,
+    parameters: Sequence[HeadParameter],
+    scored: ScoredTokens,
+    rule: LengthRule,
+    order: Int[Tensor, " tok"],
+    to_hidden: bool,
+) -> HeadGradients:
+    """`by_sequences` for tokens that are not grouped by sequence."""
+    index = order if scored.index is None else scored.index[order]
+    in_order = ScoredTokens(scored.layout.take(order), index)
+    moved = [HeadParameter(parameter.handle, parameter.side[order]) for parameter in parameters]
+    d_hidden, outs = by_sequences(
+        head, tokens.take(order), moved, in_order, rule, to_hidden=to_hidden
+    )
+    if d_hidden is not None:
+        d_hidden = torch.empty_like(d_hidden).index_copy_(0, order, d_hidden)
+    return d_hidden, outs

@@ -1,0 +1,259 @@
+"""Patches the `forward` of modules with trained parameters while a block is open.
+
+A module is recognised by what its forward computes, never by a model's name:
+    nn.Linear, GPT-2's Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm
+    any other *Norm* whose parameters are vectors as long as the last axis of its input
+    banks of experts (3-D weights, one slice per expert), see `experts.py`
+    matrices and vectors that a module multiplies or adds itself (routers), see `proxies.py`
+Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a second time in the
+backward pass (`fallback.py`), with one warning that names it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients._engine import experts, fallback
+from proxpo.gradients._engine.autograd import (
+    LinearLayer,
+    NormCall,
+    VectorCall,
+    embedding,
+    expand,
+    shows_positions,
+)
+from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.session import Session
+from proxpo.ops.shapes import Tensor
+
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def clean(name: str) -> str:
+    """A module's name without the wrappers of DDP, torch.compile and checkpointing."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def trainable(module: nn.Module) -> list[str]:
+    """Names of the parameters a module holds itself and that are trained."""
+    own = module._parameters.items()
+    return [name for name, value in own if value is not None and value.requires_grad]
+
+
+class PatchedModel:
+    """A model under a transform: its session, and a patched forward for each module.
+
+    Made once and kept while the model stays the same, so that opening a block costs little and a
+    compiled model meets the same functions in every block.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, warn: Callable[[str], None]) -> None:
+        self.session = session
+        self.fingerprint = fingerprint(model)
+        self._forwards: list[tuple[nn.Module, Forward]] = []
+        for name, module, names in _holders(model):
+            _refuse(module, clean(name))
+            target = TrainedModule(session, module, clean(name), names, module.forward, warn)
+            patched = _builder(module)(target)
+            self._forwards.append((module, _switch(target, patched)))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Gives the modules their patched forwards, and their own ones back afterwards."""
+        own = [module.__dict__.get("forward") for module, _ in self._forwards]
+        try:
+            for module, forward in self._forwards:
+                module.__dict__["forward"] = forward
+            yield
+        finally:
+            for (module, _), before in zip(self._forwards, own):
+                module.__dict__.pop("forward", None)
+                if before is not None:
+                    module.__dict__["forward"] = before
+
+
+def _switch(target: TrainedModule, patched: Forward) -> Forward:
+    """The patched forward, or the module's own where no gradient of it is wanted."""
+    session, key, original = target.session, id(target.module), target.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if session.called is not None and session.accepts.get(key, _always)(*args, **kwargs):
+            session.called.add(key)
+        plain = session.suspended or not torch.is_grad_enabled() or key in session.covered
+        return original(*args, **kwargs) if plain else patched(*args, **kwargs)
+
+    if not _compiler_loaded():
+        return run
+    uncompiled = torch.compiler.disable(run)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (uncompiled if torch.compiler.is_compiling() else run)(*args, **kwargs)
+
+    return forward
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _compiler_loaded() -> bool:
+    """True where the compiler is loaded, which takes seconds; a compiled model has done so."""
+    return "torch._dynamo" in sys.modules
+
+
+def fingerprint(model: nn.Module) -> list[Any]:
+    """Marks that stay equal while the same modules train the same parameters with the same code."""
+    mark: list[Any] = [_compiler_loaded()]
+    seen: set[int] = set()
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        todo.extend(child for child in module._modules.values() if child is not None)
+        own = module.__dict__.get("forward")
+        mark += [id(module), id(own) if own else None, *trainable(module)]
+    return mark
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Modules that hold or use trained parameters, with the names of those they hold."""
+    covered: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in covered:
+            continue
+        names = trainable(module)
+        parts = _parts(module)
+        if parts:
+            covered.update(id(child) for part in parts.values() for child in part.modules())
+            names += [
+                f"{path}.{own}"
+                for path, part in parts.items()
+                for own, value in part.named_parameters()
+                if value.requires_grad
+            ]
+        # A convolution's weight is often used by the module above, not by calling the convolution.
+        if names or any(isinstance(child, nn.Conv1d) for child in module.children()):
+            yield name, module, names
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """Children whose parameters the module uses without calling them, by name."""
+    if isinstance(module, nn.MultiheadAttention):
+        return dict(module.named_children())
+    made = module._modules.get("parametrizations")
+    return {} if made is None else {"parametrizations": made}
+
+
+def _refuse(module: nn.Module, name: str) -> None:
+    """Raises for modules whose gradients would be wrong, with the reason."""
+    where = f"gradients.applied: {name or 'the model itself'} ({type(module).__name__})"
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+            raise ProxpoError(
+                f"{where} computes its {hook.name} in a hook of torch.nn.utils.{kind}, before its "
+                f"forward; use torch.nn.utils.parametrizations.{kind} instead"
+            )
+    if isinstance(module, nn.RNNBase) and not module.batch_first:
+        raise ProxpoError(f"{where} has positions before sequences; build it with batch_first=True")
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        raise ProxpoError(
+            f"{where} mixes the sequences of a micro-batch in its statistics, so no gradient "
+            "belongs to one sequence; call eval() on it or freeze it"
+        )
+
+
+def _builder(module: nn.Module) -> Callable[[TrainedModule], Forward]:
+    """The function that makes the patched forward of a module."""
+    kind = type(module)
+    opaque = _parts(module) or isinstance(module, nn.RNNBase) or not trainable(module)
+    if opaque or "forward" in module.__dict__:
+        return fallback.rerun_all
+    if kind.forward is nn.Linear.forward:
+        return partial(_linear, transposed=False)
+    if kind.__name__ == "Conv1D" and hasattr(module, "nf"):
+        return partial(_linear, transposed=True)
+    if isinstance(module, nn.Embedding) and kind.forward is nn.Embedding.forward:
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return _embedding if plain else fallback.rerun_all
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        usual = kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+        return _fused_norm if usual and len(module.normalized_shape) == 1 else fallback.rerun_all
+    if _looks_like_norm(module):
+        return _elementwise
+    if experts.recognised(module):
+        return experts.bank
+    return fallback.tracked
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    """True for a norm by name that has vectors only and no children: elementwise in them."""
+    mixing = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+    vectors = all(value is None or value.dim() == 1 for value in module._parameters.values())
+    leaf = not any(module.children())
+    named = "norm" in type(module).__name__.lower()
+    return named and vectors and leaf and not isinstance(module, mixing)
+
+
+def _linear(target: TrainedModule, *, transposed: bool) -> Forward:
+    layer = LinearLayer(target.session, target.handle(draws=True), transposed=transposed)
+    module = target.module
+    _accept_positions(target)
+    return lambda input: layer(input, module.weight, module.bias)
+
+
+def _embedding(target: TrainedModule) -> Forward:
+    layer = LinearLayer(target.session, target.handle(draws=True))
+    module = target.module
+    return lambda input: embedding(layer, input, module.weight, module.padding_idx)
+
+
+def _fused_norm(target: TrainedModule) -> Forward:
+    module, session, handles = target.module, target.session, target.separate_handles()
+    shape, eps = tuple(module.normalized_shape), module.eps
+    _accept_positions(target)
+
+    def apply(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if isinstance(module, nn.LayerNorm):
+            return F.layer_norm(x, shape, weight, bias, eps)
+        return F.rms_norm(x, shape, weight, eps)
+
+    def forward(input: Tensor) -> Tensor:
+        norm = NormCall(apply, VectorCall(session, handles, tuple(input.shape[:-1])))
+        return norm(input, module.weight, getattr(module, "bias", None))
+
+    return forward
+
+
+def _elementwise(target: TrainedModule) -> Forward:
+    """Runs the module's own code with its vectors repeated for every position."""
+    module, names, handles = target.module, target.names, target.separate_handles()
+    other = fallback.rerun(target, {own: handles[own].handles[own] for own in names})
+    _accept_positions(target)
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if any(len(getattr(module, own)) != x.shape[-1] for own in names):
+            return other(x, *args, **kwargs)  # its vectors run over several axes
+        lead = tuple(x.shape[:-1])
+        vectors = VectorCall(target.session, handles, lead)
+        wide = {own: expand(getattr(module, own), lead, own, vectors) for own in names}
+        with fallback.substituted(module, wide):
+            return target.forward(x, *args, **kwargs)
+
+    return forward
+
+
+def _accept_positions(target: TrainedModule) -> None:
+    """Counts a call as one with positions where the leading axes of its input show them."""
+    target.session.accepts[id(target.module)] = partial(shows_positions, target.session)

@@ -1,0 +1,385 @@
+"""State of one `applied` block: layout, sampled overlap sets, one handle per parameter."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, runtime_checkable
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.gradients._engine.audit import Audit
+from proxpo.gradients._engine.averages import Averages
+from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.inner_products import OverlapSet
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.position_axes import SequenceShape
+from proxpo.gradients._engine.position_gradients import AnyGradients, join
+from proxpo.gradients._engine.shard import Shard
+from proxpo.ops.shapes import Float, Int, Tensor
+
+Observer = Callable[[str, dict[str, Tensor]], None]
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A method: turns the position gradients of one parameter into its gradient.
+
+    A rule with `spreads = True` may be given positions of one rank out of several: it must make
+    lengths whole with `layout.total` and `layout.fetch`, and return this rank's part.
+    """
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Names of the squared lengths it collects for trailing averages."""
+        ...
+
+    @property
+    def overlap(self) -> int | None:
+        """Size of the overlap set J; None for every position."""
+        ...
+
+    def gradient(self, handle: "ParameterHandle", rows: AnyGradients, layout: Layout) -> Tensor:
+        """Σ_i w_i V_i for the w of the method, shaped like the parameter."""
+        ...
+
+    def base_weights(self, session: "Session") -> Float[Tensor, " row"]:
+        """Weights for parameters without a per-sequence gradient: A_i in the scale of the rule."""
+        ...
+
+
+class DrawSeed(NamedTuple):
+    """Seed of the random draws of one block."""
+
+    seed: int
+    step: int
+    block: int
+    rank: int
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        digest = hashlib.sha256(repr(tuple(self)).encode()).digest()
+        return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+class ParameterHandle:
+    """Parameter handle: one parameter of one module, whose gradient is transformed."""
+
+    def __init__(self, session: "Session", module: nn.Module, name: str, attribute: str) -> None:
+        self.session = session
+        self.module = module
+        self.name = name
+        self.attribute = attribute
+        self.number = -1  # the parameter's row in the table of overlap sets
+        self.done = False
+
+    @property
+    def parameter(self) -> Tensor:
+        own = self.module._parameters.get(self.attribute)
+        return self.module.get_parameter(self.attribute) if own is None else own
+
+    def overlap_set(self, layout: Layout | None = None) -> OverlapSet:
+        """The overlap set J of this parameter in this backward."""
+        return self.session.overlap_set(self, self.session.layout if layout is None else layout)
+
+    def gradient(self, rows: AnyGradients, layout: Layout) -> Tensor:
+        """The transformed gradient, in the dtype of the parameter's own gradient."""
+        self.done = True
+        return self.session.rule.gradient(self, rows, layout)
+
+    def send(self, gradient: Tensor) -> Tensor:
+        """Tells the audit that this very tensor goes to autograd as the gradient; returns it."""
+        if self.session.audit is not None:
+            self.session.audit.send(self, gradient)
+        return gradient
+
+    def observe(self, **values: Tensor) -> None:
+        """Calls the observer of the block, if there is one."""
+        if self.session.observer is not None:
+            self.session.observer(self.name, values)
+
+
+class Call:
+    """One forward of a module whose backward is still to come; freed with its autograd graph.
+
+    `mates` are the calls it was joined with, itself included, once their gradient has left.
+    """
+
+    __slots__ = ("__weakref__", "block", "layout", "mates", "nested")
+
+    def __init__(self, layout: Layout, nested: bool, block: int) -> None:
+        self.layout = layout
+        self.nested = nested
+        self.block = block
+        self.mates: WeakSet[Call] | None = None
+
+
+class ModuleHandle:
+    """Module handle: joins the positions of all calls of one module within a backward.
+
+    The gradient leaves with the call whose backward runs last; the others return none. A second
+    backward over the same graph (retain_graph=True) joins the same calls again. Calls made while a
+    backward runs (reentrant checkpointing) are counted apart: they form one list per checkpointed
+    segment. As later segments do not exist yet, a module in several of them is refused.
+    """
+
+    def __init__(self, session: "Session", handles: dict[str, ParameterHandle]) -> None:
+        self.session = session
+        self.handles = handles
+        self._open: tuple[WeakSet[Call], WeakSet[Call]] = (WeakSet(), WeakSet())
+        self._held: tuple[list[_Held], list[_Held]] = ([], [])
+        self._sent: set[bool] = set()  # the kinds of calls, nested or not, whose gradient has left
+        self.reopened = False
+
+    @property
+    def name(self) -> str:
+        handle = next(iter(self.handles.values()))
+        return handle.name.rpartition(".")[0] or handle.name
+
+    def reset(self) -> None:
+        """Drops calls whose backward never came, at the start of a block."""
+        for calls, held in zip(self._open, self._held):
+            calls.clear()
+            held.clear()
+        self._sent.clear()
+        self.reopened = False
+
+    def begin(self, layout: Layout) -> Call:
+        """Registers a forward of the module."""
+        nested = torch._C._current_graph_task_id() != -1
+        call = Call(layout, nested, self.session.block)
+        self._open[nested].add(call)
+        return call
+
+    def finish(self, call: Call, rows: dict[str, AnyGradients]) -> dict[str, Tensor]:
+        """Gradients by parameter; empty while other calls of the module are still to come."""
+        self.session.check_block(call.block, self)
+        waiting, held = self._open[call.nested], self._held[call.nested]
+        if call.mates is not None:
+            self.reopened = True
+            waiting.update(call.mates)
+            for mate in list(call.mates):
+                mate.mates = None
+        if any(part.call is call for part in held):
+            raise self.partial_backward()
+        waiting.discard(call)
+        if call.layout.whole.size:
+            held.append(_Held(call, rows))
+        return {} if waiting else self.flush(call.nested)
+
+    def partial_backward(self) -> ProxpoError:
+        """The error for a second backward that passes by some calls of the module."""
+        return ProxpoError(
+            f"gradients.applied: a second backward reached only some of the calls of {self.name}; "
+            "call backward() once on the sum of the losses"
+        )
+
+    def flush(self, nested: bool) -> dict[str, Tensor]:
+        """Gradients by parameter of everything held back so far."""
+        held = list(self._held[nested])
+        self._held[nested].clear()
+        if held and (True in self._sent or (nested and self._sent)):
+            raise ProxpoError(
+                f"gradients.applied: {self.name} is used by several segments under reentrant "
+                "checkpointing, or by one and outside, whose gradients cannot be joined; take "
+                "use_reentrant=False"
+            )
+        if held:
+            self._sent.add(nested)
+        mates = WeakSet(part.call for part in held)
+        out = {}
+        for part in held:
+            part.call.mates = mates
+        for attribute in dict.fromkeys(key for part in held for key in part.rows):
+            parts = [part for part in held if attribute in part.rows]
+            layouts = [part.call.layout for part in parts]
+            layout = layouts[0] if len(parts) == 1 else Layout.join(layouts)
+            rows = [part.rows[attribute] for part in parts]
+            out[attribute] = self.handles[attribute].gradient(
+                rows[0] if len(parts) == 1 else join(rows), layout
+            )
+        return out
+
+    @property
+    def waiting(self) -> Iterator[bool]:
+        """Kinds of calls, nested or not, whose gradients are held back."""
+        return (nested for nested in (False, True) if self._held[nested])
+
+
+class _Held(NamedTuple):
+    """Position gradients of a call, held back until the last call of its module."""
+
+    call: Call
+    rows: dict[str, AnyGradients]
+
+
+class Session:
+    """State of one `applied` block: layout, sampled overlap sets, one handle per parameter.
+
+    Kept from block to block while the model stays the same; `open` starts a block.
+    """
+
+    def __init__(self, rule: Rule, averages: Averages) -> None:
+        self.rule = rule
+        self.averages = averages
+        self.layout: Layout
+        self.handles: dict[str, ParameterHandle] = {}
+        self.module_handles: list[ModuleHandle] = []
+        self.closed = True
+        self.audit: Audit | None = None
+        self.suspended = False  # while a module is run again, its children run unpatched
+        self.called: set[int] | None = None  # modules called, while `fallback` records them
+        self.covered: set[int] = set()  # modules whose parameters the fallback of a parent handles
+        self.accepts: dict[int, Callable[..., bool]] = {}  # tests of a module's input, by module id
+        self.block = 0
+        self._known: tuple[Tensor | None, int] = (None, 0)
+        self._drawing = 0  # parameters with a row in the table of overlap sets
+
+    def open(
+        self,
+        *,
+        seed: DrawSeed,
+        sequences: Int[Tensor, "..."],
+        advantages: Float[Tensor, " row"],
+        groups: Int[Tensor, " row"] | None = None,
+        observer: Observer | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        """Starts a block."""
+        if not capturing():
+            self._set_layout(sequences, advantages.numel(), shard)
+            single = shard is None and max(self.layout.lengths, default=0) <= 1
+            self.shape = SequenceShape(tuple(sequences.shape), single=single)
+        self.advantages = advantages
+        self.groups = groups
+        self.observer = observer
+        self.closed = False
+        self.block += 1
+        # A graph replays its kernels, not this line: only torch's own generator moves on with it.
+        device = sequences.device
+        if capturing():
+            self._generator = torch.cuda.default_generators[device.index]
+        else:
+            self._generator = seed.generator(device)
+        self._table: list[tuple[Tensor, Tensor]] | None = None
+        self._numbers: list[tuple[str, Tensor]] = []
+        for module_handle in self.module_handles:
+            module_handle.reset()
+        for handle in self.handles.values():
+            handle.done = False
+
+    @contextmanager
+    def audited(self, audit: Audit) -> Iterator[None]:
+        """Reports gradients to an audit while the block is open."""
+        self.audit = audit
+        try:
+            with audit.watching():
+                yield
+        finally:
+            self.audit = None
+
+    def _set_layout(self, sequences: Int[Tensor, "..."], count: int, shard: Shard | None) -> None:
+        """Sets the layout of these numbers; keeps that of the block before if they are equal.
+
+        A layout holds a copy: the numbers may change outside, through numpy or `.data` even
+        without a change of their version.
+        """
+        numbers = sequences.reshape(-1).long()
+        before = self._known[0] if shard is None else None
+        same = before is not None and self.layout.count == count
+        if not (same and torch.equal(self.layout.seq, numbers)):
+            self.layout = Layout(numbers.clone(), count, shard).settle()
+        self._known = (sequences, sequences._version) if shard is None else (None, 0)
+
+    def is_last(self, sequences: Int[Tensor, "..."], count: int) -> bool:
+        """True where this is the tensor of the block before, as far as its version shows.
+
+        For the recording of CUDA graphs, during which values cannot be read.
+        """
+        before, version = self._known
+        same = before is sequences and version == sequences._version
+        return same and self.layout.count == count
+
+    def check_block(self, block: int, where: "ModuleHandle | ParameterHandle") -> None:
+        """Refuses a backward outside the block that its forward ran in."""
+        if self.closed or block != self.block:
+            raise ProxpoError(
+                f"gradients.applied: backward reached {where.name} after the `with` block of its "
+                "forward had ended; call backward() inside it"
+            )
+
+    def add(
+        self, module: nn.Module, name: str, attributes: list[str], *, draws: bool
+    ) -> ModuleHandle:
+        """Makes handles of some parameters of a module; `draws`: each with an overlap set."""
+        handles = {}
+        for attribute in attributes:
+            full = f"{name}.{attribute}" if name else attribute
+            handle = ParameterHandle(self, module, full, attribute)
+            if draws:
+                handle.number, self._drawing = self._drawing, self._drawing + 1
+            self.handles[full] = handles[attribute] = handle
+        module_handle = ModuleHandle(self, handles)
+        self.module_handles.append(module_handle)
+        return module_handle
+
+    def handle_of(self, parameter: Tensor) -> ParameterHandle | None:
+        """The handle of a parameter used outside its module; None for one of another model.
+
+        A tied weight is found at the module that multiplies by it, not at the embedding.
+        """
+        handles = [
+            h for h in self.handles.values() if h.module._parameters.get(h.attribute) is parameter
+        ]
+        if handles and not self.layout.alone:
+            raise ProxpoError(
+                f"token_logp: {handles[0].name} is under a transform with a `token_group`; take "
+                "the log-probabilities from logits of the model's own head"
+            )
+        multiplying = [h for h in handles if not isinstance(h.module, nn.Embedding)]
+        return next(iter(multiplying + handles), None)
+
+    def overlap_set(self, handle: ParameterHandle, layout: Layout) -> OverlapSet:
+        """The overlap set J of a parameter in this backward."""
+        size = self.rule.overlap
+        if size is None or size >= layout.whole.size:
+            return OverlapSet.all(layout)
+        if layout is not self.layout or handle.number < 0:
+            return OverlapSet.at(self._draw(layout.whole, 1, size)[0], layout)
+        if self._table is None:
+            index = self._draw(layout.whole, self._drawing, size)
+            self._table = list(zip(index, layout.whole.valid[index]))
+        return OverlapSet(*self._table[handle.number])
+
+    def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "site pick"]:
+        """`size` positions without replacement for each of `rows` parameters, padding last."""
+        step = max(1, (1 << 25) // layout.size)
+        drawn = []
+        for start in range(0, rows, step):
+            shape = (min(step, rows - start), layout.size)
+            score = torch.rand(shape, generator=self._generator, device=layout.seq.device)
+            score = score.masked_fill_(~layout.valid, -1.0)
+            drawn.append(score.topk(size, dim=1, sorted=False).indices)
+        return torch.cat(drawn)
+
+    def expect_finite(self, handle: ParameterHandle, numbers: Float[Tensor, " some"]) -> None:
+        """Queues weights or lengths of a layer for one check when the block ends."""
+        self._numbers.append((handle.name, numbers))
+
+    def check_finite(self) -> None:
+        """Raises where queued numbers are not finite: activations or gradients hold NaN."""
+        if not self._numbers or capturing():
+            return
+        if bool(torch.isfinite(torch.cat([numbers for _, numbers in self._numbers])).all()):
+            return
+        name = next(n for n, x in self._numbers if not bool(torch.isfinite(x).all()))
+        raise NotFiniteError(
+            f"gradients.applied: the gradient of {name} is not finite: its input or the gradient "
+            "of its output holds NaN or infinity; p.grad must not be used"
+        )
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Random generator of this block."""
+        return self._generator

@@ -1,0 +1,287 @@
+"""A gradient transform: a rule, its trailing averages, and the block it is applied in."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.gradients._engine import head, inputs
+from proxpo.gradients._engine.audit import Audit
+from proxpo.gradients._engine.averages import Averages
+from proxpo.gradients._engine.axis_order import AxisOrder
+from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.patching import PatchedModel, fingerprint
+from proxpo.gradients._engine.session import (
+    DrawSeed,
+    ModuleHandle,
+    Observer,
+    ParameterHandle,
+    Rule,
+    Session,
+)
+from proxpo.logp.head import replaced_backward
+from proxpo.ops.shapes import Shaped, Tensor
+
+_OPEN: list[tuple[nn.Module, Session]] = []
+
+
+class Transform:
+    """Turns the gradient of a sum of log-probabilities into the gradient of a method.
+
+        with transform.applied(model, sequences=seq_index, advantages=A):
+            nll = -(token_logp * mask).sum()     # no advantages in the objective
+            nll.backward()                       # p.grad is what the optimizer should descend
+        optimizer.step(); transform.step()       # step(skipped=True) where the first is left out
+
+    Forward and backward both belong inside the block; one block per micro-batch, any number of
+    blocks per optimizer step. Whatever is backpropagated in the block is weighted by advantages:
+    a KL or entropy term needs a backward of its own, outside. Ranks number their sequences each
+    for themselves, and gradients are reduced between them as ever; where ranks share sequences,
+    each holding some of their positions, pass `token_group`.
+    """
+
+    def __init__(self, rule: Rule, *, seed: int = 0) -> None:
+        self.rule = rule
+        self.seed = seed
+        self.averages = Averages()
+        self._steps = 0
+        self._blocks = 0
+        self._not_finite = False
+        self._names: dict[str, None] = {}
+        self._warned: set[str] = set()
+        self._patched: tuple[nn.Module, PatchedModel] | None = None
+        self._order: AxisOrder
+
+    def __repr__(self) -> str:
+        return f"Transform({self.rule!r}, seed={self.seed})"
+
+    @property
+    def spreads(self) -> bool:
+        """True where positions of one sequence may lie on several ranks, see `applied`."""
+        return bool(getattr(self.rule, "spreads", False))
+
+    @contextmanager
+    def applied(
+        self,
+        model: nn.Module,
+        *,
+        sequences: Shaped[Tensor, "..."],
+        advantages: Shaped[Tensor, "..."],
+        groups: Shaped[Tensor, "..."] | None = None,
+        observe: Observer | None = None,
+        token_group: Any = None,
+    ) -> Iterator[Session]:
+        """Transforms the gradients of `model` while the block is open.
+
+        sequences: shaped like input_ids (padded B x L, or packed 1 x T); the number of the
+            sequence each position belongs to, prompt included, and -1 for padding.
+        advantages: one number per sequence.
+        groups: one prompt number per sequence, for `group_by="prompt"`.
+        observe: called with (parameter name, tensors) for every layer, to log its lengths.
+        token_group: the ProcessGroup over whose ranks the positions of these sequences are spread
+            (Ulysses, context parallelism). Each rank passes the numbers of its own positions, and
+            the advantages of all sequences; its p.grad is its part of the gradient, so the parts
+            of the group are to be added, or averaged with advantages times the group's size. What
+            is backpropagated must be the whole objective in its own scale, not times that size,
+            through the same modules in the same order on every rank.
+
+        The block can be recorded in a CUDA graph after one ordinary run with the same tensors. In
+        replays each overlap set is drawn anew, values are not checked, `sequences` are those of the
+        ordinary run, and the trailing averages stay as they were.
+        """
+        patched = self._open(model, sequences, advantages, groups, observe, token_group)
+        session = patched.session
+        _OPEN.append((model, session))
+        audit = Audit(session.handles)
+        collected = self._collected()
+        try:
+            with (
+                patched.installed(),
+                session.audited(audit),
+                self._order.watched(sequences),
+                replaced_backward(partial(head.find, session)),
+            ):
+                yield session
+            audit.check()
+            _finish_waiting(session)
+        except BaseException as error:
+            self._not_finite |= isinstance(error, NotFiniteError)
+            self._restore(self._nothing() if self._not_finite else collected)
+            raise
+        finally:
+            session.closed = True
+            _OPEN.remove((model, session))
+
+    def step(self, *, skipped: bool = False) -> None:
+        """Ends an update: moves the trailing averages by what its blocks have collected.
+
+        skipped: the optimizer step was left out, so the transform stays as it was before the
+            update, on every rank if one of them says so. An update in which a block raised
+            NotFiniteError is a skipped one by itself.
+        """
+        keys = [f"{name}/{x}" for name in self._names for x in self.rule.quantities]
+        self._steps += self.averages.step(keys, skipped=skipped or self._not_finite)
+        self._blocks, self._not_finite = 0, False
+
+    def _collected(self) -> dict[str, Any]:
+        """State that the earlier blocks of this update have left."""
+        return {"averages": self.averages.pending(), "blocks": self._blocks - 1}
+
+    def _nothing(self) -> dict[str, Any]:
+        """`_collected` of an update without blocks."""
+        return {"averages": {}, "blocks": 0}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        """Restores what `_collected` returned."""
+        self.averages.keep(kept["averages"])
+        self._blocks = kept["blocks"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter and quantity, and the number of steps made."""
+        values = {f"average.{key}": value.clone() for key, value in self.averages.values.items()}
+        return {"steps": self._steps, **values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`; anything collected since the last step is dropped."""
+        unknown = [key for key in state if key != "steps" and not key.startswith("average.")]
+        if unknown or "steps" not in state:
+            raise ProxpoError(
+                "gradients: not the state of a transform: expected 'steps' and 'average.*', got "
+                + (f"'{unknown[0]}'" if unknown else "no 'steps'")
+            )
+        averages = {
+            key.removeprefix("average."): torch.as_tensor(value).clone()
+            for key, value in state.items()
+            if key != "steps"
+        }
+        self.averages.load(averages)
+        self._steps, self._blocks = int(state["steps"]), 0
+
+    def _open(
+        self,
+        model: nn.Module,
+        sequences: Tensor,
+        advantages: Tensor,
+        groups: Tensor | None,
+        observe: Observer | None,
+        token_group: Any,
+    ) -> PatchedModel:
+        """Checks the inputs and starts a block on the patched model."""
+        device = _device(model)
+        if self._not_finite and _finite_gradients(model):  # they belong to another update
+            self._not_finite = False
+            self._restore(self._nothing())
+        if _OPEN:
+            own = {id(module) for module in model.modules()}
+            if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
+                raise ProxpoError(
+                    "gradients.applied: a transform is already applied to this model; close its "
+                    "`with` block first"
+                )
+        groups = groups if inputs.by_prompt(self.rule) else None
+        shard = None
+        if not capturing():
+            inputs.check(self.rule, sequences, advantages, groups)
+            shard = inputs.shard(self.rule, sequences, advantages, groups, token_group, device)
+            inputs.check_numbers(sequences if shard is None else shard.seq, advantages)
+        elif token_group is not None:
+            raise ProxpoError("gradients.applied: a CUDA graph cannot record a `token_group`")
+        elif self._patched is None or not self._patched[1].session.is_last(
+            sequences, advantages.numel()
+        ):
+            raise ProxpoError(
+                "gradients.applied: a CUDA graph can only record a block whose model and "
+                "`sequences` tensor an earlier block has seen: run it once before"
+            )
+        kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+        patched = self._patch(model)
+        patched.session.open(
+            seed=DrawSeed(self.seed, self._steps, self._blocks, inputs.first_rank(token_group)),
+            sequences=sequences.to(device),
+            advantages=advantages.detach().to(device, kind, copy=True),
+            groups=None if groups is None else groups.to(device, copy=True),
+            observer=observe,
+            shard=shard,
+        )
+        self._blocks += 1
+        return patched
+
+    def _patch(self, model: nn.Module) -> PatchedModel:
+        """Handles for the parameters the model trains now; the old ones if it has not changed."""
+        if self._patched is not None:
+            known, patched = self._patched
+            if known is model and patched.fingerprint == fingerprint(model):
+                return patched
+        patched = PatchedModel(model, Session(self.rule, self.averages), self._warn)
+        self._patched = (model, patched)
+        self._order = AxisOrder(model)
+        self._names.update(dict.fromkeys(patched.session.handles))
+        return patched
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(
+                f"gradients.applied: no per-sequence form for {what}; it gets the "
+                "advantage-weighted gradient without normalisation (s = 1)",
+                stacklevel=2,
+            )
+
+
+def active_handle(parameter: Tensor) -> ParameterHandle | None:
+    """The handle of a parameter in the open block, for uses outside its module; None for none.
+
+    A tied weight is found at the module that multiplies by it (the head), not at the embedding.
+    """
+    handles = (session.handle_of(parameter) for _, session in reversed(_OPEN))
+    return next((handle for handle in handles if handle is not None), None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            return parameter.device
+    raise ProxpoError(
+        "gradients.applied: no parameter of the model requires a gradient; unfreeze some or add "
+        "an adapter"
+    )
+
+
+def _finite_gradients(model: nn.Module) -> bool:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [getattr(grad, "_local_tensor", grad) for grad in grads]
+    return all(bool(torch.isfinite(grad).all()) for grad in local)
+
+
+def _finish_waiting(session: Session) -> None:
+    """Adds gradients that wait for calls which never reached their backward."""
+    for module_handle in session.module_handles:
+        for nested in module_handle.waiting:
+            _check_late(module_handle)
+            for attribute, gradient in module_handle.flush(nested).items():
+                _accumulate(module_handle.handles[attribute].parameter, gradient)
+    session.check_finite()
+
+
+def _check_late(module_handle: ModuleHandle) -> None:
+    """Refuses gradients that would be wrong, or come too late for the other processes."""
+    if module_handle.reopened:
+        raise module_handle.partial_backward()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ProxpoError(
+            f"gradients.applied: a forward of {module_handle.name} in this block never reached "
+            "backward(), so that its gradient comes after the processes have exchanged theirs; run "
+            "such a forward under torch.no_grad() or outside the block"
+        )
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds to `.grad` a gradient that autograd is not waiting for."""
+    gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -1,0 +1,328 @@
+"""ISOPO: every sequence's gradient scaled by powers of its lengths, then by its advantage.
+
+    U = Σ_i A_i s_i V_i      s_i = reg2(F_i)^p · reg2(N_i)^q · reg2(R_i)^r        layer by layer
+    F_i² = Σ_{j∈J} ⟨V_i, G_j⟩² / Σ_{j∈J} |G_j|²      N_i = |V_i|      R_i = F_i / N_i
+    reg2(x)² = x² + ρ E[x²] + ε
+
+G_t is the gradient of the summed log-probabilities at position t, V_i = Σ_{t∈i} G_t that of
+sequence i, J a random set of positions (eq. 6 and section 2 of arXiv:2512.23353).
+
+The method is this file: `scale` computes s, `lengths2` defines F² and N², `Isopo` puts them
+together, `isopo` makes the transform. Every layer calls `scale`, the language-model head too; the
+CUDA kernels repeat it for p alone. `_engine` computes F² and N² without building V_i.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from proxpo.errors import ProxpoError, resolve
+from proxpo.gradients._engine import measure
+from proxpo.gradients._engine.cost import PATHS
+from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.measure import LengthRule, Lengths, Measurement
+from proxpo.gradients._engine.position_gradients import AnyGradients
+from proxpo.gradients._engine.session import ParameterHandle, Session
+from proxpo.gradients._engine.transform import Transform
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+
+Three = tuple[float, float, float]
+
+
+def scale(
+    F2: Float[Tensor, " row"] | None,
+    N2: Float[Tensor, " row"] | None,
+    R2: Float[Tensor, " row"] | None = None,
+    *,
+    p: float,
+    q: float,
+    r: float,
+    reg: Three = (0.0, 0.0, 0.0),
+    mean: tuple[Float[Tensor, ""] | None, ...] = (None, None, None),
+    eps: float = 0.0,
+    keep_small: bool = False,
+    history: str = "microbatch",
+    defined: Bool[Tensor, ""] | None = None,
+    times: Float[Tensor, " row"] | None = None,
+) -> Float[Tensor, "*row"]:
+    """s_i = reg2(F_i)^p · reg2(N_i)^q · reg2(R_i)^r,   reg2(x)² = x² + ρ E[x²] + ε.
+
+    F2, N2, R2: F_i², N_i², R_i²; None where the exponent is 0. R2 follows from F2 and N2.
+    reg: ρ of F, N and R.   mean: the trailing averages E[x²] of F, N and R.
+    history: E[x²] before the first average: the mean over these sequences ("microbatch"), or each
+        sequence's own x² ("own").
+    keep_small: reg2 divided by √(ρ E[x²]), which leaves short gradients as they are.
+    defined: False where every gradient of J is 0, so that F is unknown and its factors are 1.
+    times: A_i, multiplied from the left: the result is then A_i s_i.
+    """
+    if r and R2 is None:
+        assert F2 is not None
+        assert N2 is not None
+        R2 = ratio2(F2, N2)
+    s = times
+    for name, x2, exponent, rho, E in zip("FNR", (F2, N2, R2), (p, q, r), reg, mean):
+        if not exponent:
+            continue
+        assert x2 is not None
+        if rho and E is None:
+            E = x2.mean() if history == "microbatch" else x2
+        factor = power(reg2(x2, rho, E, eps=eps, keep_small=keep_small), exponent)
+        if name != "N" and defined is not None:
+            factor = torch.where(defined, factor, 1.0)
+        s = factor if s is None else s * factor.to(s.dtype)
+    return torch.ones(()) if s is None else s
+
+
+def reg2(
+    x2: Float[Tensor, " row"],
+    rho: float,
+    E: Float[Tensor, "*row"] | None,
+    *,
+    eps: float,
+    keep_small: bool = False,
+) -> Float[Tensor, " row"]:
+    """reg2(x)² = x² + ρ E + ε; `keep_small` divides it by ρ E, leaving short x alone."""
+    if rho == 0 or E is None:
+        return x2 + eps
+    unit = rho * E.to(x2)
+    base = x2 + unit + eps
+    if not keep_small:
+        return base
+    return torch.where(unit > 0, base / torch.where(unit > 0, unit, 1.0), 1.0)
+
+
+def power(base2: Float[Tensor, " row"], exponent: float) -> Float[Tensor, " row"]:
+    """(√base²)^exponent, and 1 where the base is 0: such a sequence has nothing to normalise."""
+    return torch.where(base2 == 0, 1.0, base2).pow(exponent / 2)
+
+
+def ratio2(top2: Float[Tensor, " row"], bottom2: Float[Tensor, "*row"]) -> Float[Tensor, " row"]:
+    """top² / bottom², and 0 where the divisor vanishes (as the dividend does then)."""
+    return torch.where(bottom2 == 0, 0.0, top2 / bottom2)
+
+
+def lengths2(
+    G: Float[Tensor, "pos *shape"], seq: Int[Tensor, " pos"], J: Int[Tensor, " pick"]
+) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
+    """F_i² and N_i² by their definitions, from the gradient of every position of one parameter.
+
+    For reading and for tests: `_engine` computes the same numbers without G and V.
+    """
+    G = G.flatten(1)
+    V = torch.stack([G[seq == i].sum(0) for i in range(int(seq.max()) + 1)])
+    F2 = ratio2((G[J] @ V.T).square().sum(0), G[J].square().sum())
+    return F2, V.square().sum(1)
+
+
+@dataclass(frozen=True)
+class Isopo(LengthRule):
+    """The options of `isopo`, and the weights A_i s_i of a layer's sequences."""
+
+    p: float
+    q: float
+    r: float
+    overlap_reg: float
+    norm_reg: float
+    rel_overlap_reg: float
+    eps: float
+    keep_small: bool
+    overlap: int | None
+    norm: str
+    sketch: int
+    scale: str
+    history: str
+    path: str
+
+    quantities = ("F", "N", "R")
+    spreads = True
+
+    @property
+    def exponents(self) -> Three:
+        return self.p, self.q, self.r
+
+    @property
+    def strengths(self) -> Three:
+        """ρ of F, N and R."""
+        return self.overlap_reg, self.norm_reg, self.rel_overlap_reg
+
+    def gradient(self, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Tensor:
+        """U = Σ_i A_i s_i V_i of one parameter."""
+        return measure.weighted_by_lengths(self, handle, rows, layout)
+
+    def base_weights(self, session: Session) -> Float[Tensor, " row"]:
+        """A_i, or A_i / m."""
+        mean = self.scale == "mean"
+        return session.advantages / session.layout.count if mean else session.advantages
+
+    def length_weights(
+        self,
+        handle: ParameterHandle,
+        lengths: Lengths,
+        sequences: Int[Tensor, " some"] | slice = slice(None),
+    ) -> Float[Tensor, " some"]:
+        """w_i = A_i s_i (/ m) of some sequences of this layer; their lengths are collected."""
+        handle.done = True
+        top, bottom, N2 = lengths.top, lengths.bottom, lengths.norm2
+        F2 = R2 = None
+        if top is not None and bottom is not None:
+            F2 = ratio2(top, bottom)
+        if self.r:
+            assert F2 is not None
+            assert N2 is not None
+            R2 = ratio2(F2, N2)
+        weights = scale(
+            F2, N2, R2, p=self.p, q=self.q, r=self.r,
+            reg=self.strengths, mean=self._means(handle), eps=self.eps,
+            keep_small=self.keep_small, history=self.history,
+            defined=None if bottom is None else bottom != 0,
+            times=self.base_weights(handle.session)[sequences],
+        )  # fmt: skip
+        squares = {x: x2 for x, x2 in zip(self.quantities, (F2, N2, R2)) if x2 is not None}
+        self.record(handle, squares, weights)
+        return weights
+
+    def _means(self, handle: ParameterHandle) -> tuple[Float[Tensor, ""] | None, ...]:
+        """E[x²] of F, N and R over earlier mini-batches, where they are in use."""
+        averages = handle.session.averages
+        used = zip(self.quantities, self.exponents, self.strengths)
+        return tuple(
+            averages.get(f"{handle.name}/{x}") if k and rho else None for x, k, rho in used
+        )
+
+    def record(self, handle: ParameterHandle, squares: dict[str, Tensor], weights: Tensor) -> None:
+        """Feeds the trailing averages, the observer and the check for NaN and infinity.
+
+        Lengths are checked beside weights: an infinite one has a weight of 0 and spoils E.
+        """
+        for quantity, exponent in zip(self.quantities, self.exponents):
+            if exponent:
+                handle.session.averages.collect(f"{handle.name}/{quantity}", squares[quantity])
+                handle.session.expect_finite(handle, squares[quantity])
+        if handle.session.observer is not None:
+            handle.observe(**{f"{x}2": value for x, value in squares.items()}, weights=weights)
+        handle.session.expect_finite(handle, weights)
+
+    @property
+    def measurement(self) -> Measurement:
+        """F where p or r is in use, N where q or r is."""
+        return Measurement(
+            overlap=bool(self.p or self.r),
+            norm=bool(self.q or self.r),
+            drawn=self.overlap,
+            sketch=self.sketch if self.norm == "sketch" else None,
+            path=self.path,
+        )
+
+    @property
+    def fisher_power(self) -> tuple[float, float] | None:
+        """(p, ε) where s_i = (F_i² + ε)^(p/2): the case of the fused kernels."""
+        alone = self.p and not (self.q or self.r or self.overlap_reg)
+        return (self.p, self.eps) if alone else None
+
+    def needs_all(self, handle: ParameterHandle) -> bool:
+        """True where E[x²] is the mean over the micro-batch, so that no s_i is known before it."""
+        if self.history != "microbatch":
+            return False
+        used = zip(self._means(handle), self.exponents, self.strengths)
+        return any(mean is None and k and rho > 0 for mean, k, rho in used)
+
+
+PRESETS: dict[str, dict[str, float]] = {
+    "fisher": {"p": -1.0, "q": 0.0, "r": 0.0},
+    "nearest-npg": {"p": 0.0, "q": 0.0, "r": -2.0},
+    "figure4": {"p": 0.0, "q": -1.0, "r": -2.0},
+    "euclidean": {"p": 0.0, "q": -1.0, "r": 0.0},
+    "reinforce": {"p": 0.0, "q": 0.0, "r": 0.0},
+}
+
+
+def isopo(
+    *,
+    p: float = -1.0,
+    q: float = 0.0,
+    r: float = 0.0,
+    reg: float = 0.0,
+    overlap_reg: float | None = None,
+    norm_reg: float | None = None,
+    rel_overlap_reg: float | None = None,
+    eps: float = 1e-8,
+    keep_small: bool = False,
+    overlap: int | str = 64,
+    norm: str = "exact",
+    sketch: int = 64,
+    scale: str = "sum",
+    history: str = "microbatch",
+    path: str = "auto",
+    preset: str | None = None,
+    seed: int = 0,
+) -> Transform:
+    """ISOPO: every sequence's gradient scaled by powers of its lengths, then by its advantage.
+
+        U = Σ_i A_i s_i V_i      s_i = reg2(F_i)^p · reg2(N_i)^q · reg2(R_i)^r
+        F_i² = Σ_{j∈J} ⟨V_i, G_j⟩² / Σ_{j∈J} |G_j|²      N_i = |V_i|      R_i = F_i / N_i
+        reg2(x) = √(x² + reg · E[x²] + eps)
+
+    per layer, V_i = Σ_{t∈i} G_t the gradient of sequence i's log-probability, J an overlap set of
+    `overlap` positions drawn anew for every layer and backward ("all": every position). Exponents
+    carry the paper's signs: negative ones normalise. Reference: arXiv:2512.23353.
+
+    preset: fisher (p=-1), nearest-npg (r=-2), figure4 (q=-1, r=-2), euclidean (q=-1), reinforce;
+        it sets p, q and r together.
+    reg, history: E[x²] trails over earlier mini-batches; with none yet it is the mean of the
+        micro-batch, or each sequence's own x² ("own").
+    overlap_reg, norm_reg, rel_overlap_reg: reg for F, N and R alone, as in the released code;
+        None takes `reg`.
+    keep_small: reg2 divided by √(reg E[x²]), which leaves short gradients as they are.
+    norm: "sketch" estimates N_i from `sketch` random projections, to within √(2/sketch) of N_i².
+    scale: "mean" divides by the number of sequences in the micro-batch.
+    path: how lengths are computed; all paths agree, "auto" takes the cheapest for each layer.
+    """
+    if preset is not None:
+        chosen = PRESETS[resolve(preset, PRESETS, what="preset of isopo")]
+        exponents = {"p": p, "q": q, "r": r}
+        for name, default in PRESETS["fisher"].items():
+            if exponents[name] not in (default, chosen[name]):
+                raise ProxpoError(
+                    f"isopo: preset={preset} sets {name} to {chosen[name]:g}, so {name}="
+                    f"{exponents[name]:g} has no effect: leave one of them out"
+                )
+        p, q, r = chosen["p"], chosen["q"], chosen["r"]
+    own = {"overlap_reg": overlap_reg, "norm_reg": norm_reg, "rel_overlap_reg": rel_overlap_reg}
+    strengths = {name: value for name, value in own.items() if value is not None}
+    positive = {"reg": reg, "eps": eps, **strengths}
+    for name, number in {"p": p, "q": q, "r": r, **positive}.items():
+        if not math.isfinite(number) or (name in positive and number < 0):
+            kind = "a finite number" + (" >= 0" if name in positive else "")
+            raise ProxpoError(f"isopo: {name} must be {kind}, got {number}")
+    rhos = {name: reg if value is None else value for name, value in own.items()}
+    for (name, rho), (letter, exponent) in zip(rhos.items(), {"p": p, "q": q, "r": r}.items()):
+        if strengths.get(name) and not exponent:
+            raise ProxpoError(f"isopo: {name}={rho} has no effect while {letter} is 0")
+        if keep_small and exponent and rho == 0:
+            what = name if name in strengths else "reg"
+            raise ProxpoError(
+                f"isopo: keep_small divides by {what} * E[x²], so it needs {what} > 0, got 0"
+            )
+    if keep_small and not any(rhos.values()):
+        raise ProxpoError("isopo: keep_small divides by reg * E[x²], so it needs reg > 0, got 0")
+    drawn = overlap if isinstance(overlap, int) else None
+    if overlap != "all" and (drawn is None or drawn < 1):
+        raise ProxpoError(f"isopo: overlap must be a count of positions or 'all', got {overlap!r}")
+    if sketch < 1:
+        raise ProxpoError(f"isopo: sketch must be at least 1, got {sketch}")
+    rule = Isopo(
+        p=p,
+        q=q,
+        r=r,
+        **rhos,
+        eps=eps,
+        keep_small=keep_small,
+        overlap=drawn,
+        norm=resolve(norm, ("exact", "sketch"), what="norm of isopo"),
+        sketch=sketch,
+        scale=resolve(scale, ("sum", "mean"), what="scale of isopo"),
+        history=resolve(history, ("microbatch", "own"), what="history of isopo"),
+        path=resolve(path, PATHS, what="path of isopo"),
+    )
+    return Transform(rule, seed=seed)

@@ -1,0 +1,248 @@
+"""Numbers and findings in words, shared by the page, the terminal and the summary."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from proxpo.report.analysis import Analysis, ArmResult, Pair
+from proxpo.report.statistics import Interval
+from proxpo.report.text import count
+
+MINUS = "−"
+MEASURES = {"final": "final score", "area": "mean score over training"}
+
+
+def number(value: float, *, share: bool = False, signed: bool = False) -> str:
+    """Three digits that matter, per cent for a share, a dash for what is not known."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "never"
+    value += 0.0  # no minus before a zero
+    sign = "+" if signed and value > 0 else ""
+    if share:
+        text = f"{100 * value:.2f}" if 0 < abs(value) < 5e-4 else f"{100 * value:.1f}"
+    elif value == 0:
+        text = "0"
+    elif abs(value) >= 1000:
+        text = f"{value:,.0f}"
+    elif abs(value) < 1e-3:
+        text = f"{value:.2e}"
+    else:
+        text = f"{value:.3g}"
+    return f"{sign}{text}".replace("-", MINUS)
+
+
+def unit(share: bool) -> str:
+    return " %" if share else ""
+
+
+def span(one: Interval, *, share: bool = False, signed: bool = False) -> str:
+    """`78.0 to 84.1`; a dash where one seed gives no interval."""
+    if math.isnan(one.low):
+        return "–"
+    low = number(one.low, share=share, signed=signed)
+    return f"{low} to {number(one.high, share=share, signed=signed)}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12.3 min`, `3.1 h`."""
+    if math.isnan(seconds) or math.isinf(seconds):
+        return number(seconds)
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def claim(pair: Pair, analysis: Analysis) -> str:
+    """The sentence a pair supports, or "" where its interval holds zero."""
+    if not pair.winner:
+        return ""
+    loser = pair.b if pair.winner == pair.a else pair.a
+    points = " points" if analysis.variant.share else ""
+    mean, interval = _in_favour(pair, analysis.variant.share)
+    sure = "" if pair.p_holm < 0.05 else "; not after correction for the number of pairs"
+    return (
+        f"{pair.winner} beats {loser} in {MEASURES[pair.measure]} by {mean}{points} "
+        f"(95 % interval {interval}, {count(pair.difference.seeds, 'paired seed')}, "
+        f"{at_steps(pair.measure, analysis)}{sure})."
+    )
+
+
+def at_steps(measure: str, analysis: Analysis) -> str:
+    """`step 80` for a final score, `steps 0 to 80` for a mean over training."""
+    first = f"s {analysis.steps[0]:,.0f} to" if measure == "area" else ""
+    return f"step{first} {analysis.end:,.0f}"
+
+
+def claims(analysis: Analysis) -> list[str]:
+    """Every statement the paired intervals support."""
+    return [text for pair in analysis.pairs if (text := claim(pair, analysis))]
+
+
+def claims_by_winner(analysis: Analysis, measure: str) -> list[str]:
+    """The same statements in one sentence a winner; † where Holm's correction takes it back."""
+    found: dict[str, list[str]] = {}
+    for pair in analysis.pairs:
+        if pair.winner and pair.measure == measure:
+            mean, interval = _in_favour(pair, analysis.variant.share)
+            loser = pair.b if pair.winner == pair.a else pair.a
+            mark = "" if pair.p_holm < 0.05 else " †"
+            found.setdefault(pair.winner, []).append(f"{loser} by {mean} ({interval}){mark}")
+    return [f"{winner} beats {', '.join(beaten)}" for winner, beaten in found.items()]
+
+
+def _in_favour(pair: Pair, share: bool) -> tuple[str, str]:
+    """Mean and interval of the winner minus the loser."""
+    d, sign = pair.difference.student, 1 if pair.winner == pair.a else -1
+    low, high = sorted((sign * d.low, sign * d.high))
+    return (
+        number(sign * d.mean, share=share),
+        f"{number(low, share=share)} to {number(high, share=share)}",
+    )
+
+
+def warnings(analysis: Analysis) -> list[str]:
+    """Settings that make arms incomparable; they come before any number."""
+    if not analysis.differing:
+        return []
+    words = (
+        "Not comparable: settings differ beyond the arms, and between arms that differ in them "
+        "nothing is claimed."
+    )
+    return [words, *analysis.differing]
+
+
+def caveats(analysis: Analysis) -> list[str]:
+    """Conclusions that the numbers do not allow."""
+    lines: list[str] = []
+    if analysis.unknown and len(analysis.arms) > 1:
+        lines.append(
+            f"Settings unknown: the logs of {', '.join(analysis.unknown)} do not hold them, so "
+            "task, model, data and budget may differ."
+        )
+    finals = [pair for pair in analysis.pairs if pair.measure == "final"]
+    tested = [pair for pair in finals if pair.difference.seeds > 1]
+    held = [pair for pair in tested if pair.difference.holds_zero]
+    if tested and len(held) == len(finals):
+        lines.append("No final score is shown to differ from another: every interval holds zero.")
+    elif held:
+        lines.append(f"No difference in final score is shown between {_pair_names(held)}.")
+    constant = [pair for pair in tested if pair.difference.constant and not pair.barred]
+    if constant:
+        lines.append(
+            f"Between {_pair_names(constant)} the final score differs by the same amount on every "
+            "seed: without spread there is no interval, and nothing is claimed."
+        )
+    lines += _barred_lines(analysis)
+    seeds = [pair.difference.seeds for pair in finals]
+    if seeds and max(seeds) < 2:
+        lines.append("Fewer than two seeds in common: no difference can be tested.")
+    elif seeds and min(seeds) < 5:
+        lines.append(
+            f"With {count(min(seeds), 'paired seed')} only large and steady differences can be "
+            "shown; the bootstrap bands in the figures are too narrow at so few."
+        )
+    return lines
+
+
+def _barred_lines(analysis: Analysis) -> list[str]:
+    """A line for each reason why an interval that excludes zero supports no claim."""
+    reasons: dict[str, list[Pair]] = {}
+    for pair in analysis.pairs:
+        if pair.barred and (pair.difference.decides or pair.difference.constant):
+            reasons.setdefault(pair.barred, []).append(pair)
+    return [
+        f"Nothing is claimed between {_pair_names(pairs)}: {reason}."
+        for reason, pairs in sorted(reasons.items())
+    ]
+
+
+def _pair_names(pairs: Sequence[Pair]) -> str:
+    names = list(dict.fromkeys(f"{pair.a} and {pair.b}" for pair in pairs))
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{'; '.join(names[:6])}{more}"
+
+
+def heading(analysis: Analysis) -> str:
+    """The score that ranks and the step at which it is taken."""
+    at = f"step {analysis.end:g}{', interpolated' if analysis.interpolated else ''}"
+    if math.isnan(analysis.end):
+        at = "no step in common"
+    return f"{analysis.variant.label}, {at}, Student's 95 % interval:"
+
+
+def ranking_lines(analysis: Analysis) -> list[str]:
+    """One line an arm, the best first, for a terminal."""
+    share = analysis.variant.share
+    wide = max((len(result.arm.name) for result in analysis.arms), default=0)
+    return [
+        f"{rank:>2}. {result.arm.name:<{wide}}  {number(result.mean('final'), share=share):>6}"
+        f"{unit(share)}  [{span(result.student('final'), share=share)}]  "
+        f"KL {number(result.mean('kl'))}  {lost(result)}"
+        for rank, result in enumerate(analysis.arms, 1)
+    ]
+
+
+def lost(result: ArmResult) -> str:
+    """`3 seeds`, `2 seeds, 1 failed`."""
+    parts = [count(len(result.runs), "seed")]
+    parts += [f"{result.failed} failed"] if result.failed else []
+    parts += [f"{result.unfinished} unfinished"] if result.unfinished else []
+    return ", ".join(parts)
+
+
+def budget(analysis: Analysis) -> str:
+    """What every run had: model, task, samples a step, steps, seeds."""
+    runs = [one.run for result in analysis.arms for one in result.runs] or list(
+        analysis.comparison.runs
+    )
+    parts = [
+        _agreed(runs, "model", "name", prefix="model "),
+        _agreed(runs, "task", "name", prefix="task "),
+    ]
+    drawn = {_samples(run.config) for run in runs}
+    if len(drawn) == 1 and (only := drawn.pop()):
+        parts.append(only)
+    if not math.isnan(analysis.end):
+        parts.append(f"{analysis.end:,.0f} steps")
+    seeds = sorted({run.seed for run in runs if run.seed is not None})
+    if seeds:
+        parts.append(f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")
+    return " · ".join(part for part in parts if part)
+
+
+def _agreed(runs: list, section: str, key: str, *, prefix: str) -> str:
+    found = {str((run.config.get(section) or {}).get(key, "")) for run in runs}
+    return f"{prefix}{only}" if len(found) == 1 and (only := found.pop()) else ""
+
+
+def _samples(config: Mapping[str, Any]) -> str:
+    rollout = config.get("rollout") or {}
+    prompts, each = rollout.get("prompts_per_step"), rollout.get("samples_per_prompt")
+    return f"{prompts} prompts × {each} samples a step" if prompts and each else ""
+
+
+__all__ = [
+    "at_steps",
+    "budget",
+    "caveats",
+    "claim",
+    "claims",
+    "claims_by_winner",
+    "duration",
+    "heading",
+    "lost",
+    "number",
+    "ranking_lines",
+    "settings_text",
+    "span",
+    "unit",
+    "warnings",
+]

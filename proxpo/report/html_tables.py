@@ -1,0 +1,166 @@
+"""The ranking and the paired differences as HTML tables."""
+
+import math
+
+from proxpo.report.analysis import Analysis, ArmResult
+from proxpo.report.figure_images import PALETTE
+from proxpo.report.findings import duration, lost, number, settings_text, span, unit
+from proxpo.report.text import count
+from proxpo.runs.page import escape
+
+
+def ranking_words(analysis: Analysis) -> str:
+    words = f"By mean {analysis.variant.label}"
+    if not math.isnan(analysis.end):
+        words += f" at step {analysis.end:,.0f}"
+        words += ", interpolated between evaluations" if analysis.interpolated else ""
+    if any(run.role == "tune" for run in analysis.comparison.runs):
+        words += "; settings chosen on tuning seeds, reported on others"
+    return f"{words}. Bars are Student's 95 % intervals over seeds. The order alone proves nothing."
+
+
+def ranking_table(analysis: Analysis) -> str:
+    share = analysis.variant.share
+    low, high = _scale(analysis)
+    heads = [("final score", 1), ("interval", None), ("IQM", 3), ("over training", 4)]
+    heads += [("KL drift", 5), ("per step", 6)]
+    column = 7
+    for _ in analysis.targets:
+        heads += [("samples", column), ("time", column + 1), ("KL at it", column + 2)]
+        column += 3
+    heads.append(("runs", None))
+    groups = "".join(
+        f'<th class="group" colspan="3" scope="colgroup">to reach {number(t, share=share)}'
+        f"{unit(share)}</th>"
+        for t in analysis.targets
+    )
+    top = f'<tr><td></td><td colspan="6"></td>{groups}<td></td></tr>' if groups else ""
+    cells = "".join(_head(text, at) for text, at in heads)
+    body = "".join(_ranked(one, analysis, low, high) for one in analysis.arms)
+    return (
+        f'<table><thead>{top}<tr><th class="name" scope="col">arm</th>{cells}</tr></thead>'
+        f"<tbody>{body}</tbody></table>"
+    )
+
+
+def _head(text: str, column: int | None) -> str:
+    if column is None:
+        return f'<th scope="col">{escape(text)}</th>'
+    button = f'<button type="button">{escape(text)}</button>'
+    return f'<th scope="col" data-column="{column}">{button}</th>'
+
+
+def _scale(analysis: Analysis) -> tuple[float, float]:
+    """From the lowest to the highest bound of all arms: the width of the interval column."""
+    bounds = [
+        bound
+        for one in analysis.arms
+        for interval in [one.student("final")]
+        for bound in (interval.low, interval.high, interval.mean)
+        if not math.isnan(bound)
+    ]
+    low, high = (min(bounds), max(bounds)) if bounds else (0.0, 1.0)
+    margin = max(0.5, abs(low) / 2)  # half of a large number is still a difference to it
+    return (low, high) if high > low else (low - margin, high + margin)
+
+
+def _ranked(one: ArmResult, analysis: Analysis, low: float, high: float) -> str:
+    share = analysis.variant.share
+    chosen = f'<span class="set">{escape(settings_text(one.settings))}</span>'
+    student = one.student("final")
+    cells = [
+        f'<th scope="row"><span class="key" data-key="{escape(one.arm.name)}"></span>'
+        f"{escape(one.arm.name)}{chosen if one.settings else ''}</th>",
+        _cell(student.mean, f"{number(student.mean, share=share)}{unit(share)}", "strong"),
+        f"<td>{_range(one, analysis, low, high)}"
+        f'<span class="small">{span(student, share=share)}</span></td>',
+        _cell(one.iqm("final"), f"{number(one.iqm('final'), share=share)}{unit(share)}"),
+        _cell(one.mean("area"), f"{number(one.mean('area'), share=share)}{unit(share)}"),
+        _cell(one.mean("kl"), number(one.mean("kl"))),
+        _cell(one.mean("step_seconds"), duration(one.mean("step_seconds"))),
+    ]
+    for i in range(len(analysis.targets)):
+        cost = one.reach(i)
+        part = f'{number(cost.kl)} <span class="small">({one.arrived(i)}/{len(one.runs)})</span>'
+        cells.append(_cell(cost.samples, number(cost.samples)))
+        cells.append(_cell(cost.seconds, duration(cost.seconds)))
+        cells.append(_cell(cost.kl, part))
+    warn = "warn" if one.failed else ""
+    cells.append(f'<td class="{warn}">{escape(lost(one))}</td>')
+    return f'<tr data-arm="{escape(one.arm.name)}">{"".join(cells)}</tr>'
+
+
+def _cell(value: float, text: str, kind: str = "") -> str:
+    worth = "" if not math.isfinite(value) else f"{value:.9g}"
+    return f'<td class="{kind}" data-v="{worth}">{text}</td>'
+
+
+def _range(one: ArmResult, analysis: Analysis, low: float, high: float) -> str:
+    """The interval as a bar, all arms on one scale."""
+    student = one.student("final")
+    if math.isnan(student.mean):
+        return ""
+    place = lambda x: f"{100 * (x - low) / (high - low):.1f}%"  # noqa: E731
+    number_of = _colour(analysis, one.arm.name)
+    bar = ""
+    if not math.isnan(student.low):
+        wide = f"{100 * (student.high - student.low) / (high - low):.1f}%"
+        bar = f'<i style="left:{place(student.low)};width:{wide}"></i>'
+    return (
+        f'<span class="range" style="color:var(--c{number_of})" aria-hidden="true">{bar}'
+        f'<b style="left:{place(student.mean)}"></b></span>'
+    )
+
+
+def _colour(analysis: Analysis, arm: str) -> int:
+    return arm_names(analysis).index(arm) % len(PALETTE)
+
+
+def arm_names(analysis: Analysis) -> list[str]:
+    """In the order of the plan: a colour stays with its arm when the ranking changes."""
+    planned = [arm.name for arm in analysis.comparison.arms]
+    return planned or [one.arm.name for one in analysis.arms]
+
+
+def pairs_table(analysis: Analysis) -> str:
+    names = [one.arm.name for one in analysis.arms if one.runs]
+    if len(names) < 2:
+        return ""
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    rows = "".join(
+        f'<tr data-arm="{escape(a)}"><th scope="row"><span class="key" data-key="{escape(a)}">'
+        f"</span>{escape(a)}</th>{''.join(_against(analysis, a, b) for b in names)}</tr>"
+        for a in names
+    )
+    words = (
+        "Final score of the row minus that of the column, over the seeds both finished, with "
+        "Student's 95 % interval. Coloured where the interval excludes zero."
+    )
+    return (
+        f'<section id="pairs"><h2>Paired differences</h2><p class="lead">{words}</p>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Paired differences">'
+        f'<table class="matrix"><thead><tr><th class="name" scope="col">minus</th>{heads}</tr>'
+        f"</thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _against(analysis: Analysis, a: str, b: str) -> str:
+    if a == b:
+        return '<td class="self">·</td>'
+    pair, sign = analysis.pair(a, b), 1
+    if pair is None:
+        pair, sign = analysis.pair(b, a), -1
+    if pair is None or not pair.difference.seeds:
+        return '<td class="small">no common seed</td>'
+    share, d = analysis.variant.share, pair.difference.student
+    bounds = sorted((sign * d.low, sign * d.high))
+    kind = "" if not pair.winner else "win" if pair.winner == a else "lose"
+    shown = [number(x, share=share, signed=True) for x in (sign * d.mean, *bounds)]
+    interval = "one seed" if math.isnan(d.low) else f"{shown[1]} to {shown[2]}"
+    return (
+        f'<td class="{kind}" title="{count(pair.difference.seeds, "paired seed")}">{shown[0]}'
+        f"<small>{interval}</small></td>"
+    )
+
+
+__all__ = ["arm_names", "pairs_table", "ranking_table", "ranking_words"]

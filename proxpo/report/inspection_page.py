@@ -1,0 +1,166 @@
+"""One page, no network: a heat map of every token's weight in every method's gradient."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from proxpo.batch_file import BatchFile
+from proxpo.inspection import Inspection
+from proxpo.ops.masked import row_mean, spread
+from proxpo.ops.shapes import Tensor
+from proxpo.recipes import methods
+from proxpo.report.inspection_text import (
+    FIGURES,
+    batch_line,
+    caveats,
+    figures,
+    loudest,
+    prompt_labels,
+    sentence,
+    shares,
+    short,
+)
+from proxpo.runs.page import escape, fill_page
+
+MOST_ROWS, MOST_TOKENS = 256, 4096
+GLOSSARY = (
+    ("weight", "−∂loss/∂log π of the token: what one step of gradient descent adds to it"),
+    *((heading, meaning) for _, heading, meaning in FIGURES),
+    ("left", "the response's reward and its mean advantage in this method"),
+    ("right", "the response's share of Σ |∂loss/∂log π|, blue if the step makes it likelier"),
+)
+
+
+def inspect_page(found: Sequence[Inspection], file: BatchFile, *, source: str) -> str:
+    """The page as HTML. At most 256 responses of 4,096 tokens are drawn, and it says so."""
+    names = ", ".join(one.method for one in found)
+    text = {"title": f"proxpo inspect: {names}", "batch": batch_line(file, source)}
+    markup = {
+        "cards": "".join(_card(one, i) for i, one in enumerate(found)),
+        "note": _notes(found, file),
+        "maps": "".join(_map(one, i) for i, one in enumerate(found)),
+        "table": _table(found, file),
+        "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in GLOSSARY),
+    }
+    return fill_page("inspect", text=text, markup=markup, data=_data(found, file))
+
+
+def _card(one: Inspection, index: int) -> str:
+    shown = figures(one)
+    facts = "".join(
+        f'<div title="{escape(meaning)}"><dt>{escape(heading)}</dt><dd>{shown[heading]}</dd></div>'
+        for _, heading, meaning in FIGURES
+    )
+    return (
+        f'<a class="card" href="#m{index}"><h2>{escape(one.method)}</h2>'
+        f'<p class="loss">{short(one.loss)}<small>loss</small></p><dl>{facts}</dl></a>'
+    )
+
+
+def _map(one: Inspection, index: int) -> str:
+    entry = methods().get(one.recipe.name)
+    what = sentence(entry.summary) if entry else ""
+    chain = " → ".join(
+        f'<span title="{escape(f"{place}: {stage}")}">{escape(stage.name)}</span>'
+        for place, stage in one.recipe.stages()
+    )
+    return (
+        f'<section class="map" id="m{index}"><header><h2>{escape(one.method)}</h2>'
+        f'<p class="what">{escape(what)}</p><p class="chain">{chain}</p></header>'
+        '<div class="grid"><div class="labels"></div><div class="wide"></div>'
+        '<div class="shares"></div></div></section>'
+    )
+
+
+def _notes(found: Sequence[Inspection], file: BatchFile) -> str:
+    rows, tokens = file.batch.mask.shape
+    notes = caveats(found)
+    if rows > MOST_ROWS or tokens > MOST_TOKENS:
+        shown = f"{min(rows, MOST_ROWS):,} responses and {min(tokens, MOST_TOKENS):,} tokens"
+        notes.append(f"Drawn: the first {shown}. Figures are of the whole batch.")
+    return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+
+
+def _table(found: Sequence[Inspection], file: BatchFile) -> str:
+    rewards = file.batch.rewards
+    lengths = file.batch.mask.sum(dim=1).tolist()
+    heads = "".join(f"<th>{escape(one.method)}</th>" for one in found)
+    parts = [shares(one) for one in found]
+    lines = []
+    for i, label in enumerate(prompt_labels(file)[:MOST_ROWS]):
+        reward = None if rewards is None or rewards[i].isnan() else float(rewards[i])
+        cells = "".join(
+            f'<td class="{_direction(float(one.push[i]))}">{short(part[i], share=True)}</td>'
+            for one, part in zip(found, parts)
+        )
+        lines.append(
+            f"<tr><td>{escape(label)}</td><td>{i}</td><td>{lengths[i]}</td>"
+            f"<td>{short(reward)}</td>{cells}</tr>"
+        )
+    return (
+        f"<table><thead><tr><th>prompt</th><th>response</th><th>tokens</th><th>reward</th>{heads}"
+        f"</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    )
+
+
+def _direction(push: float) -> str:
+    return "up" if push > 0 else "down" if push < 0 else ""
+
+
+def _data(found: Sequence[Inspection], file: BatchFile) -> dict[str, Any]:
+    """What the script draws: null where there is nothing to draw."""
+    batch = file.batch
+    mask = batch.mask[:MOST_ROWS, :MOST_TOKENS]
+    ratio = None if batch.old_logp is None else batch.logp - batch.old_logp
+    return {
+        "rows": mask.shape[0],
+        "cols": mask.shape[1],
+        "mask": ["".join("1" if valid else "0" for valid in row) for row in mask.tolist()],
+        "prompts": prompt_labels(file)[:MOST_ROWS],
+        "rewards": None if batch.rewards is None else _rounded(batch.rewards[:MOST_ROWS].tolist()),
+        "logp": _cells(batch.logp, batch.mask),
+        "log_ratio": None if ratio is None else _cells(ratio, batch.mask),
+        "tokens": _tokens(file),
+        "loudest": loudest(found),
+        "methods": [_method_data(one) for one in found],
+    }
+
+
+def _method_data(one: Inspection) -> dict[str, Any]:
+    per_row = one.advantages.dim() == 1
+    advantages = spread(one.advantages, one.mask) if per_row else one.advantages
+    return {
+        "name": one.method,
+        "weight": _cells(-one.dloss_dlogp, one.mask),
+        "advantage": _rounded(one.advantages.tolist()[:MOST_ROWS])
+        if per_row
+        else _cells(advantages, one.mask),
+        "adv_row": _rounded(row_mean(advantages, one.mask).tolist()[:MOST_ROWS]),
+        "share": _rounded(shares(one)[:MOST_ROWS]),
+        "push": _rounded(one.push.tolist()[:MOST_ROWS]),
+    }
+
+
+def _cells(value: Tensor, mask: Tensor) -> list[Any]:
+    drawn = torch.where(mask, value, torch.nan)[:MOST_ROWS, :MOST_TOKENS]
+    return _rounded(drawn.tolist())
+
+
+def _rounded(value: Any) -> Any:
+    """Four significant digits: as many as a colour or a tooltip can show."""
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.4g}") + 0.0 if math.isfinite(value) else None
+
+
+def _tokens(file: BatchFile) -> list[list[str]] | None:
+    tokens, words = file.batch.tokens, file.text.get("tokens")
+    if tokens is None:
+        return None
+    drawn = tokens[:MOST_ROWS, :MOST_TOKENS].tolist()
+    return [[words[i] if words else str(i) for i in row] for row in drawn]
+
+
+__all__ = ["inspect_page"]

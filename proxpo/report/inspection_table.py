@@ -1,0 +1,113 @@
+"""Inspections as tables for the terminal, readable at 80 columns and in a pipe."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from proxpo.batch_file import BatchFile
+from proxpo.inspection import Inspection
+from proxpo.report.inspection_text import (
+    FIGURES,
+    batch_line,
+    caveats,
+    figures,
+    loudest,
+    prompt_labels,
+    shares,
+    short,
+)
+from proxpo.report.text import count, one_line
+
+SPARKS = "▁▂▃▄▅▆▇█"
+BAR = 5
+MOST_ROWS = 16
+UP, DOWN = "cyan", "dark_orange"
+
+
+class InspectTable:
+    """All methods in one table, then each response's share of every method's gradient."""
+
+    def __init__(self, found: Sequence[Inspection], file: BatchFile, *, source: str) -> None:
+        self.found, self.file, self.source = found, file, source
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        wide = options.update(max_width=10_000)
+        yield Text(batch_line(self.file, self.source), style="bold")
+        bare = console.measure(summary(self.found, sparks=0), options=wide).maximum
+        yield summary(self.found, sparks=max(8, options.max_width - bare))
+        detail = responses(self.found, self.file)
+        fits = console.measure(detail, options=wide).maximum
+        if fits <= options.max_width:
+            yield detail
+        else:
+            yield Text("Fewer methods or --html show each response.\n", style="dim")
+        for line in caveats(self.found):
+            yield Text(line, "yellow")
+        yield Text("\n".join(f"{heading:8}{meaning}" for _, heading, meaning in FIGURES), "dim")
+        yield Text("▲ ▼     the step makes the response likelier, less likely", "dim")
+
+
+def summary(found: Sequence[Inspection], *, sparks: int) -> Table:
+    """One line per method; the gradient by response takes `sparks` characters at most."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", style="bold", no_wrap=True)
+    for heading in ("loss", *(heading for _, heading, _ in FIGURES)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    heading = "gradient by response" if sparks >= 20 else "gradient"
+    table.add_column(heading[:sparks], no_wrap=True)
+    for one in found:
+        table.add_row(one.method, short(one.loss), *figures(one).values(), sparkline(one, sparks))
+    return table
+
+
+def sparkline(inspection: Inspection, most: int) -> Text:
+    """One character per response: height for its gradient mass, colour for its direction."""
+    parts, top = shares(inspection), max(shares(inspection), default=0.0)
+    line = Text()
+    for share, push in zip(parts, inspection.push.tolist()):
+        level = 0 if top == 0 else min(int(share / top * len(SPARKS)), len(SPARKS) - 1)
+        line.append(
+            SPARKS[level] if share else "·", UP if push > 0 else DOWN if push < 0 else "dim"
+        )
+    line.truncate(most, overflow="ellipsis")
+    return line
+
+
+def responses(found: Sequence[Inspection], file: BatchFile) -> Table | Group:
+    """Rows are responses, columns methods: a bar for the share, an arrow for the direction."""
+    batch = file.batch
+    labels = [one_line(label) for label in prompt_labels(file)]
+    lengths = batch.mask.sum(dim=1).tolist()
+    rewards = [None] * len(lengths) if batch.rewards is None else batch.rewards.tolist()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("prompt", no_wrap=True, max_width=14, overflow="ellipsis")
+    for heading in ("tokens", "reward"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        table.add_column(one.method, no_wrap=True, min_width=BAR + 6)
+    longest = loudest(found)
+    parts = [shares(one) for one in found]
+    for i in range(min(len(lengths), MOST_ROWS)):
+        first = i == 0 or labels[i] != labels[i - 1]
+        cells = [bar(part[i], float(one.push[i]), longest) for part, one in zip(parts, found)]
+        reward = "–" if rewards[i] is None or rewards[i] != rewards[i] else short(rewards[i])
+        table.add_row(labels[i] if first else "", str(lengths[i]), reward, *cells)
+    left = len(lengths) - MOST_ROWS
+    return (
+        Group(table, Text(f"… and {count(left, 'more response')}\n", "dim")) if left > 0 else table
+    )
+
+
+def bar(share: float, push: float, longest: float) -> Text:
+    colour = UP if push > 0 else DOWN if push < 0 else "dim"
+    arrow = "▲" if push > 0 else "▼" if push < 0 else " "
+    length = round(BAR * share / longest) if share else 0
+    return Text(f"{arrow}{'█' * length:{BAR}}{short(share, share=True):>5}", colour)
+
+
+__all__ = ["InspectTable"]

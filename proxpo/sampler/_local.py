@@ -79,7 +79,7 @@ class LocalSampler:
         top_p: float,
         progress: Progress | None,
     ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
-        """Token by token; rows that have ended may run on, and what they say is cut off later."""
+        """Samples token by token; rows that have ended may run on and are cut later."""
         engine = self._engine
         tokens = torch.full(u.shape, self._policy.pad_id, device=u.device)
         logp = torch.zeros(u.shape, device=u.device)
@@ -115,7 +115,7 @@ def _make_engine(policy: Policy, bare: nn.Module, lean: bool) -> Engine:
 def _distinct(
     prompts: list[list[int]], device: torch.device
 ) -> tuple[list[list[int]], Int[Tensor, " row"]]:
-    """The prompts without repetition, and which of them each row has."""
+    """The prompts without repetition, and the number of each row's prompt."""
     number: dict[tuple[int, ...], int] = {}
     which = [number.setdefault(tuple(prompt), len(number)) for prompt in prompts]
     return [list(prompt) for prompt in number], torch.tensor(which, device=device)

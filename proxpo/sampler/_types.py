@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]  # rows finished, rows
 
 @dataclass(frozen=True)
 class Samples:
-    """Responses, one row per prompt given, in that order.
+    """Responses, one row per prompt, in the order of the prompts.
 
     prompts: token ids of each row's prompt
     tokens: response ids, padded on the right

@@ -176,8 +176,8 @@ def _budget(
     )
     metrics: dict[str, float] = {}
     for stage in collector.recipe.budget:
-        budget, seen = stage.apply(budget, _context(collector, f"budget.{stage.name}", path))
-        metrics |= {name: float(value) for name, value in seen.items()}
+        budget, numbers = stage.apply(budget, _context(collector, f"budget.{stage.name}", path))
+        metrics |= {name: float(value) for name, value in numbers.items()}
     samples, most = budget.samples, budget.max_tokens
     if collector.recipe.budget:
         limit = options.max_tokens

@@ -47,7 +47,7 @@ class Episodes:
 
 @dataclass
 class _Episode:
-    """One response as it grows."""
+    """One response while it is being sampled."""
 
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ def play(
     top_p: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Episodes:
-    """One episode per prompt; `max_tokens` bounds every turn, for all rows or row by row."""
+    """Plays one episode per prompt; `max_tokens` bounds every turn, for all rows or row by row."""
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
 
     def draw(rows: list[int], ids: list[list[int]], turn: int) -> Samples:
@@ -220,7 +220,7 @@ def _so_far(prompts: list[list[int]], episodes: list[_Episode], rows: list[int])
 
 
 def _rows(samples: Samples) -> list[tuple[list[int], list[float], bool]]:
-    """Each row's ids, their log-probabilities, and whether it ended by itself."""
+    """Ids of each row, their log-probabilities, and True if it ended by itself."""
     lengths = samples.mask.sum(dim=1).tolist()
     columns = zip(samples.tokens.tolist(), samples.logp.tolist(), lengths)
     return [

@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]  # done, total
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """The held-out problems, how many answers to each, and how long they may be."""
+    """Held-out problems, number of answers to each, their longest length and distribution."""
 
     problems: list[Problem]
     samples: int

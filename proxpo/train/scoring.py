@@ -1,6 +1,4 @@
-"""The learner, and the numbers of its models for sampled sequences: log-probabilities, entropies,
-values, hidden states, divergences from the reference.
-"""
+"""The learner, and its models' log-probabilities and other numbers for sampled sequences."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

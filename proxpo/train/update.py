@@ -1,6 +1,6 @@
 """The update on one rollout, from top to bottom.
 
-    update            prepares nothing itself: hands the rollout to the recipe's schedule
+    update            hands the rollout to the recipe's schedule, which asks for steps
     step              cuts it into mini-batches and makes n optimizer steps
     _mini_batch_step  gradient of the mini-batch, clipping, optimizer's step, memory of the stages
     finish            memory of the stages after the rollout
@@ -231,8 +231,8 @@ class RolloutUpdates:
         used = [each for each in (self, *self._variants) if each._prepared is not None]
         for updates in used or [self]:
             rollout = updates._prepare()
-            seen = {**record.applied, **rollout.metrics}
-            moved = updates.recipe.update_state(learner.state, rollout.data.batch, seen)
+            metrics = {**record.applied, **rollout.metrics}
+            moved = updates.recipe.update_state(learner.state, rollout.data.batch, metrics)
             learner.state = moved or learner.state
         if schedule is not None and "schedule" in before:
             memory = finite(dict(schedule), before["schedule"])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.train._schema import _leaves, build
+from proxpo.train._schema import leaves
+from proxpo.train._settings import build
 from proxpo.train.config import (
     Config,
     as_dict,
@@ -154,7 +155,7 @@ def test_absurd_sizes_are_refused_in_one_line(setting):
 
 
 def test_every_number_has_bounds():
-    for path, kind, leaf in _leaves(Config):
+    for path, kind, leaf in leaves(Config):
         if {int, float} & {kind, *typing.get_args(kind)}:
             info = leaf.metadata
             assert info["high"] is not None, path

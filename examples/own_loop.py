@@ -1,11 +1,12 @@
 """Reinforcement learning in plain PyTorch. The loop is yours; the method is the line METHOD."""
 
+from functools import partial
+
 import torch
 
 import proxpo
 from proxpo.models import load_policy
 from proxpo.sampler import inputs, make_sampler
-from proxpo.stages.gradient import objective, per_response
 from proxpo.train.tasks import make_task
 
 METHOD = "isopo"  # or "ema-kpo", or any other of `proxpo methods`
@@ -19,7 +20,7 @@ def sample(policy, sampler, problems, seeds):
     prompts = [TASK.encode(problem, policy.tokenizer) for problem in problems]
     drawn = sampler.sample(prompts, seeds=seeds, max_tokens=6, temperature=1.0)
     texts = policy.tokenizer.batch_decode(drawn.tokens, skip_special_tokens=True)
-    rewards = drawn.logp.new_tensor([text == one.answer for text, one in zip(texts, problems)])
+    rewards = drawn.logp.new_tensor([text == case.answer for text, case in zip(texts, problems)])
     group = drawn.tokens.new_tensor([problem.index for problem in problems])
     known = {"logp": drawn.logp, "old_logp": drawn.logp, "mask": drawn.mask}
     return inputs(drawn, policy.pad_id), proxpo.Batch(**known, rewards=rewards, group=group)
@@ -28,12 +29,10 @@ def sample(policy, sampler, problems, seeds):
 def backward(model, recipe, transform, ids, seen, batch, ctx):
     """Gradients of one update: ISOPO acts inside the backward pass, most methods in the loss."""
     rows = torch.arange(len(ids), device=ids.device)[:, None].where(seen, -1)
-    given = {"sequences": rows, "advantages": per_response(recipe, batch)} if transform else {}
-    with transform.applied(model, **given) if transform else torch.enable_grad():
-        logp = proxpo.model_logp(model, ids, batch.mask, attention_mask=seen)
-        now = batch.replace(logp=logp)
-        loss = proxpo.policy_loss(recipe, now, ctx).value
-        (-(objective(recipe, now, ctx).weights * logp).sum() if transform else loss).backward()
+    forward = partial(proxpo.model_logp, model, ids, batch.mask, attention_mask=seen)
+    applied = partial(transform.applied, model, sequences=rows) if transform else None
+    with proxpo.backward_pass(recipe, batch, ctx, forward=forward, applied=applied) as opened:
+        opened.objective.backward()
 
 
 def main():

@@ -10,14 +10,15 @@ included; at a valid position both are refused. A null in `rewards` is a missing
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from proxpo.errors import ProxpoError, nearest
-from proxpo.fields import as_tensor, check_finite
+from proxpo.conversion import as_tensor, check_finite
+from proxpo.errors import ProxpoError
+from proxpo.fields import FIELDS, find_field
 from proxpo.ops.shapes import Tensor
 from proxpo.runs.files import write_whole
 from proxpo.types import Batch
@@ -133,20 +134,17 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _checked(found: dict[str, Any], text: dict[str, list[str]]) -> Batch:
-    known = [field.name for field in fields(Batch)]
     for name in found:
-        if name not in known:
-            raise ProxpoError(f"unknown field '{name}'{nearest(name, known)}")
+        find_field(name)  # refuses an unknown one
     tensors = {
         name: as_tensor(name, value, text) for name, value in found.items() if value is not None
     }
     if 0 in tensors.get("logp", torch.ones(1)).shape:
         raise ProxpoError("the batch is empty: logp holds no tokens")
-    wide: dict[str, Any] = {"logp": None, "mask": None}  # the batch says what is missing
-    wide |= {name: _wide(value) for name, value in tensors.items()}
+    wide: dict[str, Any] = {name: _wide(value) for name, value in tensors.items()}
     batch = Batch(**wide)
     for name, value in batch.items():
-        check_finite(name, value, batch.mask)
+        check_finite(FIELDS[name], value, batch.mask)
     return batch
 
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from proxpo.conversion import check_rollout
 from proxpo.errors import ProxpoError
-from proxpo.fields import check_rollout
+from proxpo.fields import find_field
+from proxpo.ops.groups import refreshed
 from proxpo.ops.masked import spread
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
@@ -41,7 +43,6 @@ AROUND = {  # stages that act around the loss, and how
     "schedule": "decides over the optimizer steps of a rollout",
 }
 _TOLD: set[str] = set()  # warnings given by this process
-CURRENT = {"logp", "entropy", "values", "vocab_logp", "hidden", "mean"}
 
 
 class Prepared(NamedTuple):
@@ -137,7 +138,7 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
         ctx = replace(ctx, all_sum=_uncut(recipe, batch, ctx.counts))
     run = _Run(recipe, ctx)
     read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))
-    batch = batch.clean(*(read & CURRENT))
+    batch = batch.clean(*(name for name in read if find_field(name).source == "policy"))
     # Bounds on a ratio would hide an infinite log-probability; NaN comes through to the loss.
     batch = batch.replace(logp=batch.logp.masked_fill(batch.logp.isinf(), torch.nan))
     if recipe.advantage is not None and recipe.advantage.live and batch.refresh is not None:
@@ -235,14 +236,6 @@ def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:
     totals = all_sum(torch.tensor(counts, dtype=torch.float64, device=batch.mask.device))
     named = dict(zip(("tokens", "sequences", "rows", "prompts", "pairs"), totals))
     return Denominators(**named)
-
-
-def refreshed(batch: Batch) -> Batch:
-    """Marked for advantages that follow the policy; groups are numbered from 0 for their sums."""
-    found: dict[str, Tensor] = {"refresh": batch.mask.new_ones(len(batch.mask))}
-    if batch.group is not None:
-        found["group"] = batch.group.unique(return_inverse=True)[1]
-    return batch.replace(**found)
 
 
 def tokens_of_group(batch: Batch) -> Tensor:

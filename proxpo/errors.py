@@ -18,6 +18,10 @@ class NotFiniteError(ProxpoError):
     """A gradient that holds NaN or infinity, where it must not be used."""
 
 
+class UnknownFieldError(ProxpoError, AttributeError):
+    """A name that is no field of a Batch."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise."""
     valid = sorted(valid)

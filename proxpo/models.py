@@ -1,4 +1,4 @@
-"""Policies: the model in the box, SmolLM2, or any causal language model of Hugging Face.
+"""Loads policies: the model that ships with proxpo, SmolLM2, or a causal model of Hugging Face.
 
     policy = load_policy("tiny", device="cpu")
     policy = load_policy("Qwen/Qwen3-0.6B", device="cuda", lora={"r": 16})
@@ -34,7 +34,7 @@ _ROOM = 1 << 20  # for models that know no limit to their context
 
 @dataclass
 class Policy:
-    """A causal language model that is being trained, and what sampling from it needs to know.
+    """A causal language model that is being trained, with its tokenizer and limits.
 
     dtype: of the arithmetic; the trained weights themselves are float32
     eos_ids: tokens that end a response; context: the most tokens of prompt and response together
@@ -54,7 +54,7 @@ class Policy:
 
     @property
     def bare(self) -> nn.Module:
-        """The model itself, out of its wrappers; LoRA layers stay in place."""
+        """The model itself, without its wrappers; LoRA layers stay in place."""
         return bare_model(self.model)
 
     def autocast(self) -> Any:
@@ -74,7 +74,7 @@ def load_policy(
 ) -> Policy:
     """The policy called `name`: "tiny", "smollm2", a folder or a Hugging Face id.
 
-    dtype: of the arithmetic; bfloat16 on a GPU and float32 on a CPU unless told.
+    dtype: of the arithmetic; by default bfloat16 on a GPU and float32 on a CPU.
     lora: options of peft.LoraConfig; {} takes its defaults on every linear layer. `seed` is the
         adapter's.
     """
@@ -107,7 +107,7 @@ def load_policy(
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Weights and tokenizer as transformers loads them."""
+    """Writes weights and tokenizer in the form that transformers loads."""
     with _quiet(_transformers()[1]):
         policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
@@ -149,7 +149,7 @@ def _transformers() -> tuple[Any, Any]:
 
 
 def _source(name: str) -> str:
-    """Where the files are: a folder, or an id that Hugging Face resolves."""
+    """Folder of the model's files, or the id that Hugging Face resolves."""
     if name == "tiny":
         verify_tiny()
         return str(TINY)
@@ -170,7 +170,7 @@ def _source(name: str) -> str:
 
 
 def _check_hub(name: str) -> None:
-    """Ask once whether the hub has the model, instead of minutes of attempts to load it."""
+    """Asks the hub once for the model, instead of minutes of attempts to load it."""
     hub = importlib.import_module("huggingface_hub")
     if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
         return
@@ -197,8 +197,8 @@ def _load(auto_class: Any, name: str, source: str, **options: Any) -> Any:
 
 def _eos_ids(name: str, model: Any, tokenizer: Any) -> list[int]:
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    found = configured if isinstance(configured, list) else [configured]
-    ids = sorted({i for i in [*found, tokenizer.eos_token_id] if i is not None})
+    listed = configured if isinstance(configured, list) else [configured]
+    ids = sorted({i for i in [*listed, tokenizer.eos_token_id] if i is not None})
     if not ids:
         raise ProxpoError(
             f"model '{name}': its tokenizer has no end-of-sequence token, so no response could end;"
@@ -231,7 +231,7 @@ def _with_lora(model: Any, options: dict[str, Any], seed: int) -> Any:
 
 
 def verify_tiny(folder: Path = TINY) -> None:
-    """Every file of the model in the box is there and is what was shipped."""
+    """Raises unless every file of the model that ships with proxpo is there and unchanged."""
     if not (folder / SUMS).is_file():
         raise ProxpoError(f"model 'tiny': {folder / SUMS} is missing; reinstall proxpo")
     for line in (folder / SUMS).read_text().splitlines():
@@ -239,10 +239,10 @@ def verify_tiny(folder: Path = TINY) -> None:
         path = folder / file
         if not path.is_file():
             raise ProxpoError(f"model 'tiny': {path} is missing; reinstall proxpo")
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != expected:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest != expected:
             raise ProxpoError(
-                f"model 'tiny': {path} is damaged (sha256 {found[:12]}…, expected"
+                f"model 'tiny': {path} is damaged (sha256 {digest[:12]}…, expected"
                 f" {expected[:12]}…); reinstall proxpo"
             )
 
@@ -263,7 +263,7 @@ def _smollm2() -> Path:
 
 
 def _unpack(gguf: Path, target: Path) -> None:
-    """Write an ordinary checkpoint, all or nothing.
+    """Writes an ordinary checkpoint, all or nothing.
 
     The file calls <|im_start|> the end of a sequence, where turns end with <|im_end|>.
     """
@@ -294,7 +294,7 @@ def _unpack(gguf: Path, target: Path) -> None:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """No progress bars of our own loading; whoever wants them gets them back afterwards."""
+    """Hides the progress bars of transformers for a while."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -64,7 +64,7 @@ def make_optimizer(
 
 
 def _try_steps(name: str, options: "Options", rest: "Options", device: torch.device) -> None:
-    """Two steps of a small model, since some options are first read there."""
+    """Makes two steps with a small model, since some options are first read there."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3), nn.Linear(3, 2)).to(device)
         ids = torch.arange(3, device=device)[None]
@@ -125,7 +125,7 @@ class Combined(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every part."""
+        """Makes one step of every part."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -147,7 +147,7 @@ class Combined(Optimizer):
 
 
 def _extra(part: Optimizer) -> dict[str, Any]:
-    """SINGD keeps its factors outside `state`, as objects; plain tensors travel better."""
+    """State that a part keeps outside `state` (SINGD's factors), as plain tensors."""
     return {
         name: _each_matrix(getattr(part, name), lambda m: m.to_dense().clone())
         for name in getattr(part, "STATE_ATTRIBUTES", ())
@@ -239,7 +239,7 @@ def _make_adamw(params: list[nn.Parameter], options: Options, name: str) -> Opti
 
 
 def _check_options(name: str, cls: type[Optimizer], options: Options) -> Options:
-    """The options in their types; some optimizers swallow any keyword and any value."""
+    """Options in their types; some optimizers take any keyword and any value."""
     skipped = ("self", "model", "params", "kwargs")
     kinds = typing.get_type_hints(cls.__init__)
     valid = [p for p in inspect.signature(cls.__init__).parameters if p not in skipped]
@@ -255,21 +255,23 @@ def _check_options(name: str, cls: type[Optimizer], options: Options) -> Options
 
 
 def _in_type(value: Any, kind: Any, option: str) -> Any:
-    """`value` as `kind`, where a list may stand for a tuple; one line if it is none."""
+    """Converts `value` to `kind`, where a list may stand for a tuple, or raises."""
     allowed = typing.get_args(kind) if _is_union(kind) else (kind,)
-    for one in allowed:
-        inner = typing.get_args(one)
-        if typing.get_origin(one) is tuple:
+    for type_ in allowed:
+        inner = typing.get_args(type_)
+        if typing.get_origin(type_) is tuple:
             if isinstance(value, (list, tuple)) and len(value) == len(inner):
                 return tuple(_in_type(x, k, option) for x, k in zip(value, inner))
-        elif one in (Tensor, torch.dtype):
-            if isinstance(value, one):
+        elif type_ in (Tensor, torch.dtype):
+            if isinstance(value, type_):
                 return value
-        elif one is Any or (typing.get_origin(one) is Callable and callable(value)):
+        elif type_ is Any or (typing.get_origin(type_) is Callable and callable(value)):
             return value
-    plain = [one for one in allowed if one in PLAIN or typing.get_origin(one) is typing.Literal]
+    plain = [
+        type_ for type_ in allowed if type_ in PLAIN or typing.get_origin(type_) is typing.Literal
+    ]
     if not plain:
-        names = " or ".join(str(one).removeprefix("typing.") for one in allowed)
+        names = " or ".join(str(type_).removeprefix("typing.") for type_ in allowed)
         raise ProxpoError(f"{option} takes {names}, got {brief(value)}")
     return coerce(value, typing.Union[tuple(plain)], option=option)  # noqa: UP007
 

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recipes", "settings"),
     ("gradients", "logp"),
     ("exact",),
-    ("optimizers", "models", "sampler"),
+    ("optimizers", "models", "sampler", "rewards"),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),
     ("train", "adapters"),

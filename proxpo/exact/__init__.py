@@ -1,10 +1,9 @@
 """Exact references for small models: natural policy gradient, MinSR, TRPO.
 
-Slow and plain on purpose: tests hold the fast transforms against them, and they answer "what would
-the exact step have been" on a model of a few thousand parameters.
+Slow and plain on purpose: tests hold the fast transforms against them, and on a model of a few
+thousand parameters they give the exact step to compare with.
 """
 
-from proxpo.exact.mdpo import mirror_step, off_policy_actor_loss, off_policy_value_target
 from proxpo.exact.minsr import minsr, minsr_damping, minsr_weights
 from proxpo.exact.npg import (
     fisher_exact,
@@ -33,11 +32,8 @@ __all__ = [
     "minsr",
     "minsr_damping",
     "minsr_weights",
-    "mirror_step",
     "natural_gradient",
     "natural_gradient_batch",
-    "off_policy_actor_loss",
-    "off_policy_value_target",
     "policy_gradient",
     "scores",
     "token_scores",

@@ -60,7 +60,7 @@ def natural_gradient_batch(
     *,
     damping: float = 0.0,
 ) -> Float[Tensor, " param"]:
-    """The same d for F̂ = JᵀJ/n and g = JᵀA/n, by an n × n solve: d = Jᵀ (JJᵀ + nλI)⁻¹ A."""
+    """d for F̂ = JᵀJ/n and g = JᵀA/n, by an n × n solve: d = Jᵀ (JJᵀ + nλI)⁻¹ A."""
     shift = len(scores) * damping
     return scores.T @ solve_psd(scores @ scores.T, advantages, shift=shift)
 

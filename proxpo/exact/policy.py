@@ -1,4 +1,4 @@
-"""A small model as a function of one flat parameter vector, and the batch it is judged on.
+"""A small model as a function of one flat parameter vector, and a batch of its actions.
 
 Axes: `seq` sequences, `tok` positions, `vocab` the vocabulary, `param` trainable parameters.
 """
@@ -17,7 +17,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Shaped, Tensor
 
 @dataclass(frozen=True)
 class ActionBatch:
-    """What was fed to the model and what it chose: `actions[i, t]` answers logits row (i, t).
+    """Inputs of a model and actions taken: `actions[i, t]` answers logits row (i, t).
 
     For a language model: `inputs = ids[:, :-1]`, `actions = ids[:, 1:]`, `mask` on the response.
     """
@@ -54,10 +54,11 @@ class FlatPolicy:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        found = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        if not found:
+        """The trainable parameters by name."""
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if not trained:
             raise ProxpoError("policy: the model has no trainable parameter")
-        return found
+        return trained
 
     def vector(self) -> Float[Tensor, " param"]:
         """A copy of θ."""
@@ -74,7 +75,7 @@ class FlatPolicy:
 
     @torch.no_grad()
     def load(self, theta: Float[Tensor, " param"]) -> None:
-        """Write θ into the model."""
+        """Writes θ into the model."""
         for p, value in zip(self.parameters.values(), self.split(theta).values()):
             p.copy_(value)
 

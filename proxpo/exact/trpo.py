@@ -24,7 +24,7 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrpoStep:
-    """What one step did. `reason` says why no step was taken; it is empty for an accepted one."""
+    """Result of one step; `reason` says why no step was taken, and is empty for an accepted one."""
 
     accepted: bool
     step: Float[Tensor, " param"]

@@ -1,9 +1,9 @@
 """Measures what a gradient transform does to a batch, for logging.
 
     with transform.applied(model, sequences=seq_index, advantages=A) as session:
-        with watch(session) as seen:
+        with watch(session) as result:
             nll.backward()
-    log(seen.metrics())
+    log(result.metrics())
 
 Lengths F, N, R of every layer whatever the exponents, each layer's share of the update, its angle
 to REINFORCE and the KL that the step is predicted to cost. Watching changes no gradient; it costs
@@ -69,7 +69,7 @@ class LayerDiagnostics:
 class Diagnostics:
     """Measurements of one or more watched blocks, pooled, each with its own update.
 
-    `moved` holds, for every sequence, ⟨∇ log π(o_i), Δ⟩: the change of its log-probability to first
+    `moved` is, for every sequence, ⟨∇ log π(o_i), Δ⟩: the change of its log-probability to first
     order. Δ is a plain step along the update (rate 1), or the step since the parameters given to
     `watch`. The objective is taken to be a negative log-likelihood, as `applied` asks for.
     """
@@ -80,6 +80,7 @@ class Diagnostics:
 
     @property
     def moved(self) -> Float[Tensor, " row"]:
+        """Change of every sequence's log-probability, see above."""
         if not self.layers:
             raise ProxpoError("watch: nothing was seen; call backward() inside the block")
         return torch.cat(self.blocks)

@@ -14,6 +14,7 @@ CUDA kernels repeat it for p alone. `_engine` computes F² and N² without build
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -139,6 +140,7 @@ class Isopo(LengthRule):
 
     @property
     def exponents(self) -> Three:
+        """p, q and r."""
         return self.p, self.q, self.r
 
     @property
@@ -203,7 +205,7 @@ class Isopo(LengthRule):
             handle.observe(**{f"{x}2": value for x, value in squares.items()}, weights=weights)
         handle.session.expect_finite(handle, weights)
 
-    @property
+    @cached_property
     def measurement(self) -> Measurement:
         """F where p or r is in use, N where q or r is."""
         return Measurement(
@@ -214,7 +216,7 @@ class Isopo(LengthRule):
             path=self.path,
         )
 
-    @property
+    @cached_property
     def fisher_power(self) -> tuple[float, float] | None:
         """(p, ε) where s_i = (F_i² + ε)^(p/2): the case of the fused kernels."""
         alone = self.p and not (self.q or self.r or self.overlap_reg)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from proxpo.errors import ProxpoError, resolve
+from proxpo.fields import LOADERS
 from proxpo.stages import check
 from proxpo.stages._options import bind, parameters
 from proxpo.types import KINDS, Recipe
@@ -127,6 +128,9 @@ def load_all() -> None:
         importlib.import_module(f"proxpo.recipes.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
+
+
+LOADERS.append(load_all)  # packages with recipes of their own may declare batch fields
 
 
 def methods() -> dict[str, Method]:

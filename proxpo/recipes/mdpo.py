@@ -32,8 +32,8 @@ def mdpo(
     tsallis=q: differences of q-logarithms of the sampled token instead.
 
     Departures: written for continuous control with GAE advantages; here they are GRPO's. The floor
-    of t_k is ours. The released schedule is 1 - (k-1)/K (anneal="code"). The off-policy variant is
-    a function, proxpo.exact.off_policy_actor_loss.
+    of t_k is ours. The released schedule is 1 - (k-1)/K (anneal="code"). The off-policy variant,
+    whose actor needs a critic Q, is left out.
 
     Reference: Tomar et al., arXiv:2005.09814 sections 4-5.
     """

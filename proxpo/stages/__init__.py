@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.fields import LOADERS
 from proxpo.ops.shapes import Tensor
 from proxpo.stages._options import bind
 from proxpo.types import KINDS, MANY, Batch, Context, Metrics, Recipe, Stage, State
@@ -160,5 +161,7 @@ def load_all() -> None:
     for module in pkgutil.walk_packages(__path__, prefix=f"{__name__}."):
         importlib.import_module(module.name)
 
+
+LOADERS.append(load_all)  # stages declare batch fields of their own
 
 __all__ = ["STAGES", "Parts", "check", "load_all", "make_stage", "stage"]

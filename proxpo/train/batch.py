@@ -17,29 +17,20 @@ from proxpo.train.scoring import (
     score,
     widened,
 )
-from proxpo.types import FIELDS, ROWS, Batch, Context, Metrics, Recipe, Stage
+from proxpo.types import FIELDS, Batch, Context, Metrics, Recipe, Stage
 
 ONLY_FRESH = ("old_vocab_logp", "ref_kl")  # nobody keeps the sampling policy's vocabulary
 
 # Fields from a pass of the policy, of the critic or of the reference, before the first update.
-SCORED = frozenset(
-    {
-        "old_logp",
-        "prox_logp",
-        "prev_logp",
-        "ref_logp",
-        "entropy",
-        "values",
-        "old_values",
-        "returns",
-        "vocab_logp",
-        "old_vocab_logp",
-        "ref_kl",
-        "hidden",
-        "features",
-    }
-)
-SEPARATE = frozenset({"old_logp", "ref_logp", "prev_logp", "features", "ref_kl"})  # other passes
+SCORED = {
+    name
+    for name, field in FIELDS.items()
+    if field.source in ("policy", "start", "reference", "schedule") and name != "logp"
+}
+# Those of them that take a pass of their own.
+SEPARATE = {"old_logp", "features"} | {
+    name for name, field in FIELDS.items() if field.source in ("reference", "schedule")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +87,8 @@ class TrainingBatch(NamedTuple):
         """A mini-batch or micro-batch: the rows `index`, cut to the columns they use."""
         experience, batch = self.experience.rows(index), self.batch.rows(index)
         tokens = experience.mask.shape[1]
-        wide = [name for name, value in batch.items() if value.dim() > 1 and name not in ROWS]
-        narrow = {name: getattr(batch, name)[:, :tokens] for name in wide}
+        wide = [(name, value) for name, value in batch.items() if value.dim() > 1]
+        narrow = {name: value[:, :tokens] for name, value in wide if FIELDS[name].per_token}
         return TrainingBatch(experience, batch.replace(**narrow))
 
 
@@ -145,21 +136,12 @@ def prepare_rollout(
 
 
 def sampled_fields(learner: Learner, experience: Experience) -> dict[str, Any]:
-    """The fields that sampling and rewards bring, without the mask; absent ones are None."""
+    """The fields that sampling and rewards bring, without the mask."""
+    fields = {name: value for name, value in experience.tensors().items() if name in FIELDS}
+    del fields["mask"]
     lag = learner.version - experience.version
-    return {
-        "rollout_logp": experience.rollout_logp,
-        "rewards": experience.rewards,
-        "group": experience.group,
-        "prompt_id": experience.prompt_id,
-        "correct": experience.correct,
-        "truncated": experience.truncated,
+    return fields | {
         "lag": lag[:, None].expand_as(experience.mask),
-        "greedy_rewards": experience.greedy_rewards,
-        "turn": experience.turn,
-        "void": experience.void,
-        "duration": experience.duration,
-        "span_rewards": experience.span_rewards,
         "tokens": experience.input_ids[:, -experience.mask.shape[1] :],
     }
 
@@ -209,8 +191,8 @@ def _refuse_stale(recipe: Recipe, wanted: frozenset[str]) -> None:
     for name in ONLY_FRESH:
         if name in wanted:
             raise ProxpoError(
-                f"{recipe.name} needs the batch field '{name}' ({FIELDS[name]}), which is known "
-                "for fresh data only: no replay, no lag, and training at the temperature of "
+                f"{recipe.name} needs the batch field '{name}' ({FIELDS[name].doc}), which is "
+                "known for fresh data only: no replay, no lag, and training at the temperature of "
                 "sampling with top_p=1"
             )
 

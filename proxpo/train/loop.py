@@ -25,7 +25,7 @@ from proxpo.train.config import Change, Config, as_dict, check_resume, write_con
 from proxpo.train.config import build as build_config
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
-from proxpo.train.finish import Examined, finish
+from proxpo.train.finish import Examined, finish_run
 from proxpo.train.job import Job, build, restore, save, splits
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import remarks
@@ -110,7 +110,7 @@ def _finished(run: _Run) -> dict[str, Any]:
             )
         return {"stopped": by, "steps": at.saved or 0, "out": str(out)}
     at.phase = "finish"
-    return finish(job, out, examined or _examine(job, observer), on_notice=observer.on_notice)
+    return finish_run(job, out, examined or _examine(job, observer), on_notice=observer.on_notice)
 
 
 def _trained(run: _Run) -> Examined | None:

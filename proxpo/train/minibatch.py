@@ -1,15 +1,15 @@
 """Gradient of one mini-batch: a forward and a backward pass for each of its micro-batches."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from proxpo.backward import BackwardPass, backward_pass, policy_term, sums_over_step
 from proxpo.compose import count, policy_loss
 from proxpo.ops.metering import combined
 from proxpo.ops.shapes import Tensor
-from proxpo.ops.sums import over_microbatches
-from proxpo.stages.gradient import objective, per_response
 from proxpo.stages.schedule import Rescale
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.experience import Experience
@@ -23,7 +23,7 @@ from proxpo.train.scoring import (
     vocabulary_logp,
     widened,
 )
-from proxpo.types import AllSum, Batch, Clock, Context, Loss, Metrics, Reach, Recipe, local
+from proxpo.types import AllSum, Batch, Clock, Context, Metrics, Recipe, local
 
 
 def gradients(
@@ -48,16 +48,16 @@ def gradients(
     mask = data.batch.mask
     parts = micro_batches(len(mask), options.micro_batch, mask.device)
     sums = partial(_sums, learner, data=data, parts=parts, options=options, ctx=ctx)
+    policy_sum = None
+    if learner.transform is not None and policy_term(recipe) != recipe:
+        policy_sum = sums(policy_term(recipe))  # which asks for other sums, in another order
     ctx = replace(ctx, all_sum=sums(recipe))
-    policy_sum = ctx.all_sum
-    if learner.transform is not None and _bare(recipe) != recipe:
-        policy_sum = sums(_bare(recipe))  # it asks for other sums, in another order
     tokens = [float(mask[part].sum()) for part in parts]
     metrics: Metrics = {}
     present: list[dict[str, Tensor]] = []
     for number, part in enumerate(parts):
         own = replace(ctx, generator=_generator(seed, number))
-        loss, fields = _backward(learner, recipe, data.rows(part), options, own, policy_sum)
+        _, loss, fields = _backward(learner, recipe, data.rows(part), options, own, policy_sum)
         present.append(_read_after_step(recipe, fields, mask.shape[1]))
         share = tokens[number] / max(sum(tokens), 1.0)
         metrics = combined(recipe, metrics, {**loss.metrics, "loss": loss.value}, share=share)
@@ -76,7 +76,7 @@ def _trained_rows(recipe: Recipe, data: TrainingBatch) -> TrainingBatch:
     return data.rows(filled.nonzero()[:, 0] if bool(filled.any()) else filled.new_zeros(1).long())
 
 
-def _read_after_step(recipe: Recipe, fields: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+def _read_after_step(recipe: Recipe, fields: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
     """The policy's fields that a stage reads after the step, padded to this width."""
     read = {name for _, stage in recipe.stages() if stage.step for name in stage.needs}
     return {name: widened(fields[name].detach(), width) for name in fields.keys() & read}
@@ -122,39 +122,33 @@ def _backward(
     data: TrainingBatch,
     options: LogpOptions,
     ctx: Context,
-    policy_sum: AllSum,
-) -> tuple[Loss, dict[str, Tensor]]:
-    """The loss, and what the forward pass brought.
-
-    `policy_sum` adds over micro-batches for the policy term alone, as a transform sees it.
-    """
-    rows, batch = data
-    if learner.transform is None:
-        found = forward(learner, rows, options)
-        loss = policy_loss(recipe, batch.replace(**found), ctx)
-        loss.value.backward()
-        return loss, found
-    bare, alone = _bare(recipe), replace(ctx, all_sum=policy_sum)
-    whole = None
-    if bare != recipe:
-        # Terms without an advantage: an ordinary backward of their own.
-        now = batch.replace(**forward(learner, rows, options))
-        whole = policy_loss(recipe, now, ctx)
-        (whole.value - policy_loss(bare, now, alone).value).backward()
-    aside = _vocabulary(learner, rows, options)
-    sequences = torch.where(
-        rows.attention_mask, torch.arange(len(rows.mask), device=rows.mask.device)[:, None], -1
-    )
-    advantages = per_response(recipe, batch)
-    with learner.transform.applied(
-        learner.policy.model, sequences=sequences, advantages=advantages, groups=rows.group
-    ):
-        found = forward(learner, rows, options, without=VOCABULARY) | aside
-        split = objective(recipe, batch.replace(**found), alone)
-        (-(split.weights * found["logp"]).sum()).backward()
-    if whole is None:
-        return split.loss, found
-    return Loss(whole.value, whole.metrics | split.loss.metrics), found
+    policy_sum: AllSum | None,
+) -> BackwardPass:
+    """Forward and backward of a micro-batch, under the learner's transform if it has one."""
+    rows, applied = data.experience, None
+    run: Callable[..., dict[str, Tensor]] = partial(forward, learner, rows, options)
+    policy_run = run
+    if learner.transform is not None:
+        vocabulary = _vocabulary(learner, rows, options)
+        policy_run = lambda: run(without=VOCABULARY) | vocabulary  # noqa: E731
+        number = torch.arange(len(rows.mask), device=rows.mask.device)[:, None]
+        applied = partial(
+            learner.transform.applied,
+            learner.policy.model,
+            sequences=torch.where(rows.attention_mask, number, -1),
+            groups=rows.group,
+        )
+    with backward_pass(
+        recipe,
+        data.batch,
+        ctx,
+        forward=policy_run,
+        forward_rest=run,
+        applied=applied,
+        policy_sum=policy_sum,
+    ) as opened:
+        opened.objective.backward()
+    return opened
 
 
 @torch.no_grad()
@@ -170,11 +164,6 @@ def _vocabulary(learner: Learner, rows: Experience, options: LogpOptions) -> dic
         return {"vocab_logp": vocabulary_logp(model, rows, options.temperature)}
 
 
-def _bare(recipe: Recipe) -> Recipe:
-    """The policy term alone: what carries an advantage."""
-    return recipe.replace(regularisers=(), value=None)
-
-
 def _sums(
     learner: Learner,
     recipe: Recipe,
@@ -184,24 +173,15 @@ def _sums(
     options: LogpOptions,
     ctx: Context,
 ) -> AllSum:
-    """Sums over all micro-batches, for recipes that ask for any; else nothing to do."""
-    asked: list[Tensor] = []
+    """Sums over all micro-batches, for recipes that ask for any."""
 
-    def probe(x: Tensor, scope: Reach = "batch") -> Tensor:
-        asked.append(x)
-        return x
+    def microbatches() -> list[Batch]:
+        fields = score(learner, data.experience, options)
+        return [data.batch.replace(**fields).rows(part) for part in parts]
 
-    if len(parts) > 1:
-        policy_loss(recipe, data.batch, replace(ctx, all_sum=probe))
-    if not asked:
-        return local
-    fields = score(learner, data.experience, options)
-    pieces = [data.batch.replace(**fields).rows(part) for part in parts]
-
-    def run(piece: Batch, *, all_sum: AllSum) -> Loss:
-        return policy_loss(recipe, piece, replace(ctx, all_sum=all_sum))
-
-    return over_microbatches(run, pieces)
+    if len(parts) == 1:
+        return ctx.all_sum
+    return sums_over_step(recipe, data.batch, ctx, microbatches=microbatches)
 
 
 __all__ = ["gradients"]

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from proxpo.errors import ProxpoError
 from proxpo.settings import lengths
+from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.train._schema import Config
 from proxpo.train._settings import changes
 from proxpo.train.tasks import Task
@@ -11,7 +12,7 @@ from proxpo.types import FIELDS, Recipe, Stage
 
 NOT_PROVIDED = {
     **dict.fromkeys(
-        ("mean", "old_mean", "ref_mean", "noise", "step_size", "time"),
+        (field.name for field in GAUSSIAN),
         "tokens of a language model have no Gaussian policy: bring it in a batch of your own",
     ),
     **dict.fromkeys(
@@ -86,7 +87,7 @@ def check_fields(recipe: Recipe, task: Task) -> None:
 def _refuse(recipe: Recipe, stage: Stage, name: str, reason: str) -> None:
     raise ProxpoError(
         f"{recipe.name}: {stage.kind}={stage.name} needs the batch field '{name}' "
-        f"({FIELDS[name]}), and {reason}"
+        f"({FIELDS[name].doc}), and {reason}"
     )
 
 

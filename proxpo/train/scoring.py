@@ -16,9 +16,9 @@ from proxpo.ops.kl import kl_exact
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.train.experience import Experience
 from proxpo.train.prefix import shares_prompts, states_before
-from proxpo.types import Recipe, State
+from proxpo.types import FIELDS, Recipe, State
 
-VOCABULARY = {"vocab_logp", "old_vocab_logp"}
+VOCABULARY = {name for name, field in FIELDS.items() if field.last == "vocab"}
 STATES = {"hidden"} | VOCABULARY  # fields read off the states before the head
 
 

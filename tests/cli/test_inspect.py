@@ -211,7 +211,7 @@ def test_wrong_methods_and_settings(refused, arguments, expected):
 @pytest.mark.parametrize("name", sorted(set(library.methods()) - set(SHOWN)))
 def test_a_method_says_which_field_it_misses_and_who_gives_it(refused, name):
     field = NEED_A_MODEL[name]
-    expected = f"needs the batch field '{field}' ({FIELDS[field]}), which is missing"
+    expected = f"needs the batch field '{field}' ({FIELDS[field].doc}), which is missing"
     assert expected in refused("inspect", name, "--batch", "sample", "--json")
 
 

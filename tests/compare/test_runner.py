@@ -15,7 +15,7 @@ from comparisons import SMALL, Started, arguments, data_of, folder_of, rows_of
 
 from proxpo.cli import main
 from proxpo.compare.plan import read_plan
-from proxpo.compare.runner import choose, open_comparison
+from proxpo.compare.runner import choose_settings, open_comparison
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
 
@@ -167,7 +167,7 @@ def test_a_sweep_chooses_on_tuning_seeds_and_reports_on_others(tmp_path, capsys)
     (reported,) = [one for one in plan.runs if one.role == "report"]
     assert (reported.seed, dict(reported.settings)) == (0, {"lr": 1e-5})
     assert rows_of(out / reported.folder)[-1]["step"] == 6
-    assert choose(plan, out) == list(plan.chosen)  # from the files alone
+    assert choose_settings(plan, out) == list(plan.chosen)  # from the files alone
 
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path, uninterrupted):

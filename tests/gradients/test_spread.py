@@ -1,7 +1,6 @@
 """Positions cut over two processes that talk over gloo equal the same positions in one."""
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.testing import assert_close
 
 from proxpo.gradients import Layout, Outer
 from proxpo.gradients._engine import cost
+from proxpo.gradients._engine.shard import Shard
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -62,8 +62,10 @@ def choices(lengths: list[int], first: int, shape: tuple[int, int], **options) -
     """The form each of two ranks takes for a layer, the first of which holds `first` positions."""
     seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     found = set()
-    for own in (seq[:first], seq[first:]):
-        layout = Layout(own, len(lengths), SimpleNamespace(ranks=2, seq=seq))
+    for own in (torch.arange(len(seq))[:first], torch.arange(len(seq))[first:]):
+        shard = Shard(None, seq, own)
+        vars(shard)["ranks"] = 2  # there is no process group to ask
+        layout = Layout(seq[own], len(lengths), shard)
         rows = Outer(torch.zeros(len(own), shape[1]), torch.zeros(len(own), shape[0]))
         isopo_form = cost.choose(rows, layout, path="auto", **options)
         found.add((isopo_form, cost.gram_kernel(rows, layout, "auto")))

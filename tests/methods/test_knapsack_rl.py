@@ -1,6 +1,7 @@
 import itertools
 import math
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,22 @@ from helpers import close, f64, method
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from methods._case import Case
+from methods.loops import clipped, ratio, token_mean, z_scores
 from proxpo import Batch, Context
 from proxpo.stages.budget import allocate, knapsack_value
 from proxpo.types import Budget
+
+
+def knapsack(b: Batch) -> Any:
+    a = {k: max(-0.9, min(0.9, value)) for k, value in z_scores(b).items()}
+    return token_mean(clipped(ratio(b), a, 0.2, 0.28), b)
+
+
+CASES = {
+    "knapsack-rl": Case("knapsack-rl", {"bound": 0.9}, knapsack),
+}
+
 
 SLUG = "knapsack-rl"
 PLACE = "budget.knapsack"

@@ -1,14 +1,61 @@
+import math
+from typing import Any
+
 import pytest
 import torch
 from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, on_policy
 from helpers import policy_gradient as gradient_of
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Terms,
+    exp,
+    full_kl,
+    k3,
+    log_ratio,
+    number,
+    plus,
+    ratio,
+    token_mean,
+    tokens,
+    unclipped,
+    z_scores,
+)
 from proxpo import Batch
-from proxpo.exact import mirror_step, off_policy_actor_loss, off_policy_value_target
 from proxpo.ops.kl import kl_exact
 from proxpo.stages.regularisers.mirror import mirror_step_size
 from proxpo.types import Clock
+
+
+def mdpo(b: Batch, kl: Terms, *, t: float = 1.0) -> torch.Tensor:
+    return token_mean(plus(unclipped(ratio(b), z_scores(b)), (1 / t, kl)), b)
+
+
+def sampled_kl(b: Batch) -> Terms:
+    return {k: exp(d) * d - exp(d) + 1 for k, d in log_ratio(b).items()}
+
+
+def q_log(x: Any, q: float) -> Any:
+    return (x ** (1 - q) - 1) / (1 - q)
+
+
+def tsallis(b: Batch, q: float) -> Terms:
+    return {
+        k: q_log(exp(b.logp[k]), 2 - q) - q_log(math.exp(number(b.old_logp[k])), 2 - q)
+        for k in tokens(b)
+    }
+
+
+CASES = {
+    "mdpo": Case("mdpo", {}, lambda b: mdpo(b, sampled_kl(b))),
+    "mdpo-k3": Case(
+        "mdpo", {"kl": "k3", "step_size": 0.5}, lambda b: mdpo(b, k3(b, b.old_logp), t=0.5)
+    ),
+    "mdpo-exact": Case("mdpo", {"kl": "exact"}, lambda b: mdpo(b, full_kl(b, "pi_beta"))),
+    "mdpo-tsallis": Case("mdpo", {"tsallis": 1.5}, lambda b: mdpo(b, tsallis(b, 1.5))),
+}
+
 
 SLUG = "mdpo"
 
@@ -54,8 +101,7 @@ def test_zero_at_the_mirror_step(t: float) -> None:
 def test_bandit_reaches_the_mirror_step() -> None:
     """The sampled and the exact form, with every action in the batch in its old proportion."""
     old, a, t = f64([0.1, 0.3, 0.2, 0.25, 0.15]).log(), f64([1.0, -1.0, 0.4, 0.0, 0.6]), 0.7
-    target = mirror_step(old, a, t)
-    close(target.exp(), (old + t * a).exp() / (old + t * a).exp().sum())
+    target = (old + t * a).log_softmax(0)
     logits = target.clone().requires_grad_()
 
     def objective(logp: torch.Tensor) -> torch.Tensor:
@@ -116,34 +162,6 @@ def test_tsallis_tends_to_the_plain_logarithm() -> None:
     near = method(SLUG, tsallis=1 + 1e-7).regularisers[0]
     found = near.apply(torch.ones_like(batch.logp), batch, proxpo.Context())[0]
     close(found, batch.logp - batch.old_logp, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.checks(SLUG, "off-policy with κ = λ: SAC's actor loss λ log π - Q")
-def test_off_policy_actor() -> None:
-    logp, old, q = f64([-1.0, -2.0]), f64([-0.5, -3.0]), f64([0.3, 0.7])
-    close(off_policy_actor_loss(logp, old, q, kappa=0.2, lam=0.2), (0.2 * logp - q).mean())
-    found = off_policy_actor_loss(logp, old, q)
-    close(found, ((logp - 0.8 * old) - q).mean())
-    head = off_policy_actor_loss(
-        logp, old, q, mean=f64([[2.0], [0.0]]), log_std=f64([[1.0], [1.0]])
-    )
-    close(head - found, 1e-3 * (2.0 + 1.0))
-    close(off_policy_value_target(q, q - 0.1, logp), q - 0.1 - 0.2 * logp)
-
-
-def test_off_policy_optimum_is_the_regularised_mirror_step() -> None:
-    """argmin over π of the actor loss with all actions: π ∝ π_k^{(κ-λ)/κ}·exp(Q/κ)."""
-    old, q, kappa, lam = f64([0.2, 0.5, 0.3]).log(), f64([1.0, 0.0, 0.4]), 1.0, 0.2
-    best = ((kappa - lam) * old / kappa + q / kappa).log_softmax(0)
-
-    def expected(logp: torch.Tensor) -> torch.Tensor:
-        parts = [off_policy_actor_loss(*(x[None] for x in one), kappa=kappa, lam=lam)
-                 for one in zip(logp, old, q)]  # fmt: skip
-        return torch.stack(parts) @ logp.exp()
-
-    logits = best.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(expected(logits.log_softmax(0)), logits)
-    close(slope, 0.0 * slope)
 
 
 @pytest.mark.parametrize("option", [{"step_size": 0.0}, {"step_floor": 0.0}, {"tsallis": 1.0}])

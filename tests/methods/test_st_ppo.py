@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -7,12 +8,73 @@ from helpers import policy_gradient as gradient_of
 from torch import Tensor
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Terms,
+    clipped_between,
+    exp,
+    gae,
+    k3,
+    log_ratio,
+    mean,
+    plus,
+    ratio,
+    row,
+    seq_mean_token_mean,
+    token_mean,
+    token_rewards,
+    tokens,
+    value_terms,
+    whitened,
+    z_scores,
+)
 from methods.toy_updates import ToyUpdates
 from proxpo import Batch, Recipe
 from proxpo.inspection import inspect_batch
 from proxpo.stages.ratio import sequence, turn
 from proxpo.stages.schedule.clipping_bias import clipping_bias, logp_norm, measured_loss
 from proxpo.types import Context
+
+
+def mean_ratio(b: Batch, same: Callable[[int, int, int], bool]) -> Terms:
+    d, out = log_ratio(b), {}
+    for i, t in tokens(b):
+        out[i, t] = exp(mean([d[i, s] for s in row(b, i) if same(i, s, t)]))
+    return out
+
+
+def by_field(b: Batch) -> Terms:
+    return mean_ratio(b, lambda i, s, t: bool(b.turn[i, s] == b.turn[i, t]))
+
+
+def by_run(b: Batch) -> Terms:
+    return mean_ratio(b, lambda i, s, t: bool(b.mask[i, min(s, t) : max(s, t) + 1].all()))
+
+
+def st_ppo(b: Batch, w: Terms, clip: float) -> torch.Tensor:
+    raw = gae(token_rewards(b), b, gamma=1.0, lam=1.0)
+    x = clipped_between(w, whitened(raw), lambda k: (1 - clip, 1 + clip))
+    return seq_mean_token_mean(plus(x, (1.0, value_terms(b, raw, clip=0.5))), b)
+
+
+def st_ppo_group(b: Batch) -> torch.Tensor:
+    x = clipped_between(by_field(b), z_scores(b), lambda k: (0.9, 1.1))
+    return token_mean(plus(x, (0.1, k3(b, b.ref_logp))), b)
+
+
+CASES = {
+    "st-ppo": Case("st-ppo", {"clip": 0.05}, lambda b: st_ppo(b, by_field(b), 0.05)),
+    "st-ppo-group": Case(
+        "st-ppo", {"critic": False, "average": "token", "clip": 0.1, "kl_coef": 0.1}, st_ppo_group
+    ),
+    "s-ppo": Case("st-ppo", {"variant": "s-ppo"}, lambda b: st_ppo(b, ratio(b), 0.2)),
+    "turn-ppo": Case(
+        "st-ppo",
+        {"variant": "turn-ppo", "split": "mask", "clip": 0.05},
+        lambda b: st_ppo(b, by_run(b), 0.05),
+    ),
+}
+
 
 SLUG = "st-ppo"
 WIDE = {"critic": False, "clip": 9.0}

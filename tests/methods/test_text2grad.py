@@ -3,9 +3,81 @@ import torch
 from helpers import advantages, close, f64, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    clipped,
+    gae,
+    mean,
+    number,
+    plus,
+    ratio,
+    token_mean,
+    token_rewards,
+    tokens,
+    value_terms,
+    whitened,
+)
 from proxpo import Batch
 from proxpo.ops.kl import kl_exact
 from proxpo.stages.reward import find_span, span_values, token_values
+
+
+def span_rewards(b: Batch, kl: Numbers, coef: float) -> Numbers:
+    return {k: number(b.span_rewards[k]) - coef * kl[k] for k in tokens(b)}
+
+
+def gae_to_hole(rho: Numbers, b: Batch, *, lam: float) -> Numbers:
+    """Column by column from the right; a masked column sets the recursion back."""
+    out: Numbers = {}
+    for i in range(len(b.mask)):
+        value_next = advantage_next = 0.0
+        for t in reversed(range(b.mask.shape[1])):
+            if not b.mask[i, t]:
+                value_next = advantage_next = 0.0
+                continue
+            value = number(b.old_values[i, t])
+            advantage_next = out[i, t] = rho[i, t] + value_next - value + lam * advantage_next
+            value_next = value
+    return out
+
+
+def text2grad(b: Batch) -> torch.Tensor:
+    kl = {k: number(b.ref_kl[k]) for k in tokens(b)}
+    raw = gae_to_hole(span_rewards(b, kl, 0.2), b, lam=0.95)
+    x = clipped(ratio(b), whitened(raw), 0.2, 0.2)
+    return token_mean(plus(x, (0.1, value_terms(b, raw, clip=0.2))), b)
+
+
+def text2grad_raw(b: Batch) -> torch.Tensor:
+    d = {k: number(b.old_logp[k]) - number(b.ref_logp[k]) for k in tokens(b)}
+    rho = span_rewards(b, {k: x * x / 2 for k, x in d.items()}, 0.5)
+    for k, kept_reward in token_rewards(b).items():
+        rho[k] += kept_reward
+    raw = gae(rho, b, gamma=0.9, lam=0.8)
+    x = plus(clipped(ratio(b), raw, 0.2, 0.2), (0.1, value_terms(b, raw, clip=0.2)))
+    too_far = mean([number(r) for r in ratio(b).values()]) > 1.5
+    return token_mean(x, b) * (0.0 if too_far else 1.0)
+
+
+CASES = {
+    "text2grad": Case("text2grad", {}, text2grad),
+    "text2grad-raw": Case(
+        "text2grad",
+        {
+            "gamma": 0.9,
+            "lam": 0.8,
+            "whitening": False,
+            "holes": "skip",
+            "kl": "k2",
+            "kl_coef": 0.5,
+            "outcome": True,
+            "max_ratio": 1.5,
+        },
+        text2grad_raw,
+    ),
+}
+
 
 TEXT = "First we add 3 and 4, which gives 8.  Then we double it."
 

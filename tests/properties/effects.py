@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from helpers import CASES, gradients, make_batch, method, recipe, with_leaves
+from helpers import gradients, make_batch, method, with_leaves
+from methods.cases import CASES, recipe
 from methods.toy_updates import ToyUpdates
 from torch import Tensor, nn
 

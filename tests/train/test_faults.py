@@ -20,7 +20,7 @@ from proxpo.cli import main
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
 from proxpo.models import TINY
-from proxpo.report.metrics import SCORE, pick
+from proxpo.report.metrics import SCORE, pick_variant
 from proxpo.report.read_runs import read_run
 from proxpo.runs.checkpoint import load_latest
 from proxpo.runs.folder import hold_folder
@@ -555,7 +555,7 @@ def test_a_bonus_for_the_format_is_no_accuracy(tmp_path, capsys):
     assert "Validation reward" in [title for title, *_ in panels(rows)]
     assert "Validation accuracy" not in [title for title, *_ in panels(rows)]
     run = read_run(tmp_path / "run")
-    assert pick(SCORE, [run]).variant.label == "greedy reward, held out"
+    assert pick_variant(SCORE, [run]).variant.label == "greedy reward, held out"
     state = state_of(tmp_path / "run", steps=1, score="proxpo/eval/accuracy")
     assert (state.status, state.score) == ("done", pytest.approx(0.1))
 

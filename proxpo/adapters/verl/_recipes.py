@@ -188,8 +188,8 @@ def _line(recipe: Recipe, stage: Stage, name: str, whom: str) -> str:
         instead.append("proxpo's engine gives it (VERL_ENGINE_VENDOR=proxpo)")
     hint = f"; {'; or '.join(instead)}" if instead else ""
     return (
-        f"verl: {recipe.name}: {stage.kind}={stage.name} needs '{name}' ({FIELDS[name]}), which "
-        f"verl does not give to {whom}{hint}"
+        f"verl: {recipe.name}: {stage.kind}={stage.name} needs '{name}' ({FIELDS[name].doc}), "
+        f"which verl does not give to {whom}{hint}"
     )
 
 

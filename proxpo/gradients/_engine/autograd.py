@@ -45,7 +45,7 @@ def _returned(
 
 
 def _without_base(out: Tensor) -> Tensor:
-    """The same tensor, not as a view of another: autograd lets nobody change views in place."""
+    """The tensor, not as a view of another: autograd lets nobody change views in place."""
     base = out._base
     if base is None:
         return out

@@ -209,10 +209,10 @@ class _ReplayState:
         self.contents: list[tuple[Any, Any]] = []
         self._collect(inputs, set())
 
-    def _collect(self, value: Any, seen: set[int]) -> None:
-        if isinstance(value, _UNCHANGED) or callable(value) or id(value) in seen:
+    def _collect(self, value: Any, visited: set[int]) -> None:
+        if isinstance(value, _UNCHANGED) or callable(value) or id(value) in visited:
             return
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, list | dict):
             self.contents.append((value, value.copy()))
         if isinstance(value, dict):
@@ -222,7 +222,7 @@ class _ReplayState:
         else:
             parts = [getattr(value, "__dict__", None)]
         for part in parts:
-            self._collect(part, seen)
+            self._collect(part, visited)
 
     def restore(self) -> None:
         torch.set_rng_state(self.random)

@@ -10,7 +10,7 @@ Axes: `tok` scored tokens, `row` sequences, `pick` the overlap set J.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -95,7 +95,7 @@ class HeadTransform:
     ) -> HeadGradients:
         self._claim()
         parameters = [HeadParameter(self.handles[name], side) for name, side in sides.items()]
-        d_hidden, outs = transformed(head, tokens, parameters, self.scored, to_hidden=to_hidden)
+        d_hidden, outs = HeadPass(head, tokens, parameters, self.scored, to_hidden).transformed()
         for parameter, out in zip(parameters, outs):
             parameter.handle.send(out)
         return d_hidden, outs
@@ -147,126 +147,120 @@ class ScoredTokens:
         return ScoredOverlap(rows.clamp(min=0), (overlap_set.valid & (rows >= 0)).to(dtype))
 
 
-def transformed(
-    head: Head,
-    tokens: HeadTokens,
-    parameters: Sequence[HeadParameter],
-    scored: ScoredTokens,
-    *,
-    to_hidden: bool,
-) -> HeadGradients:
-    """Plain gradient of the hidden states, transformed gradients of the parameters."""
-    rule = parameters[0].handle.session.rule
-    if not len(tokens.hidden) or not scored.layout.count:  # no sequence, nothing to weigh
-        for parameter in parameters:
-            parameter.handle.done = True
-        sides = [torch.zeros_like(parameter.side) for parameter in parameters]
-        return head_backward(head, tokens, sides, to_hidden=to_hidden)
-    if isinstance(rule, LengthRule):
-        if rule.measurement.empty:
-            weights = [rule.length_weights(x.handle, Lengths()) for x in parameters]
-            sides = [
-                x.weighted(scored.layout.spread(weight)) for x, weight in zip(parameters, weights)
-            ]
-            return head_backward(head, tokens, sides, to_hidden=to_hidden)
-        if _one_pass(head, rule, parameters, scored.layout):
-            return by_sequences(head, tokens, parameters, scored, rule, to_hidden=to_hidden)
-    if isinstance(rule, LengthRule | KernelRule):
-        return by_vocabulary(head, tokens, parameters, scored, rule, to_hidden=to_hidden)
-    return all_logits(head, tokens, parameters, scored, to_hidden=to_hidden)
+@dataclass(frozen=True)
+class HeadPass:
+    """One backward pass of the head."""
+
+    head: Head
+    tokens: HeadTokens
+    parameters: Sequence[HeadParameter]
+    scored: ScoredTokens
+    to_hidden: bool
+
+    @property
+    def precise(self) -> torch.dtype:
+        """Dtype of sums."""
+        return self.tokens.grads.d_logp.dtype
+
+    @property
+    def vocabulary(self) -> slice:
+        """All columns of the logits."""
+        return slice(0, len(self.head.weight))
+
+    def transformed(self) -> HeadGradients:
+        """Plain gradient of the hidden states, transformed gradients of the parameters."""
+        rule = self.parameters[0].handle.session.rule
+        if not len(self.tokens.hidden) or not self.scored.layout.count:  # nothing to weigh
+            for parameter in self.parameters:
+                parameter.handle.done = True
+            return self.backward([torch.zeros_like(x.side) for x in self.parameters])
+        if isinstance(rule, LengthRule):
+            if rule.measurement.empty:
+                weights = [rule.length_weights(x.handle, Lengths()) for x in self.parameters]
+                return self.backward(self.weighted(weights))
+            if _one_pass(self, rule):
+                return by_sequences(self, rule)
+        if isinstance(rule, LengthRule | KernelRule):
+            return by_vocabulary(self, rule)
+        return all_logits(self)
+
+    def weighted(self, weights: Sequence[Float[Tensor, " row"]]) -> list[Tensor]:
+        """The side of every parameter, times the weights of its sequences."""
+        spread = self.scored.layout.spread
+        return [x.weighted(spread(weight)) for x, weight in zip(self.parameters, weights)]
+
+    def backward(self, sides: Sequence[Tensor], *, to_hidden: bool | None = None) -> HeadGradients:
+        """`head_backward` of these tokens."""
+        wanted = self.to_hidden if to_hidden is None else to_hidden
+        return head_backward(self.head, self.tokens, sides, to_hidden=wanted)
 
 
-def by_sequences(
-    head: Head,
-    tokens: HeadTokens,
-    parameters: Sequence[HeadParameter],
-    scored: ScoredTokens,
-    rule: LengthRule,
-    *,
-    to_hidden: bool,
-) -> HeadGradients:
-    """ISOPO in one pass: g of some whole sequences at a time, measured, weighted and added up."""
-    order = scored.layout.order
+def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
+    """One pass: g of some whole sequences at a time, measured, weighted and added up."""
+    head, tokens, layout = work.head, work.tokens, work.scored.layout
+    order = layout.order
     if not bool((order[1:] > order[:-1]).all()):
-        return _sorted(head, tokens, parameters, scored, rule, order, to_hidden)
-    precise = tokens.grads.d_logp.dtype
-    picked = [_overlap_gradients(head, tokens, parameter, scored, rule) for parameter in parameters]
-    d_hidden = torch.empty_like(tokens.hidden) if to_hidden else None
-    outs = [s.side.new_zeros(len(head.weight), s.side.shape[1], dtype=precise) for s in parameters]
+        return _sorted(work, rule, order)
+    picked = [_overlap_gradients(work, parameter, rule) for parameter in work.parameters]
+    d_hidden = torch.empty_like(tokens.hidden) if work.to_hidden else None
+    outs = [
+        x.side.new_zeros(len(head.weight), x.side.shape[1], dtype=work.precise)
+        for x in work.parameters
+    ]
 
     def add(rows: slice, some: slice) -> None:
-        g = head.grad(tokens.take(rows), slice(0, len(head.weight)))
+        g = head.grad(tokens.take(rows), work.vocabulary)
         if d_hidden is not None:
             torch.mm(g, head.weight, out=d_hidden[rows])
         if some.stop == some.start:
             return  # padding takes no part in the parameters' gradients
-        local = Layout(scored.layout.seq[rows] - some.start, some.stop - some.start)
-        for parameter, overlap, out in zip(parameters, picked, outs):
+        local = Layout(layout.seq[rows] - some.start, some.stop - some.start)
+        for parameter, overlap, out in zip(work.parameters, picked, outs):
             position = Outer(parameter.side[rows], g)
             top, bottom = (None, None) if overlap is None else overlap.against(position, local)
-            norm2 = (
-                _norm2(rule.measurement, parameter.handle, position, local)
-                if rule.measurement.norm
-                else None
-            )
+            norm2 = _norm2(rule.measurement, parameter.handle, position, local)
             weights = rule.length_weights(parameter.handle, Lengths(top, bottom, norm2), some)
             add_matmul_(out, g.T, parameter.weighted(local.spread(weights), rows))
 
-    for rows, some in _whole_sequences(scored.layout, _limit(head)):
+    for rows, some in _whole_sequences(layout, _limit(head)):
         add(rows, some)
-    return d_hidden, [out.to(parameter.side.dtype) for out, parameter in zip(outs, parameters)]
+    return d_hidden, [out.to(x.side.dtype) for out, x in zip(outs, work.parameters)]
 
 
-def by_vocabulary(
-    head: Head,
-    tokens: HeadTokens,
-    parameters: Sequence[HeadParameter],
-    scored: ScoredTokens,
-    rule: LengthRule | KernelRule,
-    *,
-    to_hidden: bool,
-) -> HeadGradients:
+def by_vocabulary(work: HeadPass, rule: LengthRule | KernelRule) -> HeadGradients:
     """Two passes over vocabulary blocks of g: lengths or kernels, then the weighted sum."""
-    precise = tokens.grads.d_logp.dtype
-    measures = [_BlockSums(parameter, scored, rule, precise) for parameter in parameters]
-    d_hidden = torch.zeros_like(tokens.hidden, dtype=precise) if to_hidden else None
+    head, tokens = work.head, work.tokens
+    blockwise = [_BlockSums(work, parameter, rule) for parameter in work.parameters]
+    d_hidden = torch.zeros_like(tokens.hidden, dtype=work.precise) if work.to_hidden else None
     cols = max(1, head.budget // len(tokens.hidden))
-    if (
-        isinstance(rule, KernelRule) or rule.measurement.norm
-    ):  # V_i of a block for all i, in one piece
-        stack = inner_products.BLOCK // (scored.layout.count * tokens.hidden.shape[1])
+    # V_i of a block for all i, in one piece
+    if isinstance(rule, KernelRule) or rule.measurement.norm:
+        stack = inner_products.BLOCK // (work.scored.layout.count * tokens.hidden.shape[1])
         cols = min(cols, max(stack, 128))
     for col in blocks(len(head.weight), cols):
         g = head.grad(tokens, col)
         if d_hidden is not None:
             add_matmul_(d_hidden, g, head.weight[col])
-        for measure in measures:
-            measure.add(g)
+        for sums in blockwise:
+            sums.add(g)
         del g  # before the next block needs as much
-    sides = [m.parameter.weighted(scored.layout.spread(m.weights())) for m in measures]
-    return d_hidden, head_backward(head, tokens, sides, to_hidden=False)[1]
+    sides = work.weighted([sums.weights() for sums in blockwise])
+    return d_hidden, work.backward(sides, to_hidden=False)[1]
 
 
-def all_logits(
-    head: Head,
-    tokens: HeadTokens,
-    parameters: Sequence[HeadParameter],
-    scored: ScoredTokens,
-    *,
-    to_hidden: bool,
-) -> HeadGradients:
+def all_logits(work: HeadPass) -> HeadGradients:
     """Any other rule: gradients of all logits at once, as from a layer."""
-    g = head.grad(tokens, slice(0, len(head.weight)))
+    g = work.head.grad(work.tokens, work.vocabulary)
     outs = []
-    for parameter in parameters:
+    for parameter in work.parameters:
         side, layout, full = parameter.side, parameter.handle.session.layout, g
-        if scored.index is not None:
+        if work.scored.index is not None:
             side, full = (
-                x.new_zeros(layout.size, x.shape[1]).index_copy_(0, scored.index, x)
+                x.new_zeros(layout.size, x.shape[1]).index_copy_(0, work.scored.index, x)
                 for x in (side, g)
             )
         outs.append(parameter.handle.gradient(Outer(side, full), layout).to(side.dtype))
-    return (g @ head.weight if to_hidden else None), outs
+    return (g @ work.head.weight if work.to_hidden else None), outs
 
 
 class _OverlapGradients(NamedTuple):
@@ -285,17 +279,17 @@ class _OverlapGradients(NamedTuple):
 
 
 def _overlap_gradients(
-    head: Head, tokens: HeadTokens, parameter: HeadParameter, scored: ScoredTokens, rule: LengthRule
+    work: HeadPass, parameter: HeadParameter, rule: LengthRule
 ) -> _OverlapGradients | None:
     if not rule.measurement.overlap:
         return None
-    rows, keep = scored.overlap(parameter.handle, tokens.grads.d_logp.dtype)
-    picked, side = tokens.take(rows), parameter.side[rows]
+    rows, keep = work.scored.overlap(parameter.handle, work.precise)
+    picked, side = work.tokens.take(rows), parameter.side[rows]
     # Where `keep` is 0 no gradient reaches the token.
     grads = picked.grads._replace(d_logp=picked.grads.d_logp * keep)
     if grads.d_entropy is not None:
         grads = grads._replace(d_entropy=grads.d_entropy * keep)
-    g = head.grad(picked._replace(grads=grads), slice(0, len(head.weight)))
+    g = work.head.grad(picked._replace(grads=grads), work.vocabulary)
     return _OverlapGradients(g, side, Outer(side, g).squares().sum())
 
 
@@ -303,34 +297,32 @@ class _BlockSums:
     """Lengths or kernel of one parameter, summed over vocabulary blocks."""
 
     def __init__(
-        self,
-        parameter: HeadParameter,
-        scored: ScoredTokens,
-        rule: LengthRule | KernelRule,
-        precise: torch.dtype,
+        self, work: HeadPass, parameter: HeadParameter, rule: LengthRule | KernelRule
     ) -> None:
-        self.parameter, self.layout, self.rule = parameter, scored.layout, rule
+        self.parameter, self.layout, self.rule = parameter, work.scored.layout, rule
         self.norm2: Tensor | None = None
         self.kernel: Tensor | None = None
         self.overlap: ScoredOverlap | None = None
         if isinstance(rule, LengthRule) and rule.measurement.overlap:
-            self.overlap = scored.overlap(parameter.handle, precise)
+            self.overlap = work.scored.overlap(parameter.handle, work.precise)
             size = (len(self.overlap.rows), self.layout.size)
-            self.gram = parameter.side.new_zeros(size, dtype=precise)
+            self.gram = parameter.side.new_zeros(size, dtype=work.precise)
 
     def add(self, g: Float[Tensor, "tok col"]) -> None:
+        """Adds the share of a vocabulary block."""
         rows = Outer(self.parameter.side, g)
         if isinstance(self.rule, KernelRule):
-            part = inner_products.kernel_materialised(rows, self.layout)
-            self.kernel = part if self.kernel is None else self.kernel + part
+            kernel = inner_products.kernel_materialised(rows, self.layout)
+            self.kernel = kernel if self.kernel is None else self.kernel + kernel
             return
         if self.overlap is not None:
             add_matmul_(self.gram, g[self.overlap.rows], g.T)
-        if self.rule.measurement.norm:
-            part = _norm2(self.rule.measurement, self.parameter.handle, rows, self.layout)
+        part = _norm2(self.rule.measurement, self.parameter.handle, rows, self.layout)
+        if part is not None:
             self.norm2 = part if self.norm2 is None else self.norm2 + part
 
     def weights(self) -> Float[Tensor, " row"]:
+        """Weights of the rule, once all blocks are added."""
         if isinstance(self.rule, KernelRule):
             assert self.kernel is not None
             return self.rule.kernel_weights(self.parameter.handle, self.kernel)
@@ -345,8 +337,10 @@ class _BlockSums:
 
 def _norm2(
     wanted: Measurement, handle: ParameterHandle, rows: Outer, layout: Layout
-) -> Float[Tensor, " row"]:
-    """N_i², or of a vocabulary block its share in N_i²."""
+) -> Float[Tensor, " row"] | None:
+    """N_i², or of a vocabulary block its share in N_i²; None where it is not asked for."""
+    if not wanted.norm:
+        return None
     if wanted.sketch is not None:
         return inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.generator)
     out, inp = rows.shape
@@ -360,13 +354,12 @@ def _limit(head: Head) -> int:
     return max(1, 2 * head.budget // len(head.weight))
 
 
-def _one_pass(
-    head: Head, rule: LengthRule, parameters: Sequence[HeadParameter], layout: Layout
-) -> bool:
-    longest = max(layout.lengths)
-    overlap_set = len(parameters[0].handle.overlap_set().index) if rule.measurement.overlap else 0
-    fits = max(longest, overlap_set) <= _limit(head)
-    return fits and not any(rule.needs_all(parameter.handle) for parameter in parameters)
+def _one_pass(work: HeadPass, rule: LengthRule) -> bool:
+    """True where whole sequences and J fit into the logits held at once, and are all it takes."""
+    handles = [parameter.handle for parameter in work.parameters]
+    picked = len(handles[0].overlap_set()) if rule.measurement.overlap else 0
+    fits = max(*work.scored.layout.lengths, picked) <= _limit(work.head)
+    return fits and not any(rule.needs_all(handle) for handle in handles)
 
 
 def _whole_sequences(layout: Layout, limit: int) -> Iterator[tuple[slice, slice]]:
@@ -383,22 +376,17 @@ def _whole_sequences(layout: Layout, limit: int) -> Iterator[tuple[slice, slice]
     yield slice(start, stop), slice(first, layout.count)
 
 
-def _sorted(
-    head: Head,
-    tokens: HeadTokens,
-    parameters: Sequence[HeadParameter],
-    scored: ScoredTokens,
-    rule: LengthRule,
-    order: Int[Tensor, " tok"],
-    to_hidden: bool,
-) -> HeadGradients:
+def _sorted(work: HeadPass, rule: LengthRule, order: Int[Tensor, " tok"]) -> HeadGradients:
     """`by_sequences` for tokens that are not grouped by sequence."""
+    scored = work.scored
     index = order if scored.index is None else scored.index[order]
-    in_order = ScoredTokens(scored.layout.take(order), index)
-    moved = [HeadParameter(parameter.handle, parameter.side[order]) for parameter in parameters]
-    d_hidden, outs = by_sequences(
-        head, tokens.take(order), moved, in_order, rule, to_hidden=to_hidden
+    in_order = replace(
+        work,
+        tokens=work.tokens.take(order),
+        parameters=[HeadParameter(x.handle, x.side[order]) for x in work.parameters],
+        scored=ScoredTokens(scored.layout.take(order), index),
     )
+    d_hidden, outs = by_sequences(in_order, rule)
     if d_hidden is not None:
         d_hidden = torch.empty_like(d_hidden).index_copy_(0, order, d_hidden)
     return d_hidden, outs

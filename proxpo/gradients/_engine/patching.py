@@ -113,13 +113,13 @@ def _compiler_loaded() -> bool:
 def fingerprint(model: nn.Module) -> list[Any]:
     """Marks that stay equal while the same modules train the same parameters with the same code."""
     mark: list[Any] = [_compiler_loaded()]
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo = [model]
     while todo:
         module = todo.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         todo.extend(child for child in module._modules.values() if child is not None)
         own = module.__dict__.get("forward")
         mark += [id(module), id(own) if own else None, *trainable(module)]

@@ -105,7 +105,7 @@ class Outer:
 
     @property
     def tall(self) -> "Outer":
-        """The same gradients transposed if need be, so that the projected side is the longer."""
+        """The gradients, transposed if need be, so that the projected side is the longer."""
         return self if self.a.shape[1] >= self.g.shape[1] else Outer(self.g, self.a)
 
 

@@ -3,11 +3,18 @@
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.fields import declare_field
 from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import is_packed, masked_mean, packing, row_mean
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
+
+declare_field(
+    "conflict",
+    "seq tok",
+    doc="weight of tokens shared by good and bad responses; set by weights=conflict_tokens",
+)
 
 
 def conflict_runs(

@@ -3,10 +3,18 @@
 from typing import Literal
 
 from proxpo.errors import ProxpoError
+from proxpo.fields import declare_field
 from proxpo.ops.masked import masked_mean, row_quantile
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
+
+declare_field(
+    "gate",
+    "seq tok",
+    kind="bool",
+    doc="1 where a token's entropy lets its loss through; set by weights=entropy_gate",
+)
 
 
 def entropy_gates(batch: Batch, *, share: float) -> Bool[Tensor, "seq tok"]:

@@ -6,12 +6,12 @@ import sys
 import pytest
 from trl import GRPOConfig, GRPOTrainer
 
-from proxpo.adapters.trl import changes, check_host
-from proxpo.adapters.trl._fit import DECIDED
+from proxpo.adapters.trl import check_trl, differences
+from proxpo.adapters.trl._refusals import DECIDED
 
 
 def test_the_installed_trl_is_the_one_we_know():
-    assert changes(GRPOTrainer, GRPOConfig, tuple(DECIDED)) == []
+    assert differences(GRPOTrainer, GRPOConfig, tuple(DECIDED)) == []
 
 
 def test_what_has_changed_is_named():
@@ -21,7 +21,7 @@ def test_what_has_changed_is_named():
         def _compute_loss(self, model, batch): ...
 
     Moved._prepare_inputs = None
-    assert changes(Moved, GRPOConfig, ("epsilon", "gamma")) == [
+    assert differences(Moved, GRPOConfig, ("epsilon", "gamma")) == [
         "GRPOTrainer._compute_loss(self, model, batch) was (self, model, inputs) before",
         "GRPOTrainer._prepare_inputs is gone",
         "GRPOTrainer no longer scales its loss for accumulation by itself",
@@ -46,5 +46,5 @@ def test_import_of_a_moved_trl(monkeypatch):
 def test_import_without_trl(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match="which cannot be imported") as caught:
-        check_host()
+        check_trl()
     assert str(caught.value).endswith("pip install 'proxpo[trl]'")

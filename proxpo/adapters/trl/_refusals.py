@@ -1,26 +1,25 @@
-"""Whether a recipe can run inside TRL as configured; the reason, in one line, where it cannot."""
+"""Recipes and settings that cannot run inside TRL are refused with the reason, in one line."""
 
 import dataclasses
 import warnings
 from typing import Any
 
 from proxpo.errors import ProxpoError
+from proxpo.fields import CORE
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check
+from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
 
-GIVEN = {
-    *("logp", "mask", "old_logp", "ref_logp", "prox_logp", "entropy", "lag", "tokens"),
-    *("rewards", "group", "truncated", "group_tokens", "advantages"),
-}
-# Stages that change what TRL does by itself.
+# Kinds of stages that change what TRL does by itself.
 HOST_KINDS = {
     "budget": "it draws num_generations completions of every prompt",
 }
 _NO_CRITIC = "GRPOTrainer trains no critic"
 _NO_LOGITS = "TRL's fused head keeps no logits"
 _NO_STATES = "TRL hands over no hidden states"
+UNKNOWN = "TRL has no such field"
 WHY = {
     "values": _NO_CRITIC,
     "old_values": _NO_CRITIC,
@@ -43,16 +42,17 @@ WHY = {
     "hidden": _NO_STATES,
     "features": _NO_STATES,
     **dict.fromkeys(
-        ("mean", "old_mean", "ref_mean", "noise", "step_size", "time"),
+        (field.name for field in GAUSSIAN),
         "a language model's policy is not Gaussian",
     ),
 }
+GIVEN = CORE - WHY.keys()
 
 _TIS = "use {'weights+': 'tis'} in recipe_options"
 _SAPO = "they are options of recipe='sapo'"
 _VESPO = "proxpo has no recipe for VESPO"
 _FIXED = "proxpo has no adaptive entropy bonus; {'regularisers+': 'entropy_bonus'} has a fixed one"
-# Options of GRPOConfig that the recipe decides instead, and where a recipe has them.
+# Options of GRPOConfig that the recipe decides instead, and where a recipe has the same.
 DECIDED = {
     "beta": "it has no place for a KL term",
     "delta": "trust=ppo_clip has it as {'trust.cap': ...}",
@@ -83,8 +83,8 @@ DECIDED = {
 }
 
 
-def made(recipe: str | Recipe, options: Settings | None) -> Recipe:
-    """The recipe a trainer was asked for, checked as a whole."""
+def resolve_recipe(recipe: str | Recipe, options: Settings | None) -> Recipe:
+    """Makes the recipe that a trainer was asked for, and checks it as a whole."""
     if isinstance(recipe, str):
         return make_recipe(recipe, options or {})
     if options:
@@ -92,11 +92,14 @@ def made(recipe: str | Recipe, options: Settings | None) -> Recipe:
     return check(recipe)
 
 
-def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
-    """Raise ProxpoError unless TRL, with these arguments, can give the recipe what it asks for."""
+def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
+    """Raises ProxpoError unless TRL, with these arguments, gives the recipe all it needs.
+
+    reports_logp: the sampler returns log-probabilities of its tokens
+    """
     missing = recipe.needs() - GIVEN - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
-        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY[name]}")
+        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY.get(name, UNKNOWN)}")
     for _, stage in recipe.stages():
         if stage.kind in HOST_KINDS:
             raise ProxpoError(
@@ -126,31 +129,31 @@ def check_fit(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
 
 
 def _check_options(recipe: Recipe, args: Any) -> None:
-    """Options that would be silently without effect are refused instead."""
+    """Refuses options of GRPOConfig that would silently have no effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name in DECIDED:
         value = getattr(args, name)
         if value != defaults[name]:
             raise ProxpoError(
                 f"GRPOConfig.{name}={value} has no effect on recipe {recipe.name}: "
-                f"{instead(recipe, name, value)}"
+                f"{suggestion(recipe, name, value)}"
             )
     if args.sync_ref_model and "ref_logp" not in recipe.needs():
         raise ProxpoError(
             f"GRPOConfig.sync_ref_model=True has no effect on recipe {recipe.name}, which reads no "
-            f"reference model: for a KL term to one {instead(recipe, 'beta', 0.04)}"
+            f"reference model: for a KL term to one {suggestion(recipe, 'beta', 0.04)}"
         )
 
 
-def instead(recipe: Recipe, name: str, value: Any) -> str:
-    """Advice: the recipe_options that do what an option of GRPOConfig would do in TRL."""
-    for chosen in _same(recipe, name, value):
-        if _changes(recipe, chosen):
-            return f"use {chosen} in recipe_options"
+def suggestion(recipe: Recipe, name: str, value: Any) -> str:
+    """The recipe_options that do what an option of GRPOConfig would do in TRL, as a clause."""
+    for options in _equivalents(recipe, name, value):
+        if _has_effect(recipe, options):
+            return f"use {options} in recipe_options"
     return DECIDED[name]
 
 
-def _same(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
+def _equivalents(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
     """The same number as an option of the method, of one of its stages, or of one more stage."""
     terms = {"beta": ("kl_coef", "kl_to_ref"), "entropy_coef": ("entropy_coef", "entropy_bonus")}
     if name in terms:
@@ -158,7 +161,7 @@ def _same(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
         place = f"regularisers.{term}.coef"
         return [{option: value}, {place: value}, {"regularisers+": term, place: value}]
     clips = recipe.trust.name == "ppo_clip"
-    found: dict[str, list[dict[str, Any]]] = {
+    options: dict[str, list[dict[str, Any]]] = {
         "delta": [{"ratio_cap": value}, {"trust.cap": value}] if clips else [],
         "epsilon": [{"clip_low": value, "clip_high": value}, {"clip": value}],  # both sides in TRL
         "epsilon_high": [{"clip_high": value}, *([{"trust.high": value}] if clips else [])],
@@ -166,21 +169,21 @@ def _same(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
         "sapo_temperature_neg": [{"tau_neg": value}],
         "sapo_temperature_pos": [{"tau_pos": value}],
     }
-    return found.get(name, [])
+    return options.get(name, [])
 
 
-def _changes(recipe: Recipe, chosen: Settings) -> bool:
+def _has_effect(recipe: Recipe, options: Settings) -> bool:
     """True if the method takes these options and another recipe comes of them."""
     try:
         before = make_recipe(recipe.name, recipe.options)
-        after = make_recipe(recipe.name, {**recipe.options, **dict(chosen)})
+        after = make_recipe(recipe.name, {**recipe.options, **dict(options)})
     except ProxpoError:
         return False
     return after.replace(options={}) != before.replace(options={})
 
 
-def in_place(recipe: Recipe, args: Any) -> str:
-    """One line: the defaults of GRPOConfig that the recipe replaces by something else.
+def replaced_defaults(recipe: Recipe, args: Any) -> str:
+    """One line that names the defaults of GRPOConfig which the recipe replaces; empty if none.
 
     A GRPOConfig does not know which of its values were written and which are defaults, so
     `loss_type="dapo"` under recipe grpo cannot be refused, but it is named here.
@@ -189,29 +192,29 @@ def in_place(recipe: Recipe, args: Any) -> str:
     parts: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         "loss_type": (_loss_types(recipe), [trust, average]),
         "epsilon": ((recipe.trust.options.get("low"),), [trust]),
-        "epsilon_high": (_highs(recipe, args), [trust]),
+        "epsilon_high": (_upper_bounds(recipe, args), [trust]),
         "scale_rewards": (_scales(recipe), [f"advantage={recipe.advantage}"]),
         "importance_sampling_level": ((recipe.ratio.name,), [f"ratio={recipe.ratio}"]),
     }
     read = [f"{stage.kind}={stage}" for _, stage in recipe.stages() if "ref_logp" in stage.needs]
     if read:
         parts["beta"] = ((), read)
-    idle = [name for name, (meant, _) in parts.items() if getattr(args, name) not in meant]
-    if not idle:
+    replaced = [name for name, (same, _) in parts.items() if getattr(args, name) not in same]
+    if not replaced:
         return ""
-    values = ", ".join(f"{name}={getattr(args, name)!r}" for name in idle)
-    used = ", ".join(dict.fromkeys(stage for name in idle for stage in parts[name][1]))
+    values = ", ".join(f"{name}={getattr(args, name)!r}" for name in replaced)
+    used = ", ".join(dict.fromkeys(stage for name in replaced for stage in parts[name][1]))
     return f"GRPOConfig's {values}: in their place recipe {recipe.name} has {used}"
 
 
-def cut(recipe: Recipe, parts: int) -> str:
-    """One line for a loss that depends on how an optimizer step is cut into micro-batches."""
-    alone = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
-    if parts == 1 or not alone:
+def microbatch_dependence(recipe: Recipe, microbatches: int) -> str:
+    """One line for a loss that depends on the size of micro-batches; empty for any other."""
+    local = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
+    if microbatches == 1 or not local:
         return ""
     return (
-        f"recipe {recipe.name} looks at each of the {parts} micro-batches of an optimizer step by "
-        f"itself ({', '.join(alone)}), so its loss depends on per_device_train_batch_size"
+        f"recipe {recipe.name} looks at each of the {microbatches} micro-batches of an optimizer "
+        f"step by itself ({', '.join(local)}), so its loss depends on per_device_train_batch_size"
     )
 
 
@@ -228,7 +231,7 @@ def _loss_types(recipe: Recipe) -> tuple[str, ...]:
     return named.get(recipe.trust.name, ())
 
 
-def _highs(recipe: Recipe, args: Any) -> tuple[float | None, ...]:
+def _upper_bounds(recipe: Recipe, args: Any) -> tuple[float | None, ...]:
     """TRL's epsilon_high for this recipe's upper bound; None stands for epsilon."""
     high = recipe.trust.options.get("high")
     return (high, None) if high in (None, args.epsilon) else (high,)
@@ -243,11 +246,12 @@ def _scales(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _check_updates(recipe: Recipe, args: Any) -> None:
-    """Optimizer steps must see whole shares of a rollout, as many as the recipe wants."""
-    held, steps = args.steps_per_generation, args.gradient_accumulation_steps
-    if held % steps:
+    """Refuses optimizer steps over parts of two rollouts, or other than the recipe prescribes."""
+    microbatches, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
+    if microbatches % accumulated:
         raise ProxpoError(
-            f"gradient_accumulation_steps={steps} does not divide steps_per_generation={held}: an "
+            f"gradient_accumulation_steps={accumulated} does not divide "
+            f"steps_per_generation={microbatches}: an "
             "optimizer step would mix rollouts, whose token counts are not known in advance"
         )
     single = recipe.schedule is not None and recipe.schedule.name == "single_update"
@@ -258,18 +262,19 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
             "steps of a rollout, which TRL does itself: recipe_options={'schedule': None} leaves "
             "them to num_iterations and steps_per_generation"
         )
-    if single and (held != steps or args.num_iterations != 1):
+    if single and (microbatches != accumulated or args.num_iterations != 1):
         raise ProxpoError(
             f"recipe {recipe.name} makes one update per rollout, but num_iterations="
-            f"{args.num_iterations} and steps_per_generation={held} with "
-            f"gradient_accumulation_steps={steps} make {args.num_iterations * held // steps}"
+            f"{args.num_iterations} and steps_per_generation={microbatches} with "
+            f"gradient_accumulation_steps={accumulated} make "
+            f"{args.num_iterations * microbatches // accumulated}"
         )
     if losses is not None and args.num_iterations % len(losses):
         raise ProxpoError(
             f"recipe {recipe.name} goes over a rollout in {len(losses)} passes: "
             f"num_iterations must be a multiple of that, got {args.num_iterations}"
         )
-    if keeps_groups(recipe) and args.per_device_train_batch_size % args.num_generations:
+    if needs_whole_groups(recipe) and args.per_device_train_batch_size % args.num_generations:
         raise ProxpoError(
             f"recipe {recipe.name} compares the completions of a prompt with each other: "
             f"per_device_train_batch_size={args.per_device_train_batch_size} must be a multiple of "
@@ -278,7 +283,7 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
 
 
 def check_engine(recipe: Recipe, trainer: Any) -> None:
-    """A gradient transform needs each layer's weight and input on the process that computes it."""
+    """Refuses engines that hide a layer's weight or input from a gradient transform."""
     state = trainer.accelerator.state
     deepspeed = getattr(state, "deepspeed_plugin", None)
     reasons = {
@@ -302,7 +307,7 @@ def check_engine(recipe: Recipe, trainer: Any) -> None:
             raise ProxpoError(f"recipe {recipe.name}: gradient={name} cannot run here: {reason}")
 
 
-def keeps_groups(recipe: Recipe) -> bool:
+def needs_whole_groups(recipe: Recipe) -> bool:
     """True if the loss of a micro-batch needs whole groups: pairs, or a kernel per prompt."""
     gradient = recipe.gradient.options if recipe.gradient is not None else {}
     return "log_ratio" in recipe.aggregate.takes or gradient.get("group_by") == "prompt"
@@ -313,10 +318,10 @@ __all__ = [
     "GIVEN",
     "WHY",
     "check_engine",
-    "check_fit",
-    "cut",
-    "in_place",
-    "instead",
-    "keeps_groups",
-    "made",
+    "check_recipe",
+    "microbatch_dependence",
+    "needs_whole_groups",
+    "replaced_defaults",
+    "resolve_recipe",
+    "suggestion",
 ]

@@ -1,4 +1,4 @@
-"""Memory of a recipe, beside TRL's own files in a checkpoint: safetensors + JSON."""
+"""A recipe's memory and the reference model beside TRL's own files in a checkpoint."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,9 @@ NAME = "proxpo_recipe"
 REFERENCE = "proxpo_reference.safetensors"
 
 
-def write_memory(folder: Path, recipe: Recipe, state: States, transform: Transform | None) -> None:
-    """Stages' state and the transform's trailing averages."""
-    memory: dict[str, Any] = {"recipe": recipe.name, "state": state}
+def write_memory(folder: Path, recipe: Recipe, states: States, transform: Transform | None) -> None:
+    """Writes the states of the stages and the transform's trailing averages."""
+    memory: dict[str, Any] = {"recipe": recipe.name, "state": states}
     if transform is not None:
         memory["transform"] = transform.state_dict()
     tensors, structure = flatten(memory, what="recipe")
@@ -28,10 +28,10 @@ def write_memory(folder: Path, recipe: Recipe, state: States, transform: Transfo
 
 
 def read_memory(folder: Path, recipe: Recipe, transform: Transform | None) -> States:
-    """The state to go on from; the transform is given its averages back."""
+    """Reads the states to go on from, and loads the transform's averages into it."""
     fresh = recipe.init_state()
     if not fresh and transform is None and not (folder / f"{NAME}.json").exists():
-        return fresh  # nothing to remember: any checkpoint of TRL will do
+        return fresh  # the recipe has no memory: any checkpoint of TRL will do
     try:
         structure = json.loads((folder / f"{NAME}.json").read_text())
         memory = unflatten(load((folder / f"{NAME}.safetensors").read_bytes()), structure)
@@ -51,12 +51,12 @@ def read_memory(folder: Path, recipe: Recipe, transform: Transform | None) -> St
 
 
 def write_reference(folder: Path, model: nn.Module) -> None:
-    """The reference model that `sync_ref_model` has moved; TRL saves none."""
+    """Writes the reference model that `sync_ref_model` has moved; TRL saves none."""
     save_model(model, str(folder / REFERENCE))
 
 
 def read_reference(folder: Path, model: nn.Module) -> None:
-    """Gives the reference model its weights back."""
+    """Loads the saved weights into the reference model."""
     if not (folder / REFERENCE).exists():
         raise ProxpoError(
             f"{folder} cannot be resumed from with sync_ref_model=True: the reference model is "

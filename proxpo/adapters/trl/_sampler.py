@@ -1,4 +1,4 @@
-"""Which prompts come when: TRL's order, also in a run that is resumed past its first epoch."""
+"""TRL's order of prompts, also in a run that is resumed past its first epoch."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 
-class EpochOrder(Sampler[int]):
+class EpochSampler(Sampler[int]):
     """TRL's sampler, started at an epoch.
 
     TRL draws the order of every epoch from one generator, which a resumed run begins anew: it would
@@ -28,4 +28,4 @@ class EpochOrder(Sampler[int]):
         return len(self._sampler)
 
 
-__all__ = ["EpochOrder"]
+__all__ = ["EpochSampler"]

@@ -1,12 +1,14 @@
-"""Whether the installed TRL is the one this adapter was written against."""
+"""Check that the installed TRL has what this adapter overrides and calls."""
 
 import importlib.metadata
 import inspect
 from typing import Any
 
-TESTED = "1.16"
+from proxpo.adapters.trl._refusals import DECIDED
 
-# What ProxpoTrainer overrides or calls, with the parameters it relies on.
+TESTED_VERSION = "1.16"
+
+# Methods that ProxpoTrainer overrides or calls, with the parameters it relies on.
 METHODS: dict[str, tuple[str, ...]] = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
@@ -23,43 +25,41 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
-def changes(trainer: Any, config: Any, options: tuple[str, ...] = ()) -> list[str]:
-    """How a GRPOTrainer and its config differ from those of TRL 1.16, one line each."""
-    found = []
+def differences(trainer: Any, config: Any, options: tuple[str, ...] = ()) -> list[str]:
+    """Differences of a GRPOTrainer and its config from those of TRL 1.16, one line each."""
+    lines = []
     for name, expected in METHODS.items():
         method = getattr(trainer, name, None)
         if method is None:
-            found.append(f"GRPOTrainer.{name} is gone")
+            lines.append(f"GRPOTrainer.{name} is gone")
             continue
         names = tuple(inspect.signature(method).parameters)[: len(expected)]
         if names != expected:
-            found.append(
+            lines.append(
                 f"GRPOTrainer.{name}({', '.join(names)}) was ({', '.join(expected)}) before"
             )
     if getattr(trainer, "loss_is_scaled_for_ga", None) is not True:
-        found.append("GRPOTrainer no longer scales its loss for accumulation by itself")
+        lines.append("GRPOTrainer no longer scales its loss for accumulation by itself")
     known = getattr(config, "__dataclass_fields__", {})
-    return found + [f"GRPOConfig.{name} is gone" for name in options if name not in known]
+    return lines + [f"GRPOConfig.{name} is gone" for name in options if name not in known]
 
 
-def check_host() -> None:
+def check_trl() -> None:
     """Raise ImportError, in one line, unless TRL is there and has what the adapter overrides."""
     try:
         version = importlib.metadata.version("trl")
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as error:
         raise ImportError(
-            f"proxpo.adapters.trl needs trl {TESTED}.*, which cannot be imported ({error}): "
-            "pip install 'proxpo[trl]'"
+            f"proxpo.adapters.trl needs trl {TESTED_VERSION}.*, which cannot be imported "
+            f"({error}): pip install 'proxpo[trl]'"
         ) from error
-    from proxpo.adapters.trl._fit import DECIDED
-
-    moved = changes(GRPOTrainer, GRPOConfig, tuple(DECIDED))
+    moved = differences(GRPOTrainer, GRPOConfig, tuple(DECIDED))
     if moved:
         raise ImportError(
-            f"proxpo.adapters.trl is written for trl {TESTED}.*; in trl {version} "
-            f"{'; '.join(moved)}: pip install 'trl=={TESTED}.*'"
+            f"proxpo.adapters.trl is written for trl {TESTED_VERSION}.*; in trl {version} "
+            f"{'; '.join(moved)}: pip install 'trl=={TESTED_VERSION}.*'"
         )
 
 
-__all__ = ["METHODS", "TESTED", "changes", "check_host"]
+__all__ = ["METHODS", "TESTED_VERSION", "check_trl", "differences"]

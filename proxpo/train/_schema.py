@@ -2,6 +2,7 @@
 """The settings of a run: nested frozen dataclasses, every field with its line of documentation."""
 
 import functools
+import math
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
@@ -267,6 +268,14 @@ class Config:
     def train_temperature(self) -> float:
         """Temperature at which the trained policy's log-probabilities are taken."""
         return self.train.train_temperature or self.rollout.temperature
+
+    def rate_factor(self, step: int) -> float:
+        """Factor on the learning rate: warm-up, then constant, linear or cosine decay."""
+        train = self.train
+        factor = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
+        done = step / train.steps
+        decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return factor * decay[train.lr_schedule]
 
     def make_recipe(self) -> Recipe:
         """Makes the method's recipe with its settings; raises if they do not fit."""

@@ -24,7 +24,6 @@ from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.stages.schedule import Rescale, Updates
 from proxpo.train.batch import PreparedRollout, UpdatePlan, prepare_rollout
-from proxpo.train.config import Config
 from proxpo.train.experience import (
     Experience,
     join,
@@ -36,7 +35,7 @@ from proxpo.train.experience import (
 )
 from proxpo.train.job import Job
 from proxpo.train.minibatch import gradients
-from proxpo.train.scoring import Learner, exact_policy, other_logp, score, widened
+from proxpo.train.scoring import exact_policy, other_logp, score, widened
 from proxpo.types import MOST_SKIPPED, Batch, Context, Metrics, Recipe, State, finite
 
 
@@ -122,7 +121,8 @@ class RolloutUpdates:
         only: bool = False,
         rescale: Rescale | None = None,
     ) -> Metrics:
-        parts = self._checked(self.parts if parts is None else parts)
+        parts = self.parts if parts is None else parts
+        self._check_prompts(parts)
         rollout, record = self._prepare(single_update=only and n == 1), self.record
         for number in range(self._done, self._done + n):
             index, seed = self._mini_batch(number, parts) if rows is None else self._chosen(rows)
@@ -183,14 +183,13 @@ class RolloutUpdates:
         seed = derive(self.job.config.seed, *self.path, "other", self._others)
         return rows.to(self.experience.group.device), seed
 
-    def _checked(self, parts: int) -> int:
+    def _check_prompts(self, parts: int) -> None:
         prompts = self.job.config.rollout.prompts_per_step
         if parts > prompts:
             raise ProxpoError(
                 f"{self.recipe.name}: {parts} mini-batches want as many prompts in a rollout, and "
                 f"rollout.prompts_per_step is {prompts}"
             )
-        return parts
 
     def _mini_batch_step(
         self,
@@ -202,9 +201,9 @@ class RolloutUpdates:
         rescale: Rescale | None,
     ) -> Metrics:
         """Backward, clip, check, step; then the memory of stages that follow every step."""
-        job, learner, clock = self.job, self.job.learner, self.job.clock
-        set_learning_rate(learner, job.config, job.step)
-        data = rollout.data.rows(index)
+        job, learner = self.job, self.job.learner
+        set_learning_rate(learner.optimizer, job.config.rate_factor(job.step))
+        data, clock = rollout.data.rows(index), job.clock
         try:
             metrics, batch = gradients(
                 learner, recipe, data, rollout.options, seed=seed, clock=clock, rescale=rescale
@@ -349,15 +348,9 @@ def optimizer_step(job: Job, *, finite: bool = True) -> float:
     return norm
 
 
-def set_learning_rate(learner: Learner, config: Config, step: int) -> None:
-    """Warm-up, then constant, linear or cosine decay over the run's steps."""
-    train = config.train
-    factor = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
-    done = step / train.steps
-    factor *= {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
-        train.lr_schedule
-    ]
-    for group in learner.optimizer.param_groups:
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiplies the rate that each group of parameters started with."""
+    for group in optimizer.param_groups:
         group.setdefault("base_lr", group["lr"])
         group["lr"] = group["base_lr"] * factor
 

@@ -162,3 +162,18 @@ def test_a_field_that_one_form_reads_is_provided(tmp_path) -> None:
     assert job.learner.reference is not None
     assert metrics["loss"] == pytest.approx(metrics["loss"])
     job.close()
+
+
+def test_the_clock_of_an_update_has_its_rate(tmp_path, monkeypatch) -> None:
+    job, rates = job_of(tmp_path, "train.lr=1e-3", "warmup_steps=4", method="grpo"), []
+    gradients_of = update_module.gradients
+
+    def watched(*args, clock, **options):
+        rates.append(clock.learning_rate)
+        return gradients_of(*args, clock=clock, **options)
+
+    monkeypatch.setattr(update_module, "gradients", watched)
+    for job.step in range(3):
+        update(job, sample(job).experience)
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3])
+    job.close()

@@ -23,6 +23,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+import proxpo.backward as backward
 from proxpo.models import load_policy
 from proxpo.sampler import LocalSampler
 from proxpo.train import collect, minibatch
@@ -39,7 +40,7 @@ PARTS = {
     "sampling": (LocalSampler, "sample", "rollout"),
     "decoding and rewards": (collect, "grade", "rollout"),
     "forward": (minibatch, "forward", "update"),
-    "loss": (minibatch, "policy_loss", "update"),
+    "loss": (backward, "policy_loss", "update"),
     "backward": (torch.Tensor, "backward", "update"),
     "clip and optimizer": (update_module, "optimizer_step", "update"),
 }

@@ -8,7 +8,7 @@ from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.sampler._draw import draw, uniforms
 from proxpo.sampler._engines import Engine, LeanEngine, ModelEngine
-from proxpo.sampler._types import Progress, Samples, check_request, finish, join
+from proxpo.sampler._types import Progress, Samples, check_request, finish, join_samples
 from proxpo.sampler._weights import readable
 
 
@@ -62,7 +62,7 @@ class LocalSampler:
                 tell = _from(progress, first, len(prompts))
                 tokens, logp = self._run(prompts[wave], u, temperature, top_p, tell)
             parts.append(finish(prompts[wave], tokens, logp, self._ends, self._policy.pad_id))
-        return join(parts, self._policy.pad_id)
+        return join_samples(parts, self._policy.pad_id)
 
     def sync(self) -> None:
         with torch.inference_mode():

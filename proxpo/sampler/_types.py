@@ -136,7 +136,7 @@ def finish(
     )
 
 
-def join(parts: list[Samples], pad_id: int) -> Samples:
+def join_samples(parts: list[Samples], pad_id: int) -> Samples:
     """Joins waves of rows."""
     if len(parts) == 1:
         return parts[0]

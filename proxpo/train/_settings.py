@@ -40,7 +40,7 @@ def explain(config: Config | None = None) -> list[Setting]:
     return listed
 
 
-def build(tree: Mapping[str, Any]) -> Config:
+def build_config(tree: Mapping[str, Any]) -> Config:
     """Builds a checked Config from nested plain values; refuses unknown names with the nearest."""
     config = _made(Config, tree, "")
     train, rollout = config.train, config.rollout
@@ -71,7 +71,7 @@ def build(tree: Mapping[str, Any]) -> Config:
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The settings as plain values: what `build` takes."""
+    """The settings as plain values: what `build_config` takes."""
     return asdict(config)
 
 
@@ -246,7 +246,7 @@ __all__ = [
     "Change",
     "Setting",
     "as_dict",
-    "build",
+    "build_config",
     "changes",
     "check_resume",
     "differences",

@@ -22,7 +22,7 @@ from proxpo.train._settings import (
     Change,
     Setting,
     as_dict,
-    build,
+    build_config,
     changes,
     check_resume,
     differences,
@@ -60,7 +60,7 @@ def load_config(
     tree: dict[str, Any] = {}
     for key, value in [*_entries(read), *pairs, ("method", chosen.slug)]:
         _put(tree, place(key, chosen.defaults), value, key)
-    config = build(tree)
+    config = build_config(tree)
     recipe = config.make_recipe()
     check_used(config, recipe, {".".join(place(key, chosen.defaults)) for key, _ in pairs})
     return _with_pool(config, recipe)
@@ -138,7 +138,7 @@ __all__ = [
     "Config",
     "Setting",
     "as_dict",
-    "build",
+    "build_config",
     "changes",
     "check_resume",
     "differences",

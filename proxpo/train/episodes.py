@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Int, Tensor
 from proxpo.sampler import Sampler, Samples, inputs
-from proxpo.sampler._types import Inputs, join, reorder
+from proxpo.sampler._types import Inputs, join_samples, reorder
 from proxpo.train.tasks import Task
 
 Seeds = Callable[[int, int], int]  # row, turn
@@ -95,7 +95,7 @@ def play(
                 progress=progress,
             )
             parts.append(drawn)
-        samples = reorder(join(parts, policy.pad_id), order)
+        samples = reorder(join_samples(parts, policy.pad_id), order)
         return _cut(samples, own, policy.pad_id)
 
     rows = list(range(len(prompts)))

@@ -81,7 +81,7 @@ class Job:
         self.sampler.close()
 
 
-def build(config: Config) -> Job:
+def build_job(config: Config) -> Job:
     """Builds a job: loads the model and the task, starts sampler and reward workers."""
     recipe = config.make_recipe()
     _check_blocks(config)
@@ -344,4 +344,4 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-__all__ = ["Job", "build", "fitted", "restore", "save", "splits"]
+__all__ = ["Job", "build_job", "fitted", "restore", "save", "splits"]

@@ -21,12 +21,18 @@ from proxpo.runs.sinks import Sinks, make_sinks, public_names
 from proxpo.runs.status import clear_end
 from proxpo.sampler import agreement
 from proxpo.train.collect import Collected, Collector, SamplingOptions, collect
-from proxpo.train.config import Change, Config, as_dict, check_resume, write_config
-from proxpo.train.config import build as build_config
+from proxpo.train.config import (
+    Change,
+    Config,
+    as_dict,
+    build_config,
+    check_resume,
+    write_config,
+)
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import Examined, finish_run
-from proxpo.train.job import Job, build, restore, save, splits
+from proxpo.train.job import Job, build_job, restore, save, splits
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import remarks
 from proxpo.train.update import update
@@ -45,18 +51,18 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     out = Path(config.folder)
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
         resumed = _resumed(out, config, resume=resume, observer=observer)
-        job = build(config)
+        job = build_job(config)
         try:
             if resumed is not None:
                 restore(job, *resumed)
                 at.saved = job.step
-            return _finished(_Run(job, out, at, observer))
+            return _finished(_ActiveRun(job, out, at, observer))
         finally:
             job.close()
 
 
 @dataclass
-class _Run:
+class _ActiveRun:
     """A run after loading: its job, folder, position and observer, and the stop that was asked."""
 
     job: Job
@@ -82,7 +88,7 @@ class _Run:
         self.at.saved = self.job.step
 
 
-def _finished(run: _Run) -> dict[str, Any]:
+def _finished(run: _ActiveRun) -> dict[str, Any]:
     """Runs to the end, within reach of stop signals: between steps and inside evaluations.
 
     An update that has begun is finished and saved, if that takes no longer than
@@ -113,7 +119,7 @@ def _finished(run: _Run) -> dict[str, Any]:
     return finish_run(job, out, examined or _examine(job, observer), on_notice=observer.on_notice)
 
 
-def _trained(run: _Run) -> Examined | None:
+def _trained(run: _ActiveRun) -> Examined | None:
     """Makes all steps that are left; the last evaluation, if there was one."""
     job, out, at, on_notice = run.job, run.out, run.at, run.observer.on_notice
     fresh = not job.before
@@ -143,7 +149,7 @@ def _trained(run: _Run) -> Examined | None:
         return _steps(run, sinks, samples)
 
 
-def _steps(run: _Run, sinks: Sinks, samples: JsonLines) -> Examined | None:
+def _steps(run: _ActiveRun, sinks: Sinks, samples: JsonLines) -> Examined | None:
     """Step by step to the end, or to a stop, before which the state is saved."""
     job, at, observer, config = run.job, run.at, run.observer, run.job.config
     examined = None
@@ -176,7 +182,7 @@ def _steps(run: _Run, sinks: Sinks, samples: JsonLines) -> Examined | None:
     return examined
 
 
-def _sinks(run: _Run, resume_at: int | None) -> Sinks:
+def _sinks(run: _ActiveRun, resume_at: int | None) -> Sinks:
     config = run.job.config
     return make_sinks(
         run.out,
@@ -188,7 +194,7 @@ def _sinks(run: _Run, resume_at: int | None) -> Sinks:
     )
 
 
-def _step(run: _Run, samples: JsonLines) -> dict[str, float]:
+def _step(run: _ActiveRun, samples: JsonLines) -> dict[str, float]:
     """One step: a rollout (of this policy or, with a lag, of an earlier one) and its updates."""
     job, timer = run.job, _StepTimer()
     before = job.learner.version
@@ -215,7 +221,7 @@ def _step(run: _Run, samples: JsonLines) -> dict[str, float]:
     }
 
 
-def _rollouts(run: _Run, samples: JsonLines) -> dict[str, float]:
+def _rollouts(run: _ActiveRun, samples: JsonLines) -> dict[str, float]:
     """Samples until a rollout waits for training; metrics of the last one.
 
     There are none while a lag that was lowered is worked off.

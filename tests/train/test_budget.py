@@ -13,7 +13,7 @@ from proxpo.stages.budget.visits import visits
 from proxpo.stages.schedule import Rescale
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.config import load_config
-from proxpo.train.job import build, splits
+from proxpo.train.job import build_job, splits
 from proxpo.train.minibatch import gradients
 from proxpo.train.update import RolloutUpdates, update
 from proxpo.types import Stage
@@ -161,7 +161,7 @@ def test_a_method_that_learns_from_revisits_gets_a_pool(method, tmp_path) -> Non
     assert load_config(None, ["task=a.jsonl"], overrides={"method": method}).task.problems is None
     assert load_config(None, [], overrides={"method": "grpo"}).task.problems is None
     assert load_config(None, ["history=false"], overrides={"method": "dcpo"}).task.problems is None
-    job = build(config)
+    job = build_job(config)
     first = {p.id for p in job.source.take(32)}
     assert len(first) == 32
     assert {p.id for p in job.source.take(32)} == first
@@ -363,7 +363,7 @@ def test_spans_that_nobody_marks(tmp_path) -> None:
 )
 def test_fields_that_nobody_brings_are_refused_at_once(sets, message, tmp_path) -> None:
     with pytest.raises(ProxpoError, match=message) as caught:
-        build(load_config(None, sets, overrides={"out": str(tmp_path)}))
+        build_job(load_config(None, sets, overrides={"out": str(tmp_path)}))
     assert "\n" not in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, load_all
 from proxpo.train.config import load_config
-from proxpo.train.job import _learner, build
+from proxpo.train.job import _learner, build_job
 from proxpo.train.loop import collect_rollout
 from proxpo.train.refusals import check_fields
 from proxpo.train.update import update
@@ -72,7 +72,7 @@ def legal(task, count: int) -> list[tuple[str, dict]]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     out = tmp_path_factory.mktemp("combinations")
-    return build(load_config(None, [*SMALL, *TINY, "method=grpo"], overrides={"out": str(out)}))
+    return build_job(load_config(None, [*SMALL, *TINY, "method=grpo"], overrides={"out": str(out)}))
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from proxpo.errors import ProxpoError
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import leaves
-from proxpo.train._settings import build
+from proxpo.train._settings import build_config
 from proxpo.train.config import (
     Config,
     as_dict,
@@ -253,8 +253,8 @@ def test_yaml_gives_back_the_same_config(tmp_path_factory, chosen):
     path = tmp_path_factory.mktemp("yaml") / "config.yaml"
     write_config(config, path)
     assert load_config(path) == config
-    assert build(as_dict(config)) == config
-    assert build(yaml.safe_load(to_yaml(config))) == config
+    assert build_config(as_dict(config)) == config
+    assert build_config(yaml.safe_load(to_yaml(config))) == config
 
 
 def test_a_config_is_frozen():

@@ -17,7 +17,7 @@ from proxpo.cli import main
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import NAMES
 from proxpo.runs.checkpoint import Checkpoint, load_latest
-from proxpo.train.config import as_dict, build, check_resume, differences, explain
+from proxpo.train.config import as_dict, build_config, check_resume, differences, explain
 from proxpo.train.job import Job, restore, save
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
@@ -113,7 +113,7 @@ def changed(config, path: str):
     (tree[section] if section else tree)[name] = OTHER[path]
     if path == "method":
         tree["recipe"] = {}
-    return build(tree)
+    return build_config(tree)
 
 
 def test_every_setting_says_what_a_change_does_on_resuming():
@@ -156,7 +156,7 @@ def test_a_change_is_refused_or_applied_and_recorded(path, finished, tmp_path):
 
 
 def job_with(config) -> Job:
-    from proxpo.train.job import build as build_job
+    from proxpo.train.job import build_job
 
     return build_job(config)
 
@@ -164,7 +164,7 @@ def job_with(config) -> Job:
 def resumed_job(out: Path, config) -> Job:
     checkpoint = load_latest(out / "checkpoints")
     job = job_with(config)
-    restore(job, checkpoint, differences(build(checkpoint.info["config"]), config))
+    restore(job, checkpoint, differences(build_config(checkpoint.info["config"]), config))
     return job
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from proxpo.train.batch import UpdatePlan, sampled_fields, start_fields
 from proxpo.train.config import load_config
 from proxpo.train.experience import Experience
-from proxpo.train.job import Job, build
+from proxpo.train.job import Job, build_job
 from proxpo.train.scoring import LogpOptions
 from proxpo.types import Batch
 
@@ -27,7 +27,7 @@ def config_of(out: Path, *sets: str, **overrides):
 
 
 def job_of(out: Path, *sets: str, **overrides) -> Job:
-    return build(config_of(out, *sets, **overrides))
+    return build_job(config_of(out, *sets, **overrides))
 
 
 def options_of(job: Job, *, micro_batch: int) -> LogpOptions:

@@ -72,17 +72,17 @@ class Watched:
 
 
 def main(out: str) -> None:
-    build, jobs = loop.build, list[Job]()
+    build, jobs = loop.build_job, list[Job]()
 
     def watched(config: Any) -> Job:
         jobs.append(build(config))
-        jobs[0].rollout = Watched(jobs[0])
+        jobs[0].sampler = Watched(jobs[0])
         return jobs[0]
 
-    loop.build = watched
+    loop.build_job = watched
     config = load_config("quickstart", SETTINGS, overrides={"out": out})
     summary = loop.train(config)
-    seen: Any = jobs[0].rollout
+    seen: Any = jobs[0].sampler
     found = {"start": seen.start, "steps": seen.steps, **seen.found, "trained": summary["steps"]}
     print(json.dumps(found))
 

@@ -21,7 +21,7 @@ from proxpo.ops.masked import spread
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.settings import make_recipe
-from proxpo.stages import check
+from proxpo.stages import check_stages
 from proxpo.types import (
     AllSum,
     Batch,
@@ -59,7 +59,7 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
     A name stands for the method with its defaults. A warning lists what the recipe does around its
     loss, which is left out (`left_out`).
     """
-    recipe = check(_as_recipe(recipe))
+    recipe = check_stages(_as_recipe(recipe))
     _warn_left_out(recipe)
 
     def loss(batch: Batch, ctx: Context = Context()) -> Loss:

@@ -12,7 +12,7 @@ from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
 from proxpo.recipes._registry import Method, method
-from proxpo.stages import STAGES, check, load_all, make_stage
+from proxpo.stages import STAGES, check_stages, load_stages, make_stage
 from proxpo.stages._options import parameters, variations
 from proxpo.types import KINDS, MANY, Recipe, Stage
 
@@ -34,7 +34,7 @@ def make_recipe(name: str, settings: Settings = ()) -> Recipe:
 
 def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
     """Replaces stages first, then their options, in whatever order they were written."""
-    load_all()
+    load_stages()
     swaps = [pair for key, value in swaps for pair in _unfold(key, value)]
     for key, value in swaps:
         if "." not in key:
@@ -42,7 +42,7 @@ def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
     for key, value in swaps:
         if "." in key:
             recipe = _adjust(recipe, key, value)
-    return check(recipe)
+    return check_stages(recipe)
 
 
 def at_length(recipe: Recipe, tokens: int | None) -> Recipe:

@@ -21,6 +21,7 @@ from proxpo.fields import CORE, FIELDS, REQUIRED, BatchFields, find_field
 from proxpo.ops.shapes import Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
+PerToken = tuple[Float[Tensor, "seq tok"], Metrics]  # most stages return it
 State = dict[str, Tensor]
 States = Mapping[str, State]
 Scope = Literal["batch", "microbatch"]
@@ -359,6 +360,7 @@ __all__ = [
     "Denominators",
     "Loss",
     "Metrics",
+    "PerToken",
     "Reach",
     "Recipe",
     "Scope",

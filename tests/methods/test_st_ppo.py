@@ -153,14 +153,6 @@ def test_observation_splits_a_turn() -> None:
     close(gradient_of(token, old)[0, [0, 2, 3]], gradient_of(token, whole)[0])
 
 
-def test_only_the_names_of_turns_matter() -> None:
-    batch = make_batch(1, spread=0.4)
-    renamed = batch.replace(turn=7 - 3 * batch.turn)
-    close(turn_ratio(renamed), turn_ratio(batch))
-    spoilt = batch.replace(turn=torch.where(batch.mask, batch.turn, -(10**9)))
-    close(turn_ratio(spoilt), turn_ratio(batch))
-
-
 def test_an_empty_response_contributes_nothing() -> None:
     batch = make_batch(1)
     mask = batch.mask.clone()

@@ -164,7 +164,7 @@ def stages_page() -> str:
 
 def fields_page() -> str:
     """All batch fields as declared; those of stages come last, by name."""
-    load_all()
+    load_stages()
     core = [field for name, field in FIELDS.items() if name in CORE]
     extra = [FIELDS[name] for name in sorted(FIELDS.keys() - CORE)]
     heading = ["| field | axes | kind | source | |", "| --- | --- | --- | --- | --- |"]

@@ -1,4 +1,4 @@
-"""Write the pages that are read off the code: docs/methods, docs/stages.md, the README's catalogue.
+"""Writes the pages that are read off the code: docs/methods, docs/stages.md, the README's catalogue.
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def pages() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+    """Text of every generated file, by path."""
     tested = tested_statements()
     out = {ROOT / f"docs/methods/{m.slug}.md": method_page(m, tested) for m in methods().values()}
     out[ROOT / "docs/methods/kl-estimators.md"] = shared_page(

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def pages() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+    """Text of every generated file, by path."""
     tested = tested_statements()
     out = {ROOT / f"docs/methods/{m.slug}.md": method_page(m, tested) for m in methods().values()}
     out[ROOT / "docs/methods/kl-estimators.md"] = shared_page(

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Batch": "proxpo.types",
+    "Batch": "proxpo.stages",  # which declare fields of their own
     "Context": "proxpo.types",
     "Denominators": "proxpo.types",
     "Loss": "proxpo.types",
     "Recipe": "proxpo.types",
     "Stage": "proxpo.types",
     "ProxpoError": "proxpo.errors",
+    "backward_pass": "proxpo.backward",
     "loss_fn": "proxpo.compose",
     "policy_loss": "proxpo.compose",
     "prepare": "proxpo.compose",
@@ -27,6 +28,7 @@ _WHERE = {
     "Parts": "proxpo.stages",
     "make_stage": "proxpo.stages",
     "stage": "proxpo.stages",
+    "declare_field": "proxpo.fields",
     "register": "proxpo.recipes",
     "methods": "proxpo.recipes",
     "over_ranks": "proxpo.ops.sums",
@@ -47,8 +49,10 @@ _MODULES = (
 )
 
 if TYPE_CHECKING:
+    from proxpo.backward import backward_pass
     from proxpo.compose import loss_fn, policy_loss, prepare
     from proxpo.errors import ProxpoError
+    from proxpo.fields import declare_field
     from proxpo.logp import model_logp, token_logp
     from proxpo.ops.sums import over_microbatches, over_ranks
     from proxpo.optimizers import make_optimizer
@@ -79,6 +83,8 @@ __all__ = [
     "ProxpoError",
     "Recipe",
     "Stage",
+    "backward_pass",
+    "declare_field",
     "loss_fn",
     "make_optimizer",
     "make_recipe",

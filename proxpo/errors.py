@@ -18,13 +18,17 @@ class NotFiniteError(ProxpoError):
     """A gradient that holds NaN or infinity, where it must not be used."""
 
 
+class UnknownFieldError(ProxpoError, AttributeError):
+    """A name that is no field of a Batch."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise."""
     valid = sorted(valid)
     folded = {fold(v): v for v in valid}
     close = difflib.get_close_matches(fold(name), list(folded), n=5, cutoff=0.6)
     if close:
-        best = max(close, key=lambda one: _likeness(fold(name), one))
+        best = max(close, key=lambda candidate: _likeness(fold(name), candidate))
         return f"; did you mean '{folded[best]}'?"
     return f"; valid: {', '.join(valid)}" if valid else ""
 
@@ -38,11 +42,12 @@ def resolve(name: str, valid: Iterable[str], *, what: str) -> str:
     raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid)}")
 
 
-def _likeness(given: str, name: str) -> tuple[float, bool]:
-    """Of names equally close the one with the same letters: `gpso` is `gspo`, not `pspo`."""
-    ratio = difflib.SequenceMatcher(None, name, given).ratio()
-    return ratio, sorted(given) == sorted(name)
+def _likeness(text: str, name: str) -> tuple[float, bool]:
+    """Closeness of two names; equal letters decide a tie: `gpso` is `gspo`, not `pspo`."""
+    ratio = difflib.SequenceMatcher(None, name, text).ratio()
+    return ratio, sorted(text) == sorted(name)
 
 
 def fold(name: str) -> str:
+    """The name in lower case with `_` for `-`."""
     return name.lower().replace("-", "_")

@@ -1,4 +1,4 @@
-"""The vocabulary: Batch in, Loss out, and what a stage and a recipe are.
+"""The vocabulary: Batch, Context, Stage, Recipe and Loss.
 
     budget -> prompts -> reward -> filter -> advantage -> prune -> weights -> ratio -> trust
            -> regularisers -> select -> aggregate -> backward [gradient]
@@ -9,16 +9,19 @@ components of a Gaussian action, `prompt` prompts of the next rollout. `compose.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from dataclasses import FrozenInstanceError, dataclass, field, replace
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from proxpo.conversion import fits, fitted
 from proxpo.errors import ProxpoError
-from proxpo.fields import ROWS, fit, fitted
-from proxpo.ops.shapes import Bool, Float, Int, Num, Shaped, Tensor
+from proxpo.fields import CORE, FIELDS, REQUIRED, BatchFields, find_field
+from proxpo.ops.shapes import Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
+PerToken = tuple[Float[Tensor, "seq tok"], Metrics]  # most stages return it
 State = dict[str, Tensor]
 States = Mapping[str, State]
 Scope = Literal["batch", "microbatch"]
@@ -46,136 +49,65 @@ def local(x: Tensor, scope: Reach = "batch") -> Tensor:
     return x
 
 
-FIELDS: dict[str, str] = {
-    "logp": "log-probability of each response token under the policy, from its forward pass",
-    "mask": "1 where a token is trained on, 0 for padding and tool output, from the sampler",
-    "old_logp": "log-probability under the policy at the start of the step, from the trainer",
-    "ref_logp": "log-probability under the frozen reference policy, from a second model",
-    "rollout_logp": "log-probability reported by the sampler when it drew the token",
-    "prox_logp": "log-probability under the proximal policy, from a recent snapshot of the learner",
-    "prev_logp": "log-probability under the policy before the last rollout's updates, from "
-    "schedule=reincarnation",
-    "entropy": "entropy of the next-token distribution, from the trainer's forward pass",
-    "values": "critic's value of each token, from a value head",
-    "old_values": "critic's values at rollout time, from a value head",
-    "returns": "the critic's target; computed by the recipe when absent",
-    "token_rewards": "reward on single tokens, e.g. from a process reward model",
-    "step_end": "1 on the last token of each scored step, from the process reward model",
-    "lag": "policy versions since the one that sampled the token, from the sampler",
-    "vocab_logp": "log-probabilities of the whole vocabulary, from the policy's forward pass",
-    "old_vocab_logp": "log-probabilities of the whole vocabulary under the sampling policy, from a "
-    "pass before the first update",
-    "ref_kl": "KL(π_old‖π_ref) at each token over the whole vocabulary, from the trainer's pass of "
-    "both policies",
-    "tokens": "token ids of the response, from the sampler",
-    "turn": "number of the turn each token belongs to, from the environment",
-    "span_rewards": "+1, -1 or 0 on tokens inside spans that a critique marked, from a critique "
-    "model through proxpo.stages.reward.spans",
-    "hidden": "hidden state that produced each token's distribution, from the trainer's forward "
-    "pass",
-    "features": "mean over a response of d log π/d hidden, from proxpo.logp.score_features on the "
-    "sampling policy",
-    "mean": "mean of the Gaussian policy at each denoising step, from the current model",
-    "old_mean": "mean of the Gaussian policy at each denoising step, from the sampler",
-    "ref_mean": "mean of the Gaussian policy at each denoising step, from the frozen reference",
-    "noise": "standard deviation of the Gaussian policy at each denoising step, from the sampler",
-    "step_size": "length Δt of each denoising step, from the sampler",
-    "time": "time in (0, 1) of each denoising step, from the sampler",
-    "rewards": "one reward per response, from the reward function; NaN (null) where missing",
-    "group": "number of the prompt each response answers, from the sampler",
-    "prompt_id": "number of the prompt in its dataset, the same at every visit, from the sampler",
-    "duration": "seconds that running the response took in its environment, from the environment",
-    "void": "1 if a turn of the response neither calls a tool nor answers, from the environment",
-    "greedy_rewards": "reward of the greedy response to the same prompt, from one extra rollout",
-    "correct": "1 if the response is right, before any reward shaping, from the reward function",
-    "truncated": "1 if the response was cut at the length limit, from the sampler",
-    "group_tokens": "valid tokens of all responses to the same prompt, over the whole step; "
-    "computed by the recipe when absent",
-    "refresh": "1 where each update computes the advantage anew, because it follows the current "
-    "policy; set by the recipe when it computes the advantages",
-    "pair": "1 for the best response to a prompt, -1 for the worst, 0 for the others; set by "
-    "aggregate=pairwise_logistic",
-    "gate": "1 where a token's entropy lets its loss through; set by weights=entropy_gate",
-    "conflict": "weight of tokens shared by good and bad responses; set by weights=conflict_tokens",
-    "advantages": "advantage per response or per token; computed by the recipe when absent",
-}
+def _default(name: str) -> Any:
+    return Parameter.empty if name in REQUIRED else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(BatchFields):
     """B responses of up to T tokens. Values at masked positions are arbitrary, NaN included.
 
-    Lists, numpy arrays and numbers of another dtype are converted where they have one meaning;
-    wrong shapes are refused as in a batch file. See proxpo/fields.py.
+    `Batch(logp=..., mask=..., rewards=...)` takes every declared field (proxpo/fields.py); an
+    absent field reads as None. Lists, numpy arrays and numbers of another dtype are converted where
+    they have one meaning; wrong shapes are refused as in a batch file.
     """
 
-    __no_type_check__ = True  # by tests: what is given here need not be a tensor yet
+    __signature__ = Signature(
+        [Parameter(name, Parameter.KEYWORD_ONLY, default=_default(name)) for name in FIELDS]
+        + [Parameter("extra", Parameter.VAR_KEYWORD)]
+    )
 
-    logp: Float[Tensor, "seq tok"]
-    mask: Bool[Tensor, "seq tok"]
-    old_logp: Float[Tensor, "seq tok"] | None = None
-    ref_logp: Float[Tensor, "seq tok"] | None = None
-    rollout_logp: Float[Tensor, "seq tok"] | None = None
-    prox_logp: Float[Tensor, "seq tok"] | None = None
-    prev_logp: Float[Tensor, "seq tok"] | None = None
-    entropy: Float[Tensor, "seq tok"] | None = None
-    values: Float[Tensor, "seq tok"] | None = None
-    old_values: Float[Tensor, "seq tok"] | None = None
-    returns: Float[Tensor, "seq tok"] | None = None
-    token_rewards: Float[Tensor, "seq tok"] | None = None
-    step_end: Bool[Tensor, "seq tok"] | None = None
-    lag: Num[Tensor, "seq tok"] | None = None
-    vocab_logp: Float[Tensor, "seq tok vocab"] | None = None
-    old_vocab_logp: Float[Tensor, "seq tok vocab"] | None = None
-    ref_kl: Float[Tensor, "seq tok"] | None = None
-    tokens: Int[Tensor, "seq tok"] | None = None
-    turn: Int[Tensor, "seq tok"] | None = None
-    span_rewards: Float[Tensor, "seq tok"] | None = None
-    hidden: Float[Tensor, "seq tok dim"] | None = None
-    features: Float[Tensor, "seq dim"] | None = None
-    mean: Float[Tensor, "seq tok latent"] | None = None
-    old_mean: Float[Tensor, "seq tok latent"] | None = None
-    ref_mean: Float[Tensor, "seq tok latent"] | None = None
-    noise: Float[Tensor, "seq tok"] | None = None
-    step_size: Float[Tensor, "seq tok"] | None = None
-    time: Float[Tensor, "seq tok"] | None = None
-    rewards: Float[Tensor, " seq"] | None = None
-    group: Int[Tensor, " seq"] | None = None
-    prompt_id: Int[Tensor, " seq"] | None = None
-    duration: Float[Tensor, " seq"] | None = None
-    void: Bool[Tensor, " seq"] | None = None
-    greedy_rewards: Float[Tensor, " seq"] | None = None
-    correct: Bool[Tensor, " seq"] | None = None
-    truncated: Bool[Tensor, " seq"] | None = None
-    group_tokens: Num[Tensor, " seq"] | None = None
-    refresh: Bool[Tensor, " seq"] | None = None
-    pair: Int[Tensor, " seq"] | None = None
-    gate: Bool[Tensor, "seq tok"] | None = None
-    conflict: Float[Tensor, "seq tok"] | None = None
-    advantages: Float[Tensor, "seq tok"] | Float[Tensor, " seq"] | None = None
+    if not TYPE_CHECKING:  # type checkers and editors see the declared fields as arguments
 
-    def __post_init__(self) -> None:
-        if not fit(vars(self)):
-            for name, value in fitted(vars(self)).items():
-                object.__setattr__(self, name, value)
+        def __init__(self, **fields):
+            present = {name: value for name, value in fields.items() if value is not None}
+            vars(self).update(present if fits(present) else fitted(present))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"a Batch has no attribute '{name}'")
+        find_field(name)  # an error unless it is declared
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field '{name}': call batch.replace")
+
+    def __repr__(self) -> str:
+        shapes = (f"{name} {'x'.join(map(str, x.shape))}" for name, x in self.items())
+        return f"Batch({', '.join(shapes)})"
+
+    @property
+    def extra(self) -> dict[str, Tensor]:
+        """The present fields that stages have declared for themselves."""
+        return {name: x for name, x in self.items() if name not in CORE}
 
     def replace(self, **changes: Any) -> "Batch":
         return Batch(**{**vars(self), **changes})
 
     def rows(self, index: slice | Int[Tensor, " row"]) -> "Batch":
         """The responses `index` alone: a micro-batch of a prepared batch."""
-        return Batch(**{name: value[index] for name, value in self.items()})
+        return Batch(**{name: value[index] for name, value in vars(self).items()})
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """The fields that are there."""
-        named = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return [(name, value) for name, value in named if value is not None]
+        """The fields that are present, in the order of their declarations."""
+        values = vars(self)
+        return [(name, values[name]) for name in FIELDS if name in values]
 
     def require(self, name: str, *, by: str) -> Tensor:
+        """The field's value, or an error that names it and who (`by`) needs it."""
         value = getattr(self, name)
         if value is None:
             raise ProxpoError(
-                f"{by} needs the batch field '{name}' ({FIELDS[name]}), which is missing"
+                f"{by} needs the batch field '{name}' ({FIELDS[name].doc}), which is missing"
             )
         return value
 
@@ -184,9 +116,14 @@ class Batch:
 
         With names, only those fields: the ones a new forward pass has brought.
         """
-        chosen = [(name, value) for name, value in self.items() if not names or name in names]
-        wide = [(name, value) for name, value in chosen if name not in ROWS]
-        return self.replace(**{name: _cleaned(value, self.mask) for name, value in wide})
+        chosen = {name: x for name, x in vars(self).items() if not names or name in names}
+        return self.replace(
+            **{
+                name: _cleaned(x, self.mask)
+                for name, x in chosen.items()
+                if FIELDS[name].per_token or FIELDS[name].per_response
+            }
+        )
 
 
 def _cleaned(x: Tensor, mask: Tensor) -> Tensor:
@@ -210,7 +147,7 @@ class Denominators:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Where the run is: rollouts trained on so far, how many there will be, the rate in use.
+    """Progress of a run: rollouts trained on so far, their planned number, the learning rate.
 
     `updates` counts optimizer steps.
     """
@@ -240,6 +177,7 @@ class Context:
 
     @property
     def counts(self) -> Denominators:
+        """The denominators, which must be there."""
         if self.denominators is None:
             raise ProxpoError("the loss needs the denominators of the step: call proxpo.prepare")
         return self.denominators
@@ -247,7 +185,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the next rollout will draw: how many responses to each prompt, and how long they may be.
+    """Plan of the next rollout: number of responses to each prompt and their longest length.
 
     A `budget` stage takes one and returns another: `apply(budget, ctx) -> (budget, metrics)`.
     """
@@ -264,16 +202,19 @@ class Budget:
 class Stage:
     """One step of a recipe: a pure function, its name and the options it was built with.
 
-    `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
-    the batch fields it reads, `instead` those that do in their place. `prepare` returns fields to
-    add to the batch, once per rollout. `live` marks an advantage that follows the current policy:
-    each update computes it anew. `length` is the longest response assumed while the option
-    max_tokens is none; a host replaces it by its own limit. `decides` names what a schedule settles
-    whatever the host's settings. `adds` names metrics that micro-batches add up, because a count of
-    the step divides them. A stage with memory has `init`, which makes its state, and one of two
-    that make the next: `update`, once per rollout, from the state, the batch and its metrics; or
-    `step`, after every optimizer step, from the mini-batch with the numbers that the step was made
-    from, its metrics and a context.
+    apply: takes the arguments of its kind (see compose.py) and returns (value, metrics)
+    needs, instead: the batch fields it reads, and those that do in place of one of them
+    takes, gives: what it works on and what it returns ("ratio", "loss", ...), where that varies
+    whole_batch: False if it looks at each micro-batch by itself
+    live: an advantage that follows the current policy, computed anew by each update
+    length: the longest response assumed while the option max_tokens is none; a host has its own
+    decides: what a schedule settles whatever the host's settings
+    adds: metrics that micro-batches add up, because a count of the step divides them
+    prepare: returns fields to add to the batch, once per rollout
+    init: makes the state of a stage with memory, and one of two makes the next state:
+    update: once per rollout, from the state, the batch and its metrics
+    step: after every optimizer step, from the mini-batch with the numbers of that step, its
+        metrics and a context
     """
 
     kind: str
@@ -306,7 +247,7 @@ class Stage:
 
 
 def finite(moved: State, before: State) -> State:
-    """A stage's next state, or the one before if that would hold NaN or infinity for good."""
+    """The next state of a stage, or the one before if the next holds NaN or infinity."""
     return moved if all(bool(x.isfinite().all()) for x in moved.values()) else before
 
 
@@ -339,11 +280,11 @@ class Recipe:
         """Every stage with its place, in pipeline order: ("regularisers.kl_to_ref", Stage)."""
         places: list[tuple[str, Stage]] = []
         for kind in KINDS:
-            found = getattr(self, kind)
-            if isinstance(found, tuple):
-                places += [(f"{kind}.{stage.name}", stage) for stage in found]
-            elif found is not None:
-                places.append((kind, found))
+            value = getattr(self, kind)
+            if isinstance(value, tuple):
+                places += [(f"{kind}.{stage.name}", stage) for stage in value]
+            elif value is not None:
+                places.append((kind, value))
         return places
 
     def needs(self) -> set[str]:
@@ -355,7 +296,7 @@ class Recipe:
         return {place: stage.init() for place, stage in self.stages() if stage.init is not None}
 
     def update_state(self, states: States, batch: Batch, metrics: Metrics) -> dict[str, State]:
-        """The states after a rollout: each stage with memory sees the batch and the metrics."""
+        """The states after a rollout, from its batch and its metrics."""
         return {
             place: finite(stage.update(states[place], batch, metrics), states[place])
             if stage.update
@@ -401,7 +342,7 @@ MANY = ("budget", "prompts", "reward", "filter", "prune", "weights", "regularise
 
 
 class Loss(NamedTuple):
-    """A scalar to minimise and what was seen on the way."""
+    """A scalar to minimise, and metrics."""
 
     value: Float[Tensor, ""]
     metrics: Metrics
@@ -411,7 +352,6 @@ __all__ = [
     "FIELDS",
     "KINDS",
     "MANY",
-    "ROWS",
     "AllSum",
     "Batch",
     "Budget",
@@ -420,6 +360,7 @@ __all__ = [
     "Denominators",
     "Loss",
     "Metrics",
+    "PerToken",
     "Reach",
     "Recipe",
     "Scope",

@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from golden.golden import BATCH, compute, read_batch, write  # noqa: E402
-from helpers import CASES, close, gradients, make_batch, with_leaves  # noqa: E402
-from methods.reference import REFERENCES  # noqa: E402
+from helpers import close, gradients, make_batch, with_leaves  # noqa: E402
+from methods.cases import CASES  # noqa: E402
 
 
 def checked(case: str) -> dict:
     """What proxpo computes, once the reference has agreed in value and gradient."""
     found, leaves = compute(case), with_leaves(read_batch())
-    expected = REFERENCES[case](leaves)
+    expected = CASES[case].reference(leaves)
     close(found["loss"], expected.detach(), rtol=1e-10)
     for name, grad in gradients(expected, leaves).items():
         close(found.get(f"d{name}", 0.0 * grad), grad, rtol=1e-10)

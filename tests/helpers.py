@@ -1,154 +1,23 @@
 """Batches, recipes and comparisons that the tests of the core share."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from methods.cases_fields import FIELDS
-from methods.cases_schedules import SCHEDULES
-from methods.cases_tokens import TOKENS
-from methods.cases_trust import TRUST
 from torch import Tensor
 
 import proxpo
 from proxpo import Batch, Context, Recipe
-from proxpo.types import ROWS
+from proxpo.fields import find_field
 
 VOCAB = 4
 WIDTH = 3  # of hidden states, features and Gaussian actions
 LEAVES = ("logp", "values", "entropy", "vocab_logp", "mean")  # what carries gradient in training
 
-# Every method of the catalogue as it comes, and the options its definition names. Bounds are such
-# that on `make_batch` each rule acts on some tokens and leaves others alone.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "reinforce": ("reinforce", {}),
-    "reinforce-ratio": ("reinforce", {"form": "ratio"}),
-    "reinforce-truncated": ("reinforce", {"form": "truncated", "cap": 1.1}),
-    "reinforce-truncated-seq": (
-        "reinforce",
-        {"form": "truncated", "cap": 1.3, "level": "sequence"},
-    ),
-    "reinforce-discounted": ("reinforce", {"gamma": 0.9, "baseline": "leave_one_out"}),
-    "reinforce-batch-baseline": ("reinforce", {"baseline": "batch"}),
-    "reinforce-standardised": ("reinforce", {"standardise": True}),
-    "rloo": ("rloo", {}),
-    "rloo-trl": ("rloo", {"form": "trl", "normalise": True, "reward_low": 0.1, "reward_high": 0.8}),
-    "reinforce-pp": ("reinforce-pp", {}),
-    "reinforce-pp-population": (
-        "reinforce-pp",
-        {"whiten_unbiased": False, "gamma": 0.9, "kl_coef": 0.2},
-    ),
-    "reinforce-pp-baseline": ("reinforce-pp-baseline", {}),
-    "remax": ("remax", {"kl_coef": 0.1}),
-    "remax-official": ("remax", {"form": "official", "kl_coef": 0.05, "reward_clip": 0.6}),
-    "opo": ("opo", {}),
-    "ppo": ("ppo", {}),
-    "ppo-full": (
-        "ppo",
-        {
-            "dual": 1.5,
-            "gamma": 0.95,
-            "lam": 0.9,
-            "kl_coef": 0.1,
-            "kl_controller": "horizon",
-            "entropy_coef": 0.01,
-            "value_clip": 0.2,
-            "value_coef": 0.1,
-        },
-    ),
-    "ppo-raw": ("ppo", {"whitening": False, "value_clip": None, "kl_controller": "doubling"}),
-    "grpo": ("grpo", {}),
-    "grpo-kl": ("grpo", {"kl_coef": 0.04}),
-    "grpo-kl-corrected": ("grpo", {"kl_coef": 0.04, "kl_ratio_corrected": True}),
-    "grpo-batch": ("grpo", {"scale": "batch", "eps": 1e-4}),
-    "grpo-process": ("grpo", {"process": True}),
-    "grpo-capped": ("grpo", {"ratio_cap": 1.3, "dual": 1.25}),
-    "grpo-stale-mask": ("grpo", {"off_policy_threshold": 0.05}),
-    "dr-grpo": ("dr-grpo", {}),
-    "dr-grpo-truncated": ("dr-grpo", {"ignore_truncated": True, "max_tokens": 9}),
-    "dapo": ("dapo", {"max_tokens": 5, "cache": 4}),
-    "dapo-prompt": (
-        "dapo",
-        {
-            "average": "prompt",
-            "group_filter": "mask",
-            "overlong": "both",
-            "max_tokens": 5,
-            "cache": 4,
-            "penalty_floor": False,
-            "dual": 1.4,
-        },
-    ),
-    "gspo": ("gspo", {"clip_low": 0.03, "clip_high": 0.04}),
-    "gspo-token": ("gspo", {"variant": "token", "clip_low": 0.03, "clip_high": 0.04}),
-    "gspo-luspo": ("gspo", {"variant": "luspo", "clip_low": 0.03, "clip_high": 0.04}),
-    "cispo": ("cispo", {}),
-    "cispo-trl": ("cispo", {"absolute": True, "high": 1.1}),
-    "cispo-unified": ("cispo", {"low": 0.1, "mask_low": 0.2, "mask_high": 0.1}),
-    "scalerl": ("scalerl", {"cap": 1.2}),
-    "sapo": ("sapo", {}),
-    "sapo-sequence": ("sapo", {"level": "sequence", "tau_pos": 2.0}),
-    "gmpo": ("gmpo", {"clip_low": 0.2, "clip_high": 0.1}),
-    "gmpo-sequence": ("gmpo", {"clip_per": "sequence", "kl_coef": 0.1, "clip_high": 0.3}),
-    "gmpo-product": ("gmpo", {"clip_per": "none", "normalise": False}),
-    "clip-cov": ("clip-cov", {"share": 1.0, "cov_low": 0.1, "clip_high": 0.2}),
-    "kl-cov": ("kl-cov", {"share": 0.2}),
-    "entropy-80-20": ("entropy-80-20", {}),
-    "entropy-80-20-trl": ("entropy-80-20", {"normalize": "all", "rule": "quantile"}),
-    "lopti": ("lopti", {}),
-    "lopti-ar": ("lopti", {"variant": "ar", "kl_coef": 0.0}),
-    "tis": ("tis", {"cap": 1.2}),
-    "tis-icepop": ("tis", {"mode": "mask", "floor": 0.9, "cap": 1.3}),
-    "tis-sequence": ("tis", {"level": "sequence", "cap": 1.5, "floor": 0.8, "normalise": True}),
-    "tis-normalised": ("tis", {"cap": 1.2, "normalise": True}),
-    "tis-bypass": ("tis", {"bypass": True}),
-    "tis-reject": ("tis", {"reject_threshold": "0.9_1.05"}),
-    "decoupled-ppo": ("decoupled-ppo", {}),
-    "decoupled-masked": (
-        "decoupled-ppo",
-        {"weight_cap": 1.02, "weight_mode": "mask", "weight_level": "geometric", "max_lag": 3},
-    ),
-    "a3po": ("decoupled-ppo", {"prox": "a3po", "weight_cap": 1.2}),
-    "a3po-areal": ("decoupled-ppo", {"prox": "areal"}),
-    "a3po-linear": ("decoupled-ppo", {"prox": "linear", "dual": 1.5}),
-    "dpo": ("dpo", {}),
-    "dpo-smooth": ("dpo", {"label_smoothing": 0.2}),
-    "dpo-robust": ("dpo", {"label_smoothing": 0.2, "form": "robust"}),
-    "dpo-ipo": ("dpo", {"form": "ipo"}),
-    "dpo-ipo-sum": ("dpo", {"form": "ipo", "ipo_mean": False}),
-    "isopo": ("isopo", {}),
-    "isopo-ntk": ("isopo-ntk", {}),
-    "p3o": ("p3o", {}),
-    "p3o-terms": ("p3o", {"kl_coef": 0.1, "entropy_coef": 0.01}),
-    "p3o-2019": ("p3o-2019", {}),
-    "p3o-2019-on": ("p3o-2019", {"step": "on"}),
-    "p3o-2019-full": ("p3o-2019", {"kl": "full", "cap": False}),
-    "p3o-2019-code": (
-        "p3o-2019",
-        {"kl": "full", "kl_direction": "pi_beta", "kl_mean_over_actions": True},
-    ),
-    "p4o": ("p4o", {}),
-    "kpo": ("kpo", {"q": 0.1, "clip_low": 0.02, "clip_high": 0.02}),
-    "kpo-skip": ("kpo", {"q": 0.1, "mask_mode": "skip", "clipped": False}),
-    "ema-kpo": ("ema-kpo", {"q": 0.01, "clip_low": 0.02, "clip_high": 0.02}),
-    "ema-kpo-fixed": ("ema-kpo", {"mode": "fixed", "alpha": 0.3, "mask_mode": "skip"}),
-    **TOKENS,
-    **SCHEDULES,
-    **TRUST,
-    **FIELDS,
-}
-
 
 def f64(x: Any) -> Tensor:
     """Numbers in float64, whatever torch's default is."""
     return torch.as_tensor(x, dtype=torch.float64)
-
-
-@functools.cache
-def recipe(case: str) -> Recipe:
-    slug, settings = CASES[case]
-    return proxpo.make_recipe(slug, settings)
 
 
 def make_batch(
@@ -296,7 +165,7 @@ def pad_columns(batch: Batch, columns: int, garbage: float = 0.0) -> Batch:
     """Masked columns on the right."""
 
     def padded(name: str, x: Tensor) -> Tensor:
-        if x.shape[:2] != batch.mask.shape or name in ROWS:
+        if x.shape[:2] != batch.mask.shape or not find_field(name).per_token:
             return x
         fill = garbage if x.is_floating_point() else 0
         shape = (x.shape[0], columns, *x.shape[2:])
@@ -319,7 +188,11 @@ def with_garbage(batch: Batch, garbage: float) -> Batch:
     """`garbage` at every masked position of every floating field."""
 
     def spoilt(name: str, x: Tensor) -> Tensor:
-        if x.shape[:2] != batch.mask.shape or name in ROWS or not x.is_floating_point():
+        if (
+            x.shape[:2] != batch.mask.shape
+            or not find_field(name).per_token
+            or not x.is_floating_point()
+        ):
             return x
         mask = batch.mask.reshape(batch.mask.shape + (1,) * (x.dim() - 2))
         return torch.where(mask, x, garbage)
@@ -338,6 +211,12 @@ def crafted(log_ratio: Any, advantages: Any, *, mask: Any = None, **fields: Any)
         advantages=torch.as_tensor(advantages, dtype=torch.float64),
         **fields,
     )
+
+
+def mismatch(q: list[list[float]], **fields: Any) -> Batch:
+    """A batch with log π_old - log π_roll = q."""
+    batch = crafted(torch.zeros_like(f64(q)), [1.0] * len(q), **fields)
+    return batch.replace(rollout_logp=batch.old_logp - f64(q))
 
 
 def on_policy(batch: Batch) -> Batch:

@@ -1,7 +1,7 @@
-"""The command line, where a user's mistake costs one line and never a traceback.
+"""The command line: a mistake of the user gives one line, never a traceback.
 
-Exit codes: 0 done, 1 something does not work (doctor) or the reader of the output has gone, 2 the
-input is wrong, 130 interrupted.
+Exit codes: 0 done, 1 something does not work (doctor) or the output has lost its reader, 2 wrong
+input, 130 interrupted.
 """
 
 import os
@@ -13,16 +13,16 @@ from proxpo.errors import ProxpoError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Heavy modules load inside the command that needs them."""
+    """Runs one command; the exit code. Heavy modules load inside the command that needs them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode still gets a table
     try:
         return _run(arguments or ["--help"])
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # as typer has it when it notices first
+        return 1  # typer's exit code for the same
     except ProxpoError as error:
         return _refuse(str(error))
     except OSError as error:

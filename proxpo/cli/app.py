@@ -1,4 +1,4 @@
-"""The commands and their options. Their work is imported when they run: `--help` loads no torch."""
+"""Commands and their options. Each imports its code when it runs: `--help` loads no torch."""
 
 from typing import Annotated
 
@@ -45,7 +45,9 @@ def inspect_command(
     ],
     batch: Annotated[
         str,
-        typer.Option(metavar="FILE", help="A .json or .safetensors batch; 'sample' ships along."),
+        typer.Option(
+            metavar="FILE", help="A .json or .safetensors batch, or 'sample', which is included."
+        ),
     ],
     settings: Annotated[
         list[str] | None,
@@ -66,7 +68,7 @@ def inspect_command(
         typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of stages that draw at random."),
     ] = 0,
 ) -> None:
-    """What each method does with a batch: loss, gradient on every token, advantages, metrics."""
+    """Show loss, gradient on every token, advantages and metrics of methods on one batch."""
     from proxpo.cli.inspecting import inspect_methods
 
     inspect_methods(methods, batch, settings or [], as_json=as_json, html=html, seed=seed)
@@ -77,7 +79,7 @@ def methods_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One method, in full.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The catalogue; with a name: formula, departures, defaults, stages and source."""
+    """List all methods; with a name: its formula, departures, defaults, stages and source."""
     from proxpo.cli.catalogue import show_method, show_methods
 
     if name is None:
@@ -107,10 +109,10 @@ def train_command(
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="List every setting of the run and what it means.")
+        bool, typer.Option("--explain", help="List every setting of the run with its meaning.")
     ] = False,
 ) -> None:
-    """Train a model by reinforcement; leaves metrics, checkpoints, curves and a report behind."""
+    """Train a model by reinforcement; writes metrics, checkpoints, curves and a report."""
     from proxpo.cli.training import explain_settings, run_training
 
     given = {"method": method, "model": model, "task": task, "out": out, "seed": seed}
@@ -161,7 +163,7 @@ def compare_command(
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="What runs share: a YAML file or a preset."),
+        typer.Option(metavar="CONFIG", help="Config of all runs: a YAML file or a preset."),
     ] = None,
     model: Model = None,
     task: Task = None,
@@ -179,10 +181,10 @@ def compare_command(
     ] = "local",
     out: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Folder of the comparison; one that is there goes on."),
+        typer.Option(metavar="DIR", help="Folder of the comparison; an existing one is continued."),
     ] = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Also try again the runs that failed.")
+        bool, typer.Option("--retry-failed", help="Repeat the runs that failed.")
     ] = False,
     list_them: Annotated[
         bool, typer.Option("--studies", help="List the shipped studies and their questions.")
@@ -190,14 +192,14 @@ def compare_command(
 ) -> None:
     """Compare methods on equal terms: same model, prompts, budget and seeds; writes a report.
 
-    Can be stopped or killed at any time: the same command goes on where it was.
+    Can be stopped or killed at any time: the same command continues it.
     """
-    from proxpo.cli.comparing import CompareOptions, compare, list_studies
+    from proxpo.cli.comparing import CompareOptions, list_studies, run_comparison
 
     if list_them:
         list_studies()
         return
-    code = compare(
+    code = run_comparison(
         CompareOptions(
             methods=methods or (),
             study=study,
@@ -234,7 +236,7 @@ def report_command(
         typer.Option(metavar="DIR", help="Where to write; a comparison's own folder, or report/."),
     ] = None,
 ) -> None:
-    """Draw a comparison again, or compare runs wherever they were made, from their files."""
+    """Redraw a comparison, or compare runs of proxpo, TRL and verl, from their files."""
     from proxpo.cli.reporting import write_reports
 
     write_reports(runs, out)
@@ -252,7 +254,9 @@ def sparsity_command(
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(help="bfloat16, float16, float32, float64, or stored: what to compare in."),
+        typer.Option(
+            help="bfloat16, float16, float32, float64, or stored: the dtype of the comparison."
+        ),
     ] = "bfloat16",
     tol: Annotated[
         float, typer.Option(metavar="T", help="Changes up to this size do not count.")
@@ -263,7 +267,7 @@ def sparsity_command(
     rank: Annotated[bool, typer.Option("--rank", help="Also the rank of each change.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Which share of the weights training has changed, and where; in a stated dtype."""
+    """Measure the share of weights that training changed, by layer, in a stated dtype."""
     from proxpo.cli.sparsity import show_sparsity
 
     show_sparsity(
@@ -275,7 +279,7 @@ def sparsity_command(
 def doctor_command(
     as_json: AsJson = False,
 ) -> None:
-    """What works on this machine: every host is tried, and what is missing gets its pip line."""
+    """Try every host on this machine; what is missing gets its pip line."""
     from proxpo.cli.doctoring import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))

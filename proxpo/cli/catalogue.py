@@ -1,4 +1,4 @@
-"""`proxpo methods`: the catalogue, and one entry of it in full."""
+"""`proxpo methods`: all methods, or one in full."""
 
 import inspect
 import json
@@ -15,7 +15,7 @@ from proxpo.report.inspection_text import sentence
 from proxpo.report.terminal import console
 from proxpo.types import Recipe
 
-# What measures instead of training, and the command that does it.
+# Entries that measure instead of training: (paper, confidence, summary, command).
 DIAGNOSTICS = {
     "sparse-updates": (
         "arXiv:2505.11711",
@@ -27,15 +27,16 @@ DIAGNOSTICS = {
 
 
 def show_methods(*, as_json: bool) -> None:
+    """Prints the catalogue."""
     if as_json:
-        print(json.dumps({slug: _brief(one) for slug, one in methods().items()}))
+        print(json.dumps({slug: _brief(entry) for slug, entry in methods().items()}))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), leading=1)
     table.add_column("method", no_wrap=True)
     table.add_column("what it does, and its stages", ratio=1)
-    for slug, one in methods().items():
-        name = Text.assemble((slug, "bold"), (f"\n{one.paper}\n{one.confidence}", "dim"))
-        what = Text.assemble(sentence(one.summary), (f"\n{_chain(one.make())}", "dim"))
+    for slug, entry in methods().items():
+        name = Text.assemble((slug, "bold"), (f"\n{entry.paper}\n{entry.confidence}", "dim"))
+        what = Text.assemble(sentence(entry.summary), (f"\n{_chain(entry.make())}", "dim"))
         table.add_row(name, what)
     for slug, (paper, confidence, summary, command) in DIAGNOSTICS.items():
         name = Text.assemble((slug, "bold"), (f"\n{paper}\n{confidence}", "dim"))
@@ -45,6 +46,7 @@ def show_methods(*, as_json: bool) -> None:
 
 
 def show_method(name: str, *, as_json: bool) -> None:
+    """Prints one method in full."""
     if name in DIAGNOSTICS and not as_json:
         import proxpo.sparsity
 
@@ -53,24 +55,26 @@ def show_method(name: str, *, as_json: bool) -> None:
         text = inspect.getdoc(proxpo.sparsity) or summary
         console().print(Group(title, Text(), Text(text), Text(f"\ncommand: {command}", "dim")))
         return
-    one = method(name)
+    entry = method(name)
     if as_json:
-        full = {**_brief(one), "text": one.text, "source": _source(one)}
-        print(json.dumps({one.slug: full}))
+        full = {**_brief(entry), "text": entry.text, "source": _source(entry)}
+        print(json.dumps({entry.slug: full}))
     else:
-        console().print(_full(one))
+        console().print(_full(entry))
 
 
-def _full(one: Method) -> RenderableType:
-    title = Text.assemble((one.slug, "bold"), f"  {one.paper}", (f"  {one.confidence}", "dim"))
+def _full(entry: Method) -> RenderableType:
+    title = Text.assemble(
+        (entry.slug, "bold"), f"  {entry.paper}", (f"  {entry.confidence}", "dim")
+    )
     options = _table("option", "default")
-    for name, value in one.defaults.items():
+    for name, value in entry.defaults.items():
         options.add_row(name, Text(_shown(value), "cyan"))
     stages = _table("stage", "what is used")
-    for place, stage in one.make().stages():
+    for place, stage in entry.make().stages():
         stages.add_row(place.split(".")[0], str(stage))
-    source = Text(f"recipe: {_source(one)}", "dim", overflow="fold")
-    return Group(title, Text(), Text(one.text), options, stages, source)
+    source = Text(f"recipe: {_source(entry)}", "dim", overflow="fold")
+    return Group(title, Text(), Text(entry.text), options, stages, source)
 
 
 def _table(*headings: str) -> Table:
@@ -80,23 +84,23 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _brief(one: Method) -> dict[str, Any]:
+def _brief(entry: Method) -> dict[str, Any]:
     return {
-        "summary": one.summary,
-        "paper": one.paper,
-        "confidence": one.confidence,
-        "defaults": {name: _jsonable(value) for name, value in one.defaults.items()},
+        "summary": entry.summary,
+        "paper": entry.paper,
+        "confidence": entry.confidence,
+        "defaults": {name: _jsonable(value) for name, value in entry.defaults.items()},
         "stages": {
             place: {"name": stage.name, "options": _jsonable(dict(stage.options))}
-            for place, stage in one.make().stages()
+            for place, stage in entry.make().stages()
         },
     }
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no infinity: it is written as text, which `--set` reads back."""
+    """The value as JSON has it; an infinity as text, which `--set` reads back."""
     if isinstance(value, dict):
-        return {name: _jsonable(one) for name, one in value.items()}
+        return {name: _jsonable(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
@@ -112,8 +116,8 @@ def _chain(recipe: Recipe) -> str:
     return " → ".join(stage.name for _, stage in recipe.stages())
 
 
-def _source(one: Method) -> str:
-    factory = inspect.unwrap(one.make)
+def _source(entry: Method) -> str:
+    factory = inspect.unwrap(entry.make)
     return f"{inspect.getsourcefile(factory)}:{inspect.getsourcelines(factory)[1]}"
 
 

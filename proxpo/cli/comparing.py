@@ -41,7 +41,7 @@ class CompareOptions:
     retry_failed: bool = False
 
 
-def compare(options: CompareOptions) -> int:
+def run_comparison(options: CompareOptions) -> int:
     """Makes the plan, its runs and the report; 0 unless no run was finished."""
     console = Console(highlight=False)
     folder = Path(options.out or _folder(options))
@@ -70,7 +70,7 @@ def compare(options: CompareOptions) -> int:
 
 
 def list_studies() -> None:
-    """The shipped studies and their questions."""
+    """Prints the shipped studies and their questions."""
     console = Console(highlight=False)
     for name in studies():
         request = read_study(name)
@@ -165,4 +165,4 @@ def _report(console: Console, plan: Plan, folder: Path) -> int:
     return 0 if any(state.status == "done" for state in states) else 1
 
 
-__all__ = ["CompareOptions", "compare", "list_studies"]
+__all__ = ["CompareOptions", "list_studies", "run_comparison"]

@@ -1,4 +1,4 @@
-"""`proxpo doctor`: a table of what works here, and the lines that install the rest."""
+"""`proxpo doctor`: a table of what works on this machine, and lines that install the rest."""
 
 import json
 import platform
@@ -17,12 +17,12 @@ STYLE = {"works": "green", "broken": "red", "missing": "dim"}
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Try every host; the exit code: 1 if something that is installed does not work."""
+    """Tries every host; exit code 1 if something that is installed does not work."""
     if as_json:
         findings = examine()
-        ok = not any(one.status == "broken" for one in findings)
+        ok = not any(finding.status == "broken" for finding in findings)
         about = {"proxpo": proxpo.__version__, "python": platform.python_version(), "ok": ok}
-        print(json.dumps(about | {"findings": [asdict(one) for one in findings]}))
+        print(json.dumps(about | {"findings": [asdict(finding) for finding in findings]}))
         return int(not ok)
     screen = console()
     screen.print(
@@ -33,29 +33,32 @@ def run_doctor(*, as_json: bool) -> int:
     screen.print(table(findings))
     for line in advice(findings):
         screen.print(line, soft_wrap=True)
-    return int(any(one.status == "broken" for one in findings))
+    return int(any(finding.status == "broken" for finding in findings))
 
 
 def table(findings: Sequence[Finding]) -> Table:
+    """A row for each host: version, state, purpose and detail."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("what", "version", "state"):
         made.add_column(heading, no_wrap=True)
     made.add_column("for, and what was seen", ratio=1, overflow="fold")
-    for one in findings:
-        seen = Text.assemble(one.purpose, (f"\n{one.detail}" if one.detail else "", "dim"))
-        state = Text(one.status, STYLE[one.status])
-        made.add_row(Text(one.name, "bold"), one.version or "-", state, seen)
+    for finding in findings:
+        detail = Text.assemble(
+            finding.purpose, (f"\n{finding.detail}" if finding.detail else "", "dim")
+        )
+        state = Text(finding.status, STYLE[finding.status])
+        made.add_row(Text(finding.name, "bold"), finding.version or "-", state, detail)
     return made
 
 
 def advice(findings: Sequence[Finding]) -> list[str]:
-    """What to do: the lines that install what is missing, each once, and what is broken."""
+    """Lines on what is broken, and that install what is missing, each once."""
     lines = []
     for status, heading in (("broken", "Broken"), ("missing", "Missing")):
         several: dict[str, list[str]] = {}
-        for one in findings:
-            if one.status == status and (one.install or status == "broken"):
-                several.setdefault(one.install, []).append(one.name)
+        for finding in findings:
+            if finding.status == status and (finding.install or status == "broken"):
+                several.setdefault(finding.install, []).append(finding.name)
         for install, names in several.items():
             lines.append(f"{heading}: {', '.join(names)}" + (f": {install}" if install else ""))
     return lines or ["Everything works here."]

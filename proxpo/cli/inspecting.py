@@ -1,4 +1,4 @@
-"""`proxpo inspect`: everything is computed before anything is written."""
+"""`proxpo inspect`: a table, JSON or page of what methods do with a batch."""
 
 import json
 from collections.abc import Sequence
@@ -19,23 +19,29 @@ def inspect_methods(
     html: str | None,
     seed: int,
 ) -> None:
+    """Inspects the methods, then writes: a mistake leaves no file."""
     recipes = named_recipes(methods, settings)
     file = read_batch(batch)
-    found = [
+    inspections = [
         inspect_batch(recipe, file.batch, name=label, seed=seed)
         for label, recipe in recipes.items()
     ]
     if html is not None:
         from proxpo.report.inspection_page import inspect_page
 
-        write_whole(html, inspect_page(found, file, source=batch).encode())
+        write_whole(html, inspect_page(inspections, file, source=batch).encode())
     if as_json:
-        print(json.dumps({one.method: entry(one) for one in found}, allow_nan=False))
+        print(
+            json.dumps(
+                {inspection.method: entry(inspection) for inspection in inspections},
+                allow_nan=False,
+            )
+        )
         return
     from proxpo.report.inspection_table import InspectTable
     from proxpo.report.terminal import console
 
-    console().print(InspectTable(found, file, source=batch))
+    console().print(InspectTable(inspections, file, source=batch))
     if html is not None:
         print(f"heat map: {html}")
 

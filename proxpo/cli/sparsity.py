@@ -1,4 +1,4 @@
-"""`proxpo sparsity`: which weights changed between two checkpoints."""
+"""`proxpo sparsity`: share and place of weights that changed between two checkpoints."""
 
 import json
 from dataclasses import asdict
@@ -23,6 +23,7 @@ def show_sparsity(
     rank: bool,
     as_json: bool,
 ) -> None:
+    """Prints the sparsity of an update, and with `other` the overlap of two."""
     kind = cast(Dtype, resolve(dtype, get_args(Dtype), what="dtype"))
     old, new = stored_weights(before), stored_weights(after)
     update = compare(old, new, dtype=kind, tol=tol, only=only, rank=rank)
@@ -44,7 +45,7 @@ def _facts(update: Update, both: Overlap | None) -> dict[str, object]:
         "exact_sparsity": update.exact_sparsity,
         "rank": update.rank,
         "layer_density": update.layer_density(),
-        "tensors": [asdict(one) | {"density": one.density} for one in update.tensors],
+        "tensors": [asdict(tensor) | {"density": tensor.density} for tensor in update.tensors],
         "only_before": update.only_before,
         "only_after": update.only_after,
         "overlap": None if both is None else asdict(both),
@@ -52,9 +53,9 @@ def _facts(update: Update, both: Overlap | None) -> dict[str, object]:
 
 
 def _show(update: Update, both: Overlap | None) -> None:
-    screen, how = console(), f"in {update.dtype}"
+    screen, unit = console(), f"in {update.dtype}"
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("layer", f"changed at all, {how}", "unchanged"):
+    for heading in ("layer", f"changed at all, {unit}", "unchanged"):
         table.add_column(heading)
     for number, density in update.layer_density().items():
         table.add_row(str(number), f"{density:.2%}", f"{1 - density:.2%}")
@@ -62,23 +63,21 @@ def _show(update: Update, both: Overlap | None) -> None:
         screen.print(table)
     lines = [
         f"{update.size:,} weights in {len(update.tensors)} tensors",
-        f"unchanged within {update.tol:g}, {how}: {update.sparsity:.2%}",
-        f"unchanged to the bit, {how}: {update.exact_sparsity:.2%}",
+        f"unchanged within {update.tol:g}, {unit}: {update.sparsity:.2%}",
+        f"unchanged to the bit, {unit}: {update.exact_sparsity:.2%}",
     ]
     if update.rank is not None:
-        lines.append(f"mean rank of the change over the smaller side, {how}: {update.rank:.2%}")
+        lines.append(f"mean rank of the change over the smaller side, {unit}: {update.rank:.2%}")
     if both is not None:
         for name, share, chance in (
             ("first", both.first, both.chance_first),
             ("second", both.second, both.chance_second),
         ):
-            found = (
-                "it changed nothing" if share is None else f"{share:.2%}, by chance {chance:.2%}"
-            )
-            lines.append(f"of what the {name} changed, both changed ({how}, {both.tol:g}): {found}")
-    for where, names in (("before", update.only_before), ("after", update.only_after)):
+            text = "it changed nothing" if share is None else f"{share:.2%}, by chance {chance:.2%}"
+            lines.append(f"of what the {name} changed, both changed ({unit}, {both.tol:g}): {text}")
+    for side, names in (("before", update.only_before), ("after", update.only_after)):
         if names:
-            lines.append(f"only {where}, left out: {', '.join(names)}")
+            lines.append(f"only {side}, left out: {', '.join(names)}")
     for line in lines:
         screen.print(line, soft_wrap=True)
 

@@ -1,1 +1,1 @@
-"""Comparisons of methods: one plan, many runs, one report."""
+"""Plans comparisons of methods and makes their runs."""

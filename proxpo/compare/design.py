@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.naming import run_name, setting_key, shown
+from proxpo.compare.naming import run_name, set_text, setting_key
 from proxpo.compare.plan import RUNS, SCORE, Arm, Choice, Plan, PlannedRun, Seeds, check_runs
 from proxpo.errors import ProxpoError
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.settings import parse_setting, parse_value
-from proxpo.train._schema import place
+from proxpo.train._settings import place
 from proxpo.train.config import Config, as_dict, find, load_config
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
@@ -150,7 +150,7 @@ def command(plan: Plan, run: PlannedRun, folder: str | Path) -> list[str]:
     """The arguments of `proxpo` that make this run, or continue it."""
     arm = plan.arm(run.arm)
     settings = {**arm.settings, **_single(run.settings)}
-    sets = [word for k, v in settings.items() for word in ("--set", f"{k}={shown(v)}")]
+    sets = [word for k, v in settings.items() for word in ("--set", f"{k}={set_text(v)}")]
     where = ["--seed", str(run.seed), "--out", str(Path(folder) / run.folder), "--resume"]
     return ["train", str(Path(folder) / "base.yaml"), "--method", arm.method, *sets, *where]
 
@@ -165,7 +165,7 @@ def config_of(plan: Plan, run: PlannedRun) -> Config:
 def _arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
     chosen = method(slug).slug
     values = {key: _scalar(value, f"{chosen}: '{key}'") for key, value in settings.items()}
-    label = name or " ".join([chosen, *(f"{k}={shown(v)}" for k, v in values.items())])
+    label = name or " ".join([chosen, *(f"{k}={set_text(v)}" for k, v in values.items())])
     arm = Arm(name=label, method=chosen, settings=values, family=label)
     for key in values:
         _placed(key, arm)
@@ -176,7 +176,7 @@ def _scalar(value: Any, place: str) -> Any:
     """The value that a run reads from its command line: "1" in a study's file is the number 1."""
     if not isinstance(value, (str, int, float, bool, type(None))):
         raise ProxpoError(f"{place} takes one value, got {value!r}")
-    return parse_value(shown(value).strip())
+    return parse_value(set_text(value).strip())
 
 
 def _axes(axes: Axes, option: str) -> dict[str, tuple[Any, ...]]:
@@ -184,7 +184,7 @@ def _axes(axes: Axes, option: str) -> dict[str, tuple[Any, ...]]:
     checked: dict[str, tuple[Any, ...]] = {}
     for key, values in axes.items():
         checked[key] = tuple(_scalar(value, f"{option} {key}") for value in values)
-        if len(set(map(shown, checked[key]))) < len(checked[key]):
+        if len(set(map(set_text, checked[key]))) < len(checked[key]):
             raise ProxpoError(f"{option} {key}: a value is given twice")
     return checked
 
@@ -223,10 +223,10 @@ def _refuse_partial(key: str, value: Any, arms: Sequence[Arm], paths: Mapping[st
         reason = f"{lacking[0].name}: {error}"
     slugs = dict.fromkeys(arm.method for arm in arms if arm.name in paths)
     names = ", ".join(arm.name for arm in lacking)
-    apart = " ".join(f"--set {slug}:{key}={shown(value)}" for slug in slugs)
+    apart = " ".join(f"--set {slug}:{key}={set_text(value)}" for slug in slugs)
     raise ProxpoError(
-        f"--set {key}={shown(value)} does not apply to {names} ({reason}): set it for the others "
-        f"alone, {apart}"
+        f"--set {key}={set_text(value)} does not apply to {names} ({reason}): set it for the "
+        f"others alone, {apart}"
     )
 
 
@@ -262,7 +262,7 @@ def _with_file_recipe(source: str | None, arms: list[Arm]) -> tuple[list[Arm], l
     read = read_yaml(find(source))
     own, recipe = method(str(read.get("method", Config().method))).slug, read.get("recipe") or {}
     others = [arm.name for arm in arms if arm.method != own]
-    text = ", ".join(f"{key}={shown(value)}" for key, value in recipe.items())
+    text = ", ".join(f"{key}={set_text(value)}" for key, value in recipe.items())
     mixed = recipe and 0 < len(others) < len(arms)
     changed = [
         replace(arm, settings={**recipe, **arm.settings}) if arm.method == own else arm
@@ -284,7 +284,7 @@ def _varied(arms: list[Arm], vary: Axes) -> tuple[list[Arm], list[str]]:
             f"{arm.name} has no setting {key}: it stands once" for key in vary.keys() - fitting
         ]
         for values in _grid(fitting):
-            words = (f"{key}={shown(value)}" for key, value in values.items())
+            words = (f"{key}={set_text(value)}" for key, value in values.items())
             varied.append(
                 replace(
                     arm,

@@ -19,7 +19,7 @@ def run_name(arm: Arm, swept: Mapping[str, Any]) -> str:
     and symbols in its readable part, so a hash of the arm and its settings follows two dashes,
     which no kept name has.
     """
-    words = " ".join([arm.name, *(f"{key}={shown(value)}" for key, value in swept.items())])
+    words = " ".join([arm.name, *(f"{key}={set_text(value)}" for key, value in swept.items())])
     if PLAIN.fullmatch(words) and len(words) <= LONGEST:
         return words
     slug = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-.")[:60].rstrip("-.")
@@ -29,14 +29,14 @@ def run_name(arm: Arm, swept: Mapping[str, Any]) -> str:
 
 def setting_key(settings: Mapping[str, Any]) -> str:
     """Text that is equal for equal settings alone; True and 1 differ, 1 and 1.0 do not."""
-    return json.dumps({key: shown(value) for key, value in settings.items()}, sort_keys=True)
+    return json.dumps({key: set_text(value) for key, value in settings.items()}, sort_keys=True)
 
 
-def shown(value: Any) -> str:
+def set_text(value: Any) -> str:
     """A value as `--set` reads it."""
     if value is None or isinstance(value, bool):
         return "none" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
-__all__ = ["run_name", "setting_key", "shown"]
+__all__ = ["run_name", "set_text", "setting_key"]

@@ -90,14 +90,14 @@ def run_plan(
         first = [run for run in plan.runs if run.role != "report"]
         _make(plan, first, folder, pool, display, retry_failed)
         if plan.sweep:
-            plan = with_choices(plan, choose(plan, folder))
+            plan = with_choices(plan, choose_settings(plan, folder))
             write_plan(plan, folder)
             later = [run for run in plan.runs if run.role == "report"]
             _make(plan, later, folder, pool, display, retry_failed)
     return plan
 
 
-def choose(plan: Plan, folder: Path) -> list[Choice]:
+def choose_settings(plan: Plan, folder: Path) -> list[Choice]:
     """For every arm the setting with the best mean final score on the tuning seeds."""
     choices: list[Choice] = []
     for arm in plan.arms:
@@ -195,4 +195,4 @@ def _stopping(pool: Pool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-__all__ = ["Display", "Pool", "choose", "open_comparison", "planned_state", "run_plan"]
+__all__ = ["Display", "Pool", "choose_settings", "open_comparison", "planned_state", "run_plan"]

@@ -4,8 +4,17 @@ from typing import NamedTuple
 
 import torch
 
+from proxpo.fields import declare_field
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.types import AllSum, Batch
+
+declare_field(
+    "refresh",
+    "seq",
+    kind="bool",
+    doc="1 where each update computes the advantage anew, because it follows the current policy; "
+    "set by the recipe when it computes the advantages",
+)
 
 
 class GroupStats(NamedTuple):
@@ -46,7 +55,7 @@ def group_range(
     A group without any has ∞ and -∞.
     """
     _, index = group.unique(return_inverse=True)
-    top, bottom = (torch.where(counted, one, -torch.inf) for one in (x, -x))
+    top, bottom = (torch.where(counted, values, -torch.inf) for values in (x, -x))
     return -_largest(bottom, index), _largest(top, index)
 
 
@@ -60,6 +69,14 @@ def group_sum(x: Float[Tensor, " seq"], group: Int[Tensor, " seq"]) -> Float[Ten
     _, index = group.unique(return_inverse=True)
     groups = int(index.max()) + 1 if len(index) else 0
     return x.new_zeros(groups).index_add(0, index, x)[index]
+
+
+def refreshed(batch: Batch) -> Batch:
+    """The batch marked for an advantage that follows the policy, its groups numbered from 0."""
+    changes: dict[str, Tensor] = {"refresh": batch.mask.new_ones(len(batch.mask))}
+    if batch.group is not None:
+        changes["group"] = batch.group.unique(return_inverse=True)[1]
+    return batch.replace(**changes)
 
 
 def numbered(batch: Batch) -> Int[Tensor, " seq"]:

@@ -6,8 +6,17 @@ that it survives any cut into micro-batches.
 
 import torch
 
+from proxpo.fields import declare_field
 from proxpo.ops.shapes import Int, Tensor
 from proxpo.types import Batch
+
+declare_field(
+    "pair",
+    "seq",
+    kind="int",
+    doc="1 for the best response to a prompt, -1 for the worst, 0 for the others; set by "
+    "aggregate=pairwise_logistic",
+)
 
 
 def best_and_worst(batch: Batch) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:

@@ -1,1 +1,1 @@
-"""What people look at: terminal tables and self-contained pages."""
+"""Renders inspections and runs as tables, figures and HTML."""

@@ -1,4 +1,4 @@
-"""From runs to results: each arm's numbers, the paired differences, and what they allow to say."""
+"""Results of a comparison: numbers of each arm, paired differences, and verdicts they allow."""
 
 import itertools
 import math
@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 
 from proxpo.compare.plan import Arm
-from proxpo.report.common_steps import Aligned, align
+from proxpo.report.common_steps import CommonSteps, align_curves
 from proxpo.report.comparability import (
     Settings,
-    declared,
+    declared_settings,
     difference_lines,
-    distinct,
+    distinct_settings,
     settings_of,
-    unlike,
+    undeclared_differences,
 )
 from proxpo.report.metrics import (
     KL,
     SCORE,
-    Picked,
+    PickedVariant,
     Series,
     Variant,
-    clock,
-    pick,
-    samples,
+    pick_variant,
+    samples_drawn,
+    seconds_spent,
     series,
 )
 from proxpo.report.run_data import Comparison, Run
@@ -46,7 +46,7 @@ from proxpo.report.statistics import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class ReachCost:
     """The cost of first reaching a score; infinite where it was never reached."""
 
     target: float
@@ -57,7 +57,7 @@ class Reach:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """One finished, reported run in numbers, all taken at the steps that every run shares."""
 
     run: Run
@@ -66,7 +66,7 @@ class Measured:
     area: float
     kl: float
     step_seconds: float
-    reach: tuple[Reach, ...]
+    reach: tuple[ReachCost, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class ArmResult:
 
     arm: Arm
     settings: Mapping[str, Any]  # the swept setting that was chosen
-    runs: tuple[Measured, ...]
+    runs: tuple[MeasuredRun, ...]
     failed: int
     unfinished: int
     broken: int = 0  # runs whose score was no number at some step
@@ -83,18 +83,20 @@ class ArmResult:
 
     def values(self, name: str) -> np.ndarray:
         """One measure over the runs that have it."""
-        found = [getattr(one, name) for one in self.runs]
-        return np.array([value for value in found if not math.isnan(value)])
+        measured = [getattr(run, name) for run in self.runs]
+        return np.array([value for value in measured if not math.isnan(value)])
 
     def mean(self, name: str) -> float:
         values = self.values(name)
         return float(values.mean()) if len(values) else math.nan
 
     def student(self, name: str) -> Interval:
-        found = student_interval(self.values(name))
-        if self.share and name in ("final", "area") and not math.isnan(found.low):
-            return Interval(mean=found.mean, low=max(found.low, 0.0), high=min(found.high, 1.0))
-        return found
+        interval = student_interval(self.values(name))
+        if self.share and name in ("final", "area") and not math.isnan(interval.low):
+            return Interval(
+                mean=interval.mean, low=max(interval.low, 0.0), high=min(interval.high, 1.0)
+            )
+        return interval
 
     def bootstrap(self, name: str) -> Interval:
         return bootstrap_interval(self.values(name))
@@ -102,32 +104,32 @@ class ArmResult:
     def iqm(self, name: str) -> float:
         return interquartile_mean(self.values(name))
 
-    def reach(self, number: int) -> Reach:
+    def reach(self, number: int) -> ReachCost:
         """Medians over the runs; the KL is the mean of those that arrived."""
-        each = [one.reach[number] for one in self.runs]
-        there = [one.kl for one in each if not math.isnan(one.kl)]
-        return Reach(
-            target=each[0].target if each else math.nan,
-            steps=median_reached([one.steps for one in each]),
-            samples=median_reached([one.samples for one in each]),
-            seconds=median_reached([one.seconds for one in each]),
-            kl=float(np.mean(there)) if there else math.nan,
+        costs = [run.reach[number] for run in self.runs]
+        kls = [cost.kl for cost in costs if not math.isnan(cost.kl)]
+        return ReachCost(
+            target=costs[0].target if costs else math.nan,
+            steps=median_reached([cost.steps for cost in costs]),
+            samples=median_reached([cost.samples for cost in costs]),
+            seconds=median_reached([cost.seconds for cost in costs]),
+            kl=float(np.mean(kls)) if kls else math.nan,
         )
 
     def arrived(self, number: int) -> int:
-        return sum(one.reach[number].steps < math.inf for one in self.runs)
+        return sum(run.reach[number].steps < math.inf for run in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Arm a against arm b on the seeds they share."""
+class ArmPair:
+    """Difference of arm a to arm b on the seeds they share."""
 
     a: str
     b: str
     measure: str  # "final" | "area"
     difference: Difference
     p_holm: float
-    barred: str = ""  # why nothing is claimed even where the interval excludes zero
+    barred: str = ""  # reason against a verdict even where the interval excludes zero
 
     @property
     def winner(self) -> str:
@@ -139,16 +141,18 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
+    """Results of a comparison."""
+
     comparison: Comparison
-    score: Picked | None
-    kl: Picked | None
+    score: PickedVariant | None
+    kl: PickedVariant | None
     steps: np.ndarray  # where all reported runs are compared
     interpolated: bool  # the runs share no evaluation step: values between evaluations
     differing: tuple[str, ...]  # settings that forbid a verdict, a line each with their values
     unknown: tuple[str, ...]  # arms with a run whose settings are not recorded
     targets: tuple[float, ...]
     arms: tuple[ArmResult, ...]  # the best first
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ArmPair, ...]
     notes: tuple[str, ...]
 
     @property
@@ -162,27 +166,27 @@ class Analysis:
 
     @property
     def names(self) -> dict[int, str]:
-        """What each run calls the score, by its position."""
+        """The name of the score in each run, by its position."""
         return self.score.names if self.score else {}
 
-    def pair(self, a: str, b: str, measure: str = "final") -> Pair | None:
+    def pair(self, a: str, b: str, measure: str = "final") -> ArmPair | None:
         return next(
-            (one for one in self.pairs if (one.a, one.b, one.measure) == (a, b, measure)), None
+            (pair for pair in self.pairs if (pair.a, pair.b, pair.measure) == (a, b, measure)), None
         )
 
 
 def analyse(comparison: Comparison) -> Analysis:
-    """Everything the report says, from the runs alone."""
+    """The results of a comparison, from its runs alone."""
     runs = comparison.runs
-    score = pick(SCORE, runs, wanted=comparison.score)
-    kl = pick(KL, runs)
+    score = pick_variant(SCORE, runs, wanted=comparison.score)
+    kl = pick_variant(KL, runs)
     scores = {i: series(runs[i], name) for i, name in (score.names if score else {}).items()}
-    used = {i: one for i, one in scores.items() if _counts(runs[i])}
-    common = align(used)
+    used = {i: curve for i, curve in scores.items() if _counts(runs[i])}
+    common = align_curves(used)
     whole = common.curves if len(common.steps) else {}
     targets = _targets([[whole[i] for i in whole if runs[i].name == a.name] for a in _arms(runs)])
     drift = {i: series(runs[i], name) for i, name in (kl.names if kl else {}).items()}
-    measured = {i: measure(runs[i], one, drift.get(i), targets) for i, one in whole.items()}
+    measured = {i: measure_run(runs[i], curve, drift.get(i), targets) for i, curve in whole.items()}
     share = score is not None and score.variant.share
     names = score.names if score else {}
     broken = {i for i, name in names.items() if name in runs[i].broken}
@@ -192,11 +196,11 @@ def analyse(comparison: Comparison) -> Analysis:
     ]
     ordered = sorted(arms, key=_worth, reverse=True)
     finished = {
-        one.arm.name: [run for run in runs if _counts(run) and run.name == one.arm.name]
-        for one in arms
+        result.arm.name: [run for run in runs if _counts(run) and run.name == result.arm.name]
+        for result in arms
     }
-    known = {name: distinct(own) for name, own in finished.items()}
-    apart = _apart([one.arm for one in ordered], known, comparison)
+    known = {name: distinct_settings(own) for name, own in finished.items()}
+    apart = _apart([result.arm for result in ordered], known, comparison)
     logged = [(runs[i].name, names[i]) for i in whole]
     barred = {
         pair: _pair_barred(paths, {name for arm, name in logged if arm in pair}, common)
@@ -220,19 +224,21 @@ def analyse(comparison: Comparison) -> Analysis:
     )
 
 
-def measure(run: Run, score: Series, drift: Series | None, targets: Sequence[float]) -> Measured:
-    """A run in numbers; `score` is at the steps that all runs share, and the last is the end."""
+def measure_run(
+    run: Run, score: Series, drift: Series | None, targets: Sequence[float]
+) -> MeasuredRun:
+    """Numbers of one run; `score` is at the steps that all runs share, the last is the end."""
     steps, values = score
     end = float(steps[-1])
-    spent, drawn = clock(run), samples(run)
+    spent, drawn = seconds_spent(run), samples_drawn(run)
     nothing = Series(np.empty(0), np.empty(0))
     drift = nothing if drift is None else drift
     reach = []
     for target in targets:
         at = reached(steps, values, target)
-        cost = [at if math.isinf(at) else value_at(*one, at) for one in (drawn, spent)]
+        cost = [at if math.isinf(at) else value_at(*total, at) for total in (drawn, spent)]
         reach.append(
-            Reach(
+            ReachCost(
                 target=target,
                 steps=at,
                 samples=cost[0] if len(drawn.steps) else math.nan,
@@ -240,7 +246,7 @@ def measure(run: Run, score: Series, drift: Series | None, targets: Sequence[flo
                 kl=value_at(*drift, at),
             )
         )
-    return Measured(
+    return MeasuredRun(
         run=run,
         start=float(values[0]),
         final=float(values[-1]),
@@ -263,9 +269,11 @@ def _apart(
     arms: Sequence[Arm], known: Mapping[str, Sequence[Settings]], comparison: Comparison
 ) -> dict[tuple[str, str], list[str]]:
     """For each pair of arms the settings that forbid a verdict between them."""
-    chosen = {one.arm: one.settings for one in comparison.chosen}
+    chosen = {choice.arm: choice.settings for choice in comparison.chosen}
     return {
-        (a.name, b.name): unlike(known[a.name], known[b.name], declared(a, b, chosen))
+        (a.name, b.name): undeclared_differences(
+            known[a.name], known[b.name], declared_settings(a, b, chosen)
+        )
         for a, b in itertools.combinations(arms, 2)
     }
 
@@ -274,8 +282,8 @@ def _unrecorded(run: Run) -> bool:
     return run.source != "proxpo" or not settings_of(run)
 
 
-def _pair_barred(paths: Sequence[str], names: set[str], common: Aligned) -> str:
-    """Why no verdict is given between two arms, whatever their numbers; "" where it may be."""
+def _pair_barred(paths: Sequence[str], names: set[str], common: CommonSteps) -> str:
+    """The reason against any verdict between two arms, whatever their numbers; "" for none."""
     if paths:
         return f"their settings differ in {_listed(paths)}"
     if len(names) > 1:
@@ -291,21 +299,21 @@ def _counts(run: Run) -> bool:
 
 def _arms(runs: Sequence[Run]) -> list[Arm]:
     """Arms of runs without a plan, in order of appearance."""
-    found = {run.name: Arm(name=run.name, method=run.method, family=run.method) for run in runs}
-    return list(found.values())
+    arms = {run.name: Arm(name=run.name, method=run.method, family=run.method) for run in runs}
+    return list(arms.values())
 
 
 def _arm(
     arm: Arm,
     comparison: Comparison,
-    measured: Mapping[int, Measured],
+    measured: Mapping[int, MeasuredRun],
     *,
     broken: set[int],
     share: bool,
 ) -> ArmResult:
     own = [(i, run) for i, run in enumerate(comparison.runs) if run.name == arm.name]
     reported = [(i, run) for i, run in own if run.role != "tune"]
-    chosen = next((one.settings for one in comparison.chosen if one.arm == arm.name), {})
+    chosen = next((choice.settings for choice in comparison.chosen if choice.arm == arm.name), {})
     return ArmResult(
         arm=arm,
         settings=chosen,
@@ -322,14 +330,17 @@ def _worth(result: ArmResult) -> tuple[float, float]:
     return (-math.inf if math.isnan(mean) else mean, -math.inf if math.isnan(along) else along)
 
 
-def _pairs(arms: Sequence[ArmResult], barred: Mapping[tuple[str, str], str]) -> list[Pair]:
+def _pairs(arms: Sequence[ArmResult], barred: Mapping[tuple[str, str], str]) -> list[ArmPair]:
     """Every pair, the better-ranked arm first."""
-    found: list[Pair] = []
+    pairs: list[ArmPair] = []
     for measure_name in ("final", "area"):
-        both = [(a, b, compare(a, b, measure_name)) for a, b in itertools.combinations(arms, 2)]
+        both = [
+            (a, b, paired_difference(a, b, measure_name))
+            for a, b in itertools.combinations(arms, 2)
+        ]
         corrected = holm([difference.p for _, _, difference in both])
-        found += [
-            Pair(
+        pairs += [
+            ArmPair(
                 a=a.arm.name,
                 b=b.arm.name,
                 measure=measure_name,
@@ -340,11 +351,11 @@ def _pairs(arms: Sequence[ArmResult], barred: Mapping[tuple[str, str], str]) -> 
             )
             for (a, b, difference), p in zip(both, corrected)
         ]
-    return found
+    return pairs
 
 
-def compare(a: ArmResult, b: ArmResult, name: str) -> Difference:
-    """Paired over the seeds that both finished."""
+def paired_difference(a: ArmResult, b: ArmResult, name: str) -> Difference:
+    """Difference of one measure between two arms, paired over the seeds that both finished."""
     left, right = _by_seed(a, name), _by_seed(b, name)
     seeds = sorted(left.keys() & right.keys())
     return paired(np.array([left[s] for s in seeds]), np.array([right[s] for s in seeds]))
@@ -352,14 +363,14 @@ def compare(a: ArmResult, b: ArmResult, name: str) -> Difference:
 
 def _by_seed(result: ArmResult, name: str) -> dict[int, float]:
     return {
-        one.run.seed: getattr(one, name)
-        for one in result.runs
-        if one.run.seed is not None and not math.isnan(getattr(one, name))
+        measured.run.seed: getattr(measured, name)
+        for measured in result.runs
+        if measured.run.seed is not None and not math.isnan(getattr(measured, name))
     }
 
 
 def _barred(winner: ArmResult) -> str:
-    """An arm that lost runs is averaged over its survivors, which flatters it."""
+    """The reason against a verdict for an arm that lost runs: its mean is over survivors alone."""
     total = len(winner.runs) + winner.failed + winner.unfinished
     if winner.failed:
         return f"{winner.failed} of {total} runs of {winner.arm.name} failed"
@@ -371,19 +382,19 @@ def _barred(winner: ArmResult) -> str:
 
 
 def _targets(arms: Sequence[Sequence[Series]]) -> tuple[float, ...]:
-    """Scores whose cost is worth knowing: one that every arm reaches, one near the best.
+    """The two scores whose cost is reported: one that every arm reaches, one near the best.
 
     The first is the highest that half the runs of every arm reach, the second nine tenths of the
     way from the start to the highest that half the runs of some arm reach.
     """
-    tops = [float(np.median([one.values.max() for one in arm])) for arm in arms if arm]
-    starts = [float(one.values[0]) for arm in arms for one in arm]
+    tops = [float(np.median([curve.values.max() for curve in arm])) for arm in arms if arm]
+    starts = [float(curve.values[0]) for arm in arms for curve in arm]
     if not tops:
         return ()
     start = float(np.mean(starts))
     wanted = [min(tops), start + 0.9 * (max(tops) - start)]
-    rounded = [_below(one) for one in wanted]
-    return tuple(sorted({one for one in rounded if one > start}))
+    rounded = [_below(score) for score in wanted]
+    return tuple(sorted({score for score in rounded if score > start}))
 
 
 def _below(value: float) -> float:
@@ -394,9 +405,9 @@ def _below(value: float) -> float:
 def _notes(
     comparison: Comparison,
     used: Mapping[int, Series],
-    common: Aligned,
-    score: Picked | None,
-    kl: Picked | None,
+    common: CommonSteps,
+    score: PickedVariant | None,
+    kl: PickedVariant | None,
     drift: Mapping[int, Series],
 ) -> list[str]:
     runs = comparison.runs
@@ -420,8 +431,10 @@ def _notes(
     return notes
 
 
-def _score_notes(comparison: Comparison, used: Mapping[int, Series], score: Picked) -> list[str]:
-    """Runs without the score, and a score under several names or not the one asked for."""
+def _score_notes(
+    comparison: Comparison, used: Mapping[int, Series], score: PickedVariant
+) -> list[str]:
+    """Notes on runs without the score, on several names of it, and on another score than asked."""
     notes: list[str] = []
     runs = comparison.runs
     wanted = comparison.score
@@ -436,8 +449,8 @@ def _score_notes(comparison: Comparison, used: Mapping[int, Series], score: Pick
     return notes
 
 
-def _step_notes(runs: Sequence[Run], used: Mapping[int, Series], common: Aligned) -> list[str]:
-    """Steps at which the runs are compared, where they were not all evaluated at the same ones."""
+def _step_notes(runs: Sequence[Run], used: Mapping[int, Series], common: CommonSteps) -> list[str]:
+    """A note on the steps of the comparison where the runs were evaluated at different ones."""
     if not used:
         return []
     shortest = min(used, key=lambda i: used[i].steps[-1])
@@ -455,12 +468,12 @@ def _step_notes(runs: Sequence[Run], used: Mapping[int, Series], common: Aligned
             "The runs share no evaluation step after their first: scores are interpolated at step "
             f"{end:.0f} and nothing is claimed."
         ]
-    if len({one.steps[-1] for one in used.values()}) > 1:
+    if len({curve.steps[-1] for curve in used.values()}) > 1:
         return [
             f"Runs end at different steps, {runs[shortest].folder} at step {last:.0f}; they are "
             f"compared at step {end:.0f}, the last at which all were evaluated."
         ]
-    if any(len(one.steps) != len(common.steps) for one in used.values()):
+    if any(len(curve.steps) != len(common.steps) for curve in used.values()):
         return [
             f"Runs were evaluated at different steps: the {len(common.steps)} common ones count."
         ]
@@ -472,4 +485,13 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
-__all__ = ["Analysis", "ArmResult", "Measured", "Pair", "Reach", "analyse", "compare", "measure"]
+__all__ = [
+    "Analysis",
+    "ArmPair",
+    "ArmResult",
+    "MeasuredRun",
+    "ReachCost",
+    "analyse",
+    "measure_run",
+    "paired_difference",
+]

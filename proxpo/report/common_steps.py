@@ -1,4 +1,4 @@
-"""Curves of several runs at the same steps, so that no run is compared at a step of its own."""
+"""Curves of several runs at steps that all of them have."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -9,15 +9,15 @@ import numpy as np
 from proxpo.report.metrics import Series
 
 
-class Aligned(NamedTuple):
-    """Every run's values at `steps`; `interpolated` where they were not all measured there."""
+class CommonSteps(NamedTuple):
+    """Values of every run at `steps`; interpolated: not all of them were measured there."""
 
     steps: np.ndarray
     curves: dict[int, Series]
     interpolated: bool = False
 
 
-def align(curves: Mapping[int, Series]) -> Aligned:
+def align_curves(curves: Mapping[int, Series]) -> CommonSteps:
     """The steps that every curve has.
 
     Curves that share no step but their first are taken at the steps of any of them that lie within
@@ -25,17 +25,17 @@ def align(curves: Mapping[int, Series]) -> Aligned:
     line lies below a curve that rises ever more slowly. Curves that do not overlap have no steps.
     """
     if not curves:
-        return Aligned(np.empty(0), {})
-    steps = [one.steps for one in curves.values()]
-    first, last = max(one[0] for one in steps), min(one[-1] for one in steps)
+        return CommonSteps(np.empty(0), {})
+    steps = [curve.steps for curve in curves.values()]
+    first, last = max(each[0] for each in steps), min(each[-1] for each in steps)
     shared = reduce(np.intersect1d, steps)
     if len(shared) and (shared[-1] > first or first == last):
         exact = {i: Series(shared, y[np.isin(x, shared)]) for i, (x, y) in curves.items()}
-        return Aligned(shared, exact)
+        return CommonSteps(shared, exact)
     grid = reduce(np.union1d, steps)
     grid = grid[(grid >= first) & (grid <= last)]
     between = {i: Series(grid, np.interp(grid, x, y)) for i, (x, y) in curves.items()}
-    return Aligned(grid, between, interpolated=True)
+    return CommonSteps(grid, between, interpolated=True)
 
 
-__all__ = ["Aligned", "align"]
+__all__ = ["CommonSteps", "align_curves"]

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from proxpo.compare.naming import shown
+from proxpo.compare.naming import set_text
 from proxpo.compare.plan import Arm
 from proxpo.report.run_data import Run
 from proxpo.report.text import one_line
-from proxpo.train._schema import SECTIONS, Config, as_dict
+from proxpo.train._schema import SECTIONS, Config
+from proxpo.train._settings import as_dict
 
 Settings = Mapping[str, str]  # values as text, by path
-# What differs between the seeds of an arm, and what changes no number of a run.
+# Settings that differ between the seeds of an arm, or change no number of a run.
 FREE = (
     "seed",
     "out",
@@ -27,8 +28,8 @@ FREE = (
     "evaluate.every",  # runs are compared at steps that all were evaluated at
 )
 SAMPLES = "samples a step"
-ARM = ("method", "recipe")  # what arms are compared for in any case
-# What no arm may be compared for: the score would be another, or the budget.
+ARM = ("method", "recipe")  # settings that arms are compared for in any case
+# Settings that no arm may be compared for: they change the score or the budget.
 FIXED = ("task", "evaluate", "model.name", "train.steps", SAMPLES)
 
 
@@ -38,20 +39,22 @@ def settings_of(run: Run) -> Settings:
         return {path: _text(value) for path, value in run.config.items()}
     tree = {**_defaults(), **_flat(run.config)}
     tree[SAMPLES] = _product(tree["rollout.prompts_per_step"], tree["rollout.samples_per_prompt"])
-    return {path: _text(value) for path, value in tree.items() if matters(path)}
+    return {path: _text(value) for path, value in tree.items() if affects_numbers(path)}
 
 
-def distinct(runs: Iterable[Run]) -> list[Settings]:
+def distinct_settings(runs: Iterable[Run]) -> list[Settings]:
     """The known settings of an arm's runs; those of its seeds are one where they are equal."""
     return list({str(known): known for run in runs if (known := settings_of(run))}.values())
 
 
-def matters(path: str) -> bool:
-    """Whether a setting can change the numbers of a run, its seed apart."""
+def affects_numbers(path: str) -> bool:
+    """True for a setting that can change the numbers of a run, its seed apart."""
     return not _within(path, FREE)
 
 
-def unlike(a: Sequence[Settings], b: Sequence[Settings], declared: Sequence[str]) -> list[str]:
+def undeclared_differences(
+    a: Sequence[Settings], b: Sequence[Settings], declared: Sequence[str]
+) -> list[str]:
     """Paths of the settings that forbid a verdict between two arms with these distinct settings.
 
     A setting that an arm is compared for may differ between the arms, unless it is FIXED, but not
@@ -61,7 +64,7 @@ def unlike(a: Sequence[Settings], b: Sequence[Settings], declared: Sequence[str]
     return [
         path
         for path in (both[0] if both else ())
-        if all(path in one for one in both)
+        if all(path in settings for settings in both)
         and len(_values(both, path)) > 1
         and (
             not any(_names(key, path) for key in declared)
@@ -72,7 +75,7 @@ def unlike(a: Sequence[Settings], b: Sequence[Settings], declared: Sequence[str]
     ]
 
 
-def declared(a: Arm, b: Arm, chosen: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def declared_settings(a: Arm, b: Arm, chosen: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Settings that two arms are compared for.
 
     Those of either arm of a plan; those that a sweep chose for both; and those that set runs
@@ -86,12 +89,12 @@ def declared(a: Arm, b: Arm, chosen: Mapping[str, Mapping[str, Any]]) -> list[st
 
 
 def difference_lines(arms: Mapping[str, Sequence[Settings]], paths: Sequence[str]) -> list[str]:
-    """`task.name: arithmetic (grpo), gsm8k (p3o)` for each of the paths."""
+    """A line for each path: `task.name: arithmetic (grpo), gsm8k (p3o)`."""
     lines = []
     for path in paths:
         holders: dict[str, list[str]] = {}
         for name, known in arms.items():
-            for value in _values([one for one in known if path in one], path):
+            for value in _values([settings for settings in known if path in settings], path):
                 holders.setdefault(value, []).append(name)
         words = [f"{value} ({', '.join(names)})" for value, names in holders.items()]
         lines.append(f"{path}: {', '.join(words)}")
@@ -99,23 +102,23 @@ def difference_lines(arms: Mapping[str, Sequence[Settings]], paths: Sequence[str
 
 
 def _values(settings: Sequence[Settings], path: str) -> list[str]:
-    return list(dict.fromkeys(one[path] for one in settings))
+    return list(dict.fromkeys(each[path] for each in settings))
 
 
 def _text(value: Any) -> str:
     """A value as text; 1 and 1.0 are one value."""
     if isinstance(value, (dict, list)):
         return one_line(json.dumps(value, sort_keys=True, default=str))
-    return one_line(shown(value))
+    return one_line(set_text(value))
 
 
 def _names(key: str, path: str) -> bool:
-    """`lr` and `train.lr` name train.lr; `model` names model.name."""
+    """True where `key` names the setting: `lr` for train.lr, `model` for model.name."""
     return path in (key, f"{key}.name") or path.rsplit(".", 1)[-1] == key
 
 
 def _within(path: str, places: Sequence[str]) -> bool:
-    return any(path == one or path.startswith(f"{one}.") for one in places)
+    return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -141,10 +144,10 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 __all__ = [
     "Settings",
-    "declared",
+    "affects_numbers",
+    "declared_settings",
     "difference_lines",
-    "distinct",
-    "matters",
+    "distinct_settings",
     "settings_of",
-    "unlike",
+    "undeclared_differences",
 ]

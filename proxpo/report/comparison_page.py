@@ -1,27 +1,27 @@
-"""report.html of a comparison: findings, ranking, figures, every run. One file, no network."""
+"""HTML page of a comparison: findings, ranking, figures, every run."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from proxpo.report.analysis import Analysis, Measured
+from proxpo.report.analysis import Analysis, MeasuredRun
 from proxpo.report.figure_images import PALETTE
 from proxpo.report.figures import Figure, digits
 from proxpo.report.findings import (
     at_steps,
-    budget,
+    budget_line,
     caveats,
     claims_by_winner,
-    number,
+    format_number,
+    setting_warnings,
     settings_text,
     unit,
-    warnings,
 )
 from proxpo.report.html_tables import arm_names, pairs_table, ranking_table, ranking_words
-from proxpo.report.metrics import clock, samples
+from proxpo.report.metrics import samples_drawn, seconds_spent
 from proxpo.report.run_data import Run
-from proxpo.report.text import count
+from proxpo.report.text import plural
 from proxpo.runs.page import escape, fill_page, json_ready
 from proxpo.runs.yaml_file import dump_yaml
 
@@ -64,7 +64,7 @@ def comparison_page(analysis: Analysis, drawn: Sequence[Figure]) -> str:
     question = f'<p class="question">{escape(comparison.question)}</p>'
     text = {
         "title": comparison.title,
-        "budget": budget(analysis),
+        "budget": budget_line(analysis),
         "ranking_words": ranking_words(analysis),
         "runs_words": "Open a run for the command that repeats it and its full configuration.",
     }
@@ -89,19 +89,19 @@ def _palette() -> str:
 def _findings(analysis: Analysis) -> str:
     unsure = [*caveats(analysis), *analysis.notes]
     bad = [run for run in analysis.comparison.runs if run.status == "failed"]
-    doubts = warnings(analysis)
+    doubts = setting_warnings(analysis)
     panels = [_panel("failed", "Read this first", doubts)] if doubts else []
     panels.append(_shown(analysis))
     if unsure:
         panels.append(_panel("open", "What they do not show", unsure))
     if bad:
         lines = [f"{run.name}{_seed(run)}: {run.reason}" for run in bad]
-        panels.append(_panel("failed", f"{count(len(bad), 'run')} failed", lines))
+        panels.append(_panel("failed", f"{plural(len(bad), 'run')} failed", lines))
     return f'<section class="findings" aria-label="Findings">{"".join(panels)}</section>'
 
 
 def _shown(analysis: Analysis) -> str:
-    """The statements, one a winner, and what stands in their brackets."""
+    """The panel of findings, one sentence a winner, and the meaning of their brackets."""
     final, area = (claims_by_winner(analysis, measure) for measure in ("final", "area"))
     if not final and not area:
         return _panel("open", "What the runs show", [_nothing(analysis)])
@@ -115,7 +115,7 @@ def _shown(analysis: Analysis) -> str:
     more = ""
     if area:
         items = "".join(f"<li>{escape(line)}.</li>" for line in area)
-        heading = f"{count(len(area), 'winner')} in mean score over training"
+        heading = f"{plural(len(area), 'winner')} in mean score over training"
         state = "" if final else " open"
         more = f"<details{state}><summary>{heading}</summary><ul>{items}</ul></details>"
     lines = [f"{line}." for line in final] or ["No final score is shown to differ."]
@@ -124,11 +124,11 @@ def _shown(analysis: Analysis) -> str:
 
 
 def _nothing(analysis: Analysis) -> str:
-    """Why there is no statement."""
-    tested = [one.difference for one in analysis.pairs if one.difference.seeds > 1]
+    """The sentence that stands for missing findings."""
+    tested = [pair.difference for pair in analysis.pairs if pair.difference.seeds > 1]
     if not tested:
         return "No two arms share two seeds: nothing can be tested."
-    if all(one.holds_zero for one in tested):
+    if all(pair.holds_zero for pair in tested):
         return "No paired interval excludes zero."
     return "Nothing is claimed; the reasons stand beside."
 
@@ -143,29 +143,30 @@ def _seed(run: Run) -> str:
 
 
 def _figures(drawn: Sequence[Figure]) -> str:
-    sections = dict.fromkeys(one.section for one in drawn)
+    sections: dict[str, list[Figure]] = {}
+    for figure in drawn:
+        sections.setdefault(figure.section, []).append(figure)
     return "".join(
         f"<section><h2>{escape(section)}</h2>"
-        f'<div class="plots">{"".join(_figure(one) for one in drawn if one.section == section)}'
-        "</div></section>"
-        for section in sections
+        f'<div class="plots">{"".join(map(_figure, figures))}</div></section>'
+        for section, figures in sections.items()
     )
 
 
-def _figure(one: Figure) -> str:
-    lead = " lead-figure" if one.key == "score" else ""
-    unit_text = f' <span class="unit">{escape(one.y)}</span>' if one.y else ""
+def _figure(figure: Figure) -> str:
+    lead = " lead-figure" if figure.key == "score" else ""
+    unit_text = f' <span class="unit">{escape(figure.y)}</span>' if figure.y else ""
     return (
-        f'<figure class="card{lead}" id="fig-{escape(one.key)}"><h3>{escape(one.title)}'
+        f'<figure class="card{lead}" id="fig-{escape(figure.key)}"><h3>{escape(figure.title)}'
         f'{unit_text}</h3><div class="plot"></div>'
-        f'<figcaption class="caption">{escape(one.caption)}</figcaption></figure>'
+        f'<figcaption class="caption">{escape(figure.caption)}</figcaption></figure>'
     )
 
 
 def _run(analysis: Analysis, run: Run) -> str:
     measured = _measured(analysis, run)
     share = analysis.variant.share
-    final = "" if measured is None else f"{number(measured.final, share=share)}{unit(share)}"
+    final = "" if measured is None else f"{format_number(measured.final, share=share)}{unit(share)}"
     role = {"tune": "tuning", "report": "reported"}.get(run.role, "")
     state = f'<span class="state {run.status}">{run.status}</span>'
     seed = "" if run.seed is None else f"seed {run.seed}"
@@ -180,13 +181,13 @@ def _run(analysis: Analysis, run: Run) -> str:
     )
 
 
-def _measured(analysis: Analysis, run: Run) -> Measured | None:
-    each = (one for result in analysis.arms for one in result.runs)
-    return next((one for one in each if one.run is run), None)
+def _measured(analysis: Analysis, run: Run) -> MeasuredRun | None:
+    each = (measured for result in analysis.arms for measured in result.runs)
+    return next((measured for measured in each if measured.run is run), None)
 
 
 def _rows(run: Run) -> str:
-    return f", {count(len(run.rows), 'row')} of metrics" if run.rows else ", no metrics"
+    return f", {plural(len(run.rows), 'row')} of metrics" if run.rows else ", no metrics"
 
 
 def _command(run: Run) -> str:
@@ -205,12 +206,15 @@ def _config(run: Run) -> str:
 
 
 def _data(analysis: Analysis, drawn: Sequence[Figure]) -> dict[str, Any]:
-    """What the script draws."""
+    """The data that the script draws."""
     runs = analysis.comparison.runs
     clocks = [_clock(run) for run in runs]
     names = arm_names(analysis)
     means = [_mean_clock([r for r in runs if r.name == name]) for name in names]
-    axes = ["step", *(a for a in ("samples", "seconds") if any(one and one[a] for one in means))]
+    axes = [
+        "step",
+        *(a for a in ("samples", "seconds") if any(clock and clock[a] for clock in means)),
+    ]
     return json_ready(
         {
             "arms": names,
@@ -220,9 +224,9 @@ def _data(analysis: Analysis, drawn: Sequence[Figure]) -> dict[str, Any]:
                     "seed": run.seed,
                     "status": run.status,
                     "role": run.role,
-                    "clock": one,
+                    "clock": clock,
                 }
-                for run, one in zip(runs, clocks)
+                for run, clock in zip(runs, clocks)
             ],
             "clocks": means,
             "axes": axes,
@@ -233,7 +237,7 @@ def _data(analysis: Analysis, drawn: Sequence[Figure]) -> dict[str, Any]:
 
 def _clock(run: Run) -> dict[str, Any] | None:
     """Samples and seconds spent up to a step."""
-    spent, drawn = clock(run), samples(run)
+    spent, drawn = seconds_spent(run), samples_drawn(run)
     known = spent if len(spent.steps) else drawn
     if not len(known.steps):
         return None
@@ -246,16 +250,16 @@ def _clock(run: Run) -> dict[str, Any] | None:
 
 
 def _mean_clock(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """Of an arm's finished, reported runs."""
+    """Samples and seconds up to a step, mean over an arm's finished, reported runs."""
     each = [_clock(run) for run in runs if run.status == "done" and run.role != "tune"]
-    found = [one for one in each if one is not None]
-    if not found:
+    known = [clock for clock in each if clock is not None]
+    if not known:
         return None
-    steps = max((one["step"] for one in found), key=lambda one: one[-1])
+    steps = max((clock["step"] for clock in known), key=lambda clock: clock[-1])
     mean: dict[str, Any] = {"step": steps}
     for axis in ("seconds", "samples"):
-        curves = [np.interp(steps, one["step"], one[axis]) for one in found if one[axis]]
-        mean[axis] = digits(np.mean(curves, axis=0)) if len(curves) == len(found) else None
+        curves = [np.interp(steps, clock["step"], clock[axis]) for clock in known if clock[axis]]
+        mean[axis] = digits(np.mean(curves, axis=0)) if len(curves) == len(known) else None
     return mean
 
 

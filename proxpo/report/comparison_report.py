@@ -1,4 +1,4 @@
-"""A comparison's report, drawn from its files alone: report.html, figures/, summary.json, .csv."""
+"""Writes the report of a comparison: report.html, figures/, summary.json and summary.csv."""
 
 import json
 from collections import Counter
@@ -10,37 +10,37 @@ from typing import Any
 from proxpo.compare.plan import PLAN, Arm
 from proxpo.errors import ProxpoError
 from proxpo.report.analysis import Analysis, analyse
-from proxpo.report.comparability import matters
+from proxpo.report.comparability import affects_numbers
 from proxpo.report.read_runs import read_comparison, read_run
 from proxpo.report.run_data import Comparison, Run
 from proxpo.report.text import one_line
 from proxpo.runs.files import write_whole
 
-OWN = ("seed", "out")  # differ between seeds of one arm
+SEED_SETTINGS = ("seed", "out")  # differ between seeds of one arm
 
 
 def write_comparison(folder: str | Path, *, out: str | Path | None = None) -> Path:
-    """Read the comparison in `folder` and write its report there, or to `out`; the page's path."""
+    """Writes the report of the comparison in `folder` there, or to `out`; the page's path."""
     return write_report(analyse(read_comparison(folder)), Path(out or folder))
 
 
 def write_report(analysis: Analysis, out: Path) -> Path:
-    """Every file whole or not at all; the page comes last, when all it names is there."""
+    """Writes every file whole or not at all; the page comes last, when all it names is there."""
     from proxpo.report.comparison_page import comparison_page
-    from proxpo.report.figure_images import draw
-    from proxpo.report.figure_list import figures
+    from proxpo.report.figure_images import draw_figure
+    from proxpo.report.figure_list import all_figures
     from proxpo.report.html_tables import arm_names
     from proxpo.report.summary import summary, summary_csv
 
-    drawn = figures(analysis)
+    drawn = all_figures(analysis)
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    wanted = {f"{one.key}.{kind}" for one in drawn for kind in ("png", "svg")}
-    for left in (out / "figures").iterdir():
-        if left.suffix in (".png", ".svg") and left.name not in wanted:
-            left.unlink()
-    for one in drawn:
-        for kind, image in draw(one, arm_names(analysis)).items():
-            write_whole(out / "figures" / f"{one.key}.{kind}", image)
+    wanted = {f"{figure.key}.{kind}" for figure in drawn for kind in ("png", "svg")}
+    for old in (out / "figures").iterdir():
+        if old.suffix in (".png", ".svg") and old.name not in wanted:
+            old.unlink()
+    for figure in drawn:
+        for kind, image in draw_figure(figure, arm_names(analysis)).items():
+            write_whole(out / "figures" / f"{figure.key}.{kind}", image)
     text = json.dumps(summary(analysis), indent=1, ensure_ascii=False, allow_nan=False)
     pages = {
         "summary.json": text,
@@ -52,33 +52,35 @@ def write_report(analysis: Analysis, out: Path) -> Path:
     return out / "report.html"
 
 
-def gather(paths: Sequence[str], out: Path) -> Comparison:
-    """Runs named one by one, `PATH` or `ARM=PATH`; a comparison's folder adds all of its runs.
+def gather_runs(paths: Sequence[str], out: Path) -> Comparison:
+    """A comparison of runs at `PATH` or `ARM=PATH`; a comparison's folder adds all of its runs.
 
     Runs of proxpo whose arm is not given are told apart by method and by what differs in their
     configs; runs made elsewhere by the name of their folder.
     """
-    whole: list[Comparison] = []
+    comparisons: list[Comparison] = []
     runs: list[Run] = []
-    given: list[str] = []
+    arm_names: list[str] = []  # "" where none is given
     for text in paths:
         name, path = _named(text)
         if (path / PLAN).is_file():
-            whole.append(read_comparison(path))
-            runs += [replace(r, folder=str(path / r.folder)) for r in whole[-1].runs]
-            given += [r.name for r in whole[-1].runs]
+            comparisons.append(read_comparison(path))
+            runs += [replace(r, folder=str(path / r.folder)) for r in comparisons[-1].runs]
+            arm_names += [r.name for r in comparisons[-1].runs]
         else:
             runs.append(read_run(path))
-            given.append(name)
-    if len(whole) == 1 and len(paths) == 1:
-        return whole[0]
-    differing = [{} if name else _differing(run, runs, given) for run, name in zip(runs, given)]
+            arm_names.append(name)
+    if len(comparisons) == 1 and len(paths) == 1:
+        return comparisons[0]
+    differing = [
+        {} if name else _differing(run, runs, arm_names) for run, name in zip(runs, arm_names)
+    ]
     named = [
         replace(run, name=name or _label(run, values), settings=values or run.settings)
-        for run, name, values in zip(runs, given, differing)
+        for run, name, values in zip(runs, arm_names, differing)
     ]
     _refuse_twins(named)
-    arms = {a.name: a for one in whole for a in one.arms}
+    arms = {a.name: a for comparison in comparisons for a in comparison.arms}
     for run, values in zip(named, differing):
         arm = Arm(name=run.name, method=run.method, family=run.method, varied=values)
         arms.setdefault(run.name, arm)
@@ -87,9 +89,9 @@ def gather(paths: Sequence[str], out: Path) -> Comparison:
         title=" against ".join(arms) if len(arms) <= 4 else f"{len(arms)} arms",
         arms=tuple(arms.values()),
         runs=tuple(named),
-        chosen=tuple(choice for one in whole for choice in one.chosen),
+        chosen=tuple(choice for comparison in comparisons for choice in comparison.chosen),
         notes=tuple(
-            [note for one in whole for note in one.notes]
+            [note for comparison in comparisons for note in comparison.notes]
             + [note for run in named for note in run.notes]
         ),
     )
@@ -102,19 +104,19 @@ def _named(text: str) -> tuple[str, Path]:
     return "", Path(text)
 
 
-def _differing(run: Run, runs: Sequence[Run], given: Sequence[str]) -> dict[str, Any]:
+def _differing(run: Run, runs: Sequence[Run], arm_names: Sequence[str]) -> dict[str, Any]:
     """The settings in which a run of proxpo differs from unnamed others of its method."""
     if run.source != "proxpo":
         return {}
-    kin = [
+    siblings = [
         _flat(other.config)
-        for other, name in zip(runs, given)
+        for other, name in zip(runs, arm_names)
         if not name and other.source == "proxpo" and other.method == run.method
     ]
     apart = {
         key: value
         for key, value in _flat(run.config).items()
-        if matters(key) and len({str(other.get(key)) for other in kin}) > 1
+        if affects_numbers(key) and len({str(other.get(key)) for other in siblings}) > 1
     }
     last = Counter(key.rsplit(".", 1)[-1] for key in apart)
     short = {key: key.rsplit(".", 1)[-1] for key in apart}
@@ -134,23 +136,23 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return {
         key: value
         for name, inner in config.items()
-        if prefix or name not in OWN
+        if prefix or name not in SEED_SETTINGS
         for key, value in _flat(inner, f"{prefix}{name}.").items()
     }
 
 
 def _refuse_twins(runs: Sequence[Run]) -> None:
-    seen: dict[tuple[str, int, str], str] = {}
+    folders: dict[tuple[str, int, str], str] = {}
     for run in runs:
         if run.seed is None or run.role == "tune":
             continue
         key = (run.name, run.seed, run.role)
-        if key in seen:
+        if key in folders:
             raise ProxpoError(
-                f"{seen[key]} and {run.folder} are both '{run.name}' with seed {run.seed}: tell "
+                f"{folders[key]} and {run.folder} are both '{run.name}' with seed {run.seed}: tell "
                 "them apart with NAME=PATH"
             )
-        seen[key] = run.folder
+        folders[key] = run.folder
 
 
-__all__ = ["gather", "write_comparison", "write_report"]
+__all__ = ["gather_runs", "write_comparison", "write_report"]

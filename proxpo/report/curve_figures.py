@@ -7,20 +7,20 @@ import numpy as np
 
 from proxpo.report.analysis import Analysis
 from proxpo.report.figures import POINTS, Cloud, Curve, Figure, digits, thin
-from proxpo.report.metrics import SCORE, Quantity, Series, pick, series
+from proxpo.report.metrics import SCORE, Quantity, Series, pick_variant, series
 from proxpo.report.run_data import Run
 from proxpo.report.statistics import bootstrap_band, convex_hull
 
 BAND = "Line: mean over seeds. Band: bootstrap 95 % of the mean."
 
 
-def curves(analysis: Analysis, wanted: Sequence[Quantity], section: str) -> list[Figure]:
-    return [one for quantity in wanted if (one := _curve_figure(analysis, quantity, section))]
+def curve_figures(analysis: Analysis, wanted: Sequence[Quantity], section: str) -> list[Figure]:
+    return [figure for quantity in wanted if (figure := _curve_figure(analysis, quantity, section))]
 
 
 def _curve_figure(analysis: Analysis, quantity: Quantity, section: str) -> Figure | None:
     runs = analysis.comparison.runs
-    picked = analysis.score if quantity is SCORE else pick(quantity, runs)
+    picked = analysis.score if quantity is SCORE else pick_variant(quantity, runs)
     if picked is None or (quantity is not SCORE and picked.names == analysis.names):
         return None  # not measured, or drawn as the score already
     data, averaged = [], 1.0
@@ -32,13 +32,17 @@ def _curve_figure(analysis: Analysis, quantity: Quantity, section: str) -> Figur
         }
         if own:
             data.append(_curve(result.arm.name, own, runs))
-            averaged = max(averaged, max(len(one.steps) for one in own.values()) / POINTS)
+            averaged = max(averaged, max(len(curve.steps) for curve in own.values()) / POINTS)
     if not data:
         return None
-    words = [BAND if any(len(one.runs) > 1 for one in data) else "One run an arm: no band."]
+    words = [BAND if any(len(curve.runs) > 1 for curve in data) else "One run an arm: no band."]
     if averaged > 1:
         words.append(f"Each point averages about {math.ceil(averaged)} steps; the last is exact.")
-    missing = [one.arm.name for one in analysis.arms if one.arm.name not in {c.arm for c in data}]
+    missing = [
+        result.arm.name
+        for result in analysis.arms
+        if result.arm.name not in {curve.arm for curve in data}
+    ]
     if missing:
         words.append(f"Not measured by {', '.join(missing)}.")
     return Figure(
@@ -61,15 +65,15 @@ def _spans_decades(curves: Sequence[Curve]) -> bool:
 
 
 def _curve(arm: str, own: Mapping[int, Series], runs: Sequence[Run]) -> Curve:
-    """The mean is over finished runs, at the steps all of them have."""
-    done = [one for i, one in own.items() if runs[i].status == "done"]
-    steps = _common([one.steps for one in done])
-    table = np.array([one.values[np.isin(one.steps, steps)] for one in done])
+    """The curve of an arm; its mean is over finished runs, at the steps all of them have."""
+    done = [curve for i, curve in own.items() if runs[i].status == "done"]
+    steps = _common([curve.steps for curve in done])
+    table = np.array([curve.values[np.isin(curve.steps, steps)] for curve in done])
     x, y = thin(steps, table.reshape(len(done), len(steps)))
     low, high = bootstrap_band(y)
     each = []
-    for i, one in own.items():
-        few = thin(*one)
+    for i, curve in own.items():
+        few = thin(*curve)
         each.append({"run": i, "x": digits(few.steps), "y": digits(few.values)})
     mean = y.mean(axis=0) if len(done) else np.empty(0)
     return Curve(
@@ -78,13 +82,13 @@ def _curve(arm: str, own: Mapping[int, Series], runs: Sequence[Run]) -> Curve:
 
 
 def _common(steps: Sequence[np.ndarray]) -> np.ndarray:
-    found = steps[0] if steps else np.empty(0)
-    for one in steps[1:]:
-        found = np.intersect1d(found, one)
-    return found
+    shared = steps[0] if steps else np.empty(0)
+    for each in steps[1:]:
+        shared = np.intersect1d(shared, each)
+    return shared
 
 
-def cloud(analysis: Analysis) -> list[Figure]:
+def drift_figure(analysis: Analysis) -> list[Figure]:
     """Score against KL drift: ends of runs and their hulls."""
     runs, score, kl = analysis.comparison.runs, analysis.score, analysis.kl
     if score is None or kl is None:
@@ -93,15 +97,15 @@ def cloud(analysis: Analysis) -> list[Figure]:
     data = []
     for result in analysis.arms:
         ends, trails = [], []
-        for one in result.runs:
-            i = place[id(one.run)]
-            if math.isnan(one.kl):
+        for measured in result.runs:
+            i = place[id(measured.run)]
+            if math.isnan(measured.kl):
                 continue
-            drift, values = series(one.run, kl.names[i]), series(one.run, score.names[i])
-            path = _joined(drift, values, analysis.end, last=(one.kl, one.final))
+            drift, values = series(measured.run, kl.names[i]), series(measured.run, score.names[i])
+            path = _joined(drift, values, analysis.end, last=(measured.kl, measured.final))
             few = thin(path[:, 0], path[:, 1], 60)
             trails.append({"run": i, "x": digits(few[0]), "y": digits(few[1])})
-            ends.append({"run": i, "x": one.kl, "y": one.final})
+            ends.append({"run": i, "x": measured.kl, "y": measured.final})
         if ends:
             hull = convex_hull([(end["x"], end["y"]) for end in ends])
             data.append(Cloud(arm=result.arm.name, points=ends, trail=trails, hull=hull))
@@ -126,8 +130,8 @@ def _joined(x: Series, y: Series, end: float, *, last: tuple[float, float]) -> n
     """(x, y) at the steps before `end` at which both were measured, then the point at `end`."""
     steps = np.intersect1d(x.steps, y.steps)
     steps = steps[steps < end]
-    both = [one.values[np.isin(one.steps, steps)] for one in (x, y)]
+    both = [curve.values[np.isin(curve.steps, steps)] for curve in (x, y)]
     return np.append(np.stack(both, axis=1), [last], axis=0)
 
 
-__all__ = ["cloud", "curves"]
+__all__ = ["curve_figures", "drift_figure"]

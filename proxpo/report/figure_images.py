@@ -1,13 +1,13 @@
-"""The figures of a comparison as PNG and SVG, for papers and slides."""
+"""Draws figures of a comparison as PNG and SVG, for papers and slides."""
 
 import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from proxpo.report.figures import Cloud, Curve, Figure, Spot
+from proxpo.report.figures import Cloud, Curve, Figure, MeanPoint
 
-# (light, dark): told apart with any colour vision, together with dash and marker
+# (light, dark): distinct with any colour vision, together with dash and marker
 PALETTE = (
     ("#0067b3", "#5ab4f5"),
     ("#c8500a", "#ff9a5c"),
@@ -56,7 +56,7 @@ class Style:
         return MARKERS[self.place[arm] % len(MARKERS)]
 
 
-def draw(figure: Figure, arms: Sequence[str]) -> dict[str, bytes]:
+def draw_figure(figure: Figure, arms: Sequence[str]) -> dict[str, bytes]:
     """The figure as {"png": ..., "svg": ...}."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
@@ -66,11 +66,11 @@ def draw(figure: Figure, arms: Sequence[str]) -> dict[str, bytes]:
         tall = 1.3 + 0.36 * rows if rows else 3.7
         canvas = Canvas(figsize=(6.4, tall), dpi=144)
         # Fixed margins: a layout engine takes longer than the drawing.
-        names = max((len(one["arm"]) for one in figure.data), default=0) if rows else 0
+        names = max((len(row["arm"]) for row in figure.data), default=0) if rows else 0
         left = min(0.4, 0.1 + 0.012 * names) if rows else 0.11
         axis = canvas.add_axes((left, 0.52 / tall, 0.97 - left, 1 - 0.82 / tall))
         KINDS[figure.kind](axis, figure, Style(arms))
-        _dress(axis, figure)
+        _style_axis(axis, figure)
         return {kind: _image(canvas, kind) for kind in ("png", "svg")}
 
 
@@ -85,7 +85,7 @@ def _image(canvas: Any, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _dress(axis: Any, figure: Figure) -> None:
+def _style_axis(axis: Any, figure: Figure) -> None:
     axis.set_title(figure.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     axis.set_xlabel(figure.x, color=SOFT)
     axis.set_ylabel(figure.y, color=SOFT)
@@ -108,57 +108,64 @@ def _dress(axis: Any, figure: Figure) -> None:
 
 def _curves(axis: Any, figure: Figure, style: Style) -> None:
     lines: list[Curve] = figure.data
-    for one in lines:
-        if not one.x:
+    for curve in lines:
+        if not curve.x:
             continue
-        every = max(1, len(one.x) // 9)
+        every = max(1, len(curve.x) // 9)
         axis.plot(
-            one.x,
-            one.mean,
-            label=_label(one.arm),
-            marker=style.marker(one.arm),
+            curve.x,
+            curve.mean,
+            label=_label(curve.arm),
+            marker=style.marker(curve.arm),
             markersize=4,
-            markevery=(style.place[one.arm] % every, every),
-            **style.line(one.arm),
+            markevery=(style.place[curve.arm] % every, every),
+            **style.line(curve.arm),
         )
-        if not math.isnan(one.low[0]):
+        if not math.isnan(curve.low[0]):
             axis.fill_between(
-                one.x, one.low, one.high, color=style.colour(one.arm), alpha=0.15, linewidth=0
+                curve.x,
+                curve.low,
+                curve.high,
+                color=style.colour(curve.arm),
+                alpha=0.15,
+                linewidth=0,
             )
 
 
 def _cloud(axis: Any, figure: Figure, style: Style) -> None:
     groups: list[Cloud] = figure.data
-    for one in groups:
-        colour = style.colour(one.arm)
-        if len(one.hull) > 1:
-            axis.fill(*zip(*one.hull), facecolor=colour, edgecolor=colour, alpha=0.15)
+    for group in groups:
+        colour = style.colour(group.arm)
+        if len(group.hull) > 1:
+            axis.fill(*zip(*group.hull), facecolor=colour, edgecolor=colour, alpha=0.15)
         axis.scatter(
-            [p["x"] for p in one.points],
-            [p["y"] for p in one.points],
+            [p["x"] for p in group.points],
+            [p["y"] for p in group.points],
             color=colour,
-            marker=style.marker(one.arm),
+            marker=style.marker(group.arm),
             s=34,
-            label=_label(one.arm),
+            label=_label(group.arm),
         )
 
 
-def _spots(axis: Any, figure: Figure, style: Style) -> None:
-    found: list[Spot] = figure.data
-    groups = list(dict.fromkeys(one.group for one in found if one.at))
+def _means(axis: Any, figure: Figure, style: Style) -> None:
+    points: list[MeanPoint] = figure.data
+    groups = list(dict.fromkeys(point.group for point in points if point.at))
     for number, group in enumerate(groups):
         own = sorted(
-            (one for one in found if one.group == group and one.at),
-            key=lambda one: figure.ticks.index(one.at),
+            (point for point in points if point.group == group and point.at),
+            key=lambda point: figure.ticks.index(point.at),
         )
         arm = own[0].arm
         places = [
-            figure.ticks.index(one.at) + (number - (len(groups) - 1) / 2) * 0.06 for one in own
+            figure.ticks.index(point.at) + (number - (len(groups) - 1) / 2) * 0.06 for point in own
         ]
-        means = [one.mean for one in own]
+        means = [point.mean for point in own]
         bars = [
-            (0.0, 0.0) if math.isnan(one.low) else (one.mean - one.low, one.high - one.mean)
-            for one in own
+            (0.0, 0.0)
+            if math.isnan(point.low)
+            else (point.mean - point.low, point.high - point.mean)
+            for point in own
         ]
         axis.errorbar(
             places,
@@ -169,44 +176,44 @@ def _spots(axis: Any, figure: Figure, style: Style) -> None:
             capsize=3,
             **style.line(arm),
         )
-        taken = [(x, one.mean) for x, one in zip(places, own) if one.chosen]
+        taken = [(x, point.mean) for x, point in zip(places, own) if point.chosen]
         if taken:
             axis.scatter(*zip(*taken), s=170, facecolor="none", edgecolor=style.colour(arm))
-    for one in found:
-        if not one.at:
-            axis.axhline(one.mean, label=_label(one.group), **style.line(one.arm))
+    for point in points:
+        if not point.at:
+            axis.axhline(point.mean, label=_label(point.group), **style.line(point.arm))
     axis.set_xticks(range(len(figure.ticks)), figure.ticks)
     axis.set_xlim(-0.5, len(figure.ticks) - 0.5)
 
 
 def _forest(axis: Any, figure: Figure, style: Style) -> None:
     rows: list[Mapping[str, Any]] = figure.data
-    for y, one in enumerate(rows):
-        colour = style.colour(one["arm"])
-        axis.plot([one["low"], one["high"]], [y, y], color=colour, linewidth=1.6)
-        axis.plot(one["boot"], [y, y], color=colour, linewidth=6, alpha=0.35)
-        fill = colour if one["decides"] else "white"
-        axis.plot(one["mean"], y, style.marker(one["arm"]), color=colour, markerfacecolor=fill)
+    for y, row in enumerate(rows):
+        colour = style.colour(row["arm"])
+        axis.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1.6)
+        axis.plot(row["boot"], [y, y], color=colour, linewidth=6, alpha=0.35)
+        fill = colour if row["decides"] else "white"
+        axis.plot(row["mean"], y, style.marker(row["arm"]), color=colour, markerfacecolor=fill)
     axis.axvline(0, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
-    axis.set_yticks(range(len(rows)), [f"vs {one['arm']}" for one in rows])
+    axis.set_yticks(range(len(rows)), [f"vs {row['arm']}" for row in rows])
     axis.set_ylim(len(rows) - 0.5, -0.5)
 
 
 def _bars(axis: Any, figure: Figure, style: Style) -> None:
     rows: list[Mapping[str, Any]] = figure.data
-    names = list(dict.fromkeys(name for one in rows for name in one["parts"]))
+    names = list(dict.fromkeys(name for row in rows for name in row["parts"]))
     start = [0.0] * len(rows)
     for number, name in enumerate(names):
-        wide = [one["parts"].get(name, 0.0) for one in rows]
+        wide = [row["parts"].get(name, 0.0) for row in rows]
         axis.barh(
             range(len(rows)), wide, left=start, height=0.62, label=name, color=TINTS[number % 8]
         )
         start = [a + b for a, b in zip(start, wide)]
-    axis.set_yticks(range(len(rows)), [one["arm"] for one in rows])
+    axis.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     axis.set_ylim(len(rows) - 0.5, -0.5)
 
 
-KINDS = {"curves": _curves, "cloud": _cloud, "spots": _spots, "forest": _forest, "bars": _bars}
+KINDS = {"curves": _curves, "cloud": _cloud, "means": _means, "forest": _forest, "bars": _bars}
 
 
-__all__ = ["PALETTE", "draw"]
+__all__ = ["PALETTE", "draw_figure"]

@@ -1,4 +1,4 @@
-"""A figure as plain data, so that the page and the printed files draw the same."""
+"""Figures as plain data, which the page and the image files draw alike."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ POINTS = 240  # of a curve: more than a panel has pixels to tell apart
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One arm over steps, and its runs one by one."""
+    """Mean of one arm over the steps with its band, and its runs."""
 
     arm: str
     x: list[float]
@@ -24,7 +24,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Cloud:
-    """Where one arm's runs ended, and all points they passed."""
+    """Ends of one arm's runs, and the points they passed."""
 
     arm: str
     points: list[dict[str, Any]]  # {"run", "x", "y"}: the end of each run
@@ -33,8 +33,8 @@ class Cloud:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spot:
-    """A mean with its interval at one place of an axis of names."""
+class MeanPoint:
+    """A mean with its interval above one name on the axis."""
 
     arm: str  # decides the colour
     group: str  # joined by a line
@@ -47,7 +47,7 @@ class Spot:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """`kind` is curves, cloud, spots, forest or bars and says what `data` holds."""
+    """One figure; `kind` (curves, cloud, means, forest or bars) decides what `data` holds."""
 
     key: str
     title: str
@@ -78,9 +78,9 @@ def thin(steps: np.ndarray, values: np.ndarray, most: int = POINTS) -> Series:
 
 
 def digits(values: np.ndarray) -> list[float]:
-    """Five significant digits, as many as can be seen; the last value exact."""
+    """Values rounded to five significant digits; the last one exact."""
     rounded = [float(f"{value:.5g}") for value in values.tolist()]
     return [*rounded[:-1], float(values[-1])] if rounded else []
 
 
-__all__ = ["POINTS", "Cloud", "Curve", "Figure", "Spot", "digits", "thin"]
+__all__ = ["POINTS", "Cloud", "Curve", "Figure", "MeanPoint", "digits", "thin"]

@@ -1,19 +1,19 @@
-"""Numbers and findings in words, shared by the page, the terminal and the summary."""
+"""Findings of an analysis as sentences, and numbers as text, for page, terminal and summary."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from proxpo.report.analysis import Analysis, ArmResult, Pair
+from proxpo.report.analysis import Analysis, ArmPair, ArmResult
 from proxpo.report.statistics import Interval
-from proxpo.report.text import count
+from proxpo.report.text import plural
 
 MINUS = "−"
 MEASURES = {"final": "final score", "area": "mean score over training"}
 
 
-def number(value: float, *, share: bool = False, signed: bool = False) -> str:
-    """Three digits that matter, per cent for a share, a dash for what is not known."""
+def format_number(value: float, *, share: bool = False, signed: bool = False) -> str:
+    """Three significant digits, per cent for a share, a dash for NaN."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -37,18 +37,18 @@ def unit(share: bool) -> str:
     return " %" if share else ""
 
 
-def span(one: Interval, *, share: bool = False, signed: bool = False) -> str:
-    """`78.0 to 84.1`; a dash where one seed gives no interval."""
-    if math.isnan(one.low):
+def span(interval: Interval, *, share: bool = False, signed: bool = False) -> str:
+    """An interval as `78.0 to 84.1`; a dash where one seed gives none."""
+    if math.isnan(interval.low):
         return "–"
-    low = number(one.low, share=share, signed=signed)
-    return f"{low} to {number(one.high, share=share, signed=signed)}"
+    low = format_number(interval.low, share=share, signed=signed)
+    return f"{low} to {format_number(interval.high, share=share, signed=signed)}"
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12.3 min`, `3.1 h`."""
+    """A time as `45 s`, `12.3 min` or `3.1 h`."""
     if math.isnan(seconds) or math.isinf(seconds):
-        return number(seconds)
+        return format_number(seconds)
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 120:
@@ -60,8 +60,8 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def claim(pair: Pair, analysis: Analysis) -> str:
-    """The sentence a pair supports, or "" where its interval holds zero."""
+def claim(pair: ArmPair, analysis: Analysis) -> str:
+    """The sentence that a pair supports; "" where it supports none."""
     if not pair.winner:
         return ""
     loser = pair.b if pair.winner == pair.a else pair.a
@@ -70,57 +70,57 @@ def claim(pair: Pair, analysis: Analysis) -> str:
     sure = "" if pair.p_holm < 0.05 else "; not after correction for the number of pairs"
     return (
         f"{pair.winner} beats {loser} in {MEASURES[pair.measure]} by {mean}{points} "
-        f"(95 % interval {interval}, {count(pair.difference.seeds, 'paired seed')}, "
+        f"(95 % interval {interval}, {plural(pair.difference.seeds, 'paired seed')}, "
         f"{at_steps(pair.measure, analysis)}{sure})."
     )
 
 
 def at_steps(measure: str, analysis: Analysis) -> str:
-    """`step 80` for a final score, `steps 0 to 80` for a mean over training."""
+    """The steps of a measure: `step 80`, or `steps 0 to 80` of a mean over training."""
     first = f"s {analysis.steps[0]:,.0f} to" if measure == "area" else ""
     return f"step{first} {analysis.end:,.0f}"
 
 
 def claims(analysis: Analysis) -> list[str]:
-    """Every statement the paired intervals support."""
+    """Every sentence that the paired intervals support."""
     return [text for pair in analysis.pairs if (text := claim(pair, analysis))]
 
 
 def claims_by_winner(analysis: Analysis, measure: str) -> list[str]:
-    """The same statements in one sentence a winner; † where Holm's correction takes it back."""
-    found: dict[str, list[str]] = {}
+    """The same findings, one sentence a winner; † where Holm's correction withdraws it."""
+    losers: dict[str, list[str]] = {}
     for pair in analysis.pairs:
         if pair.winner and pair.measure == measure:
             mean, interval = _in_favour(pair, analysis.variant.share)
             loser = pair.b if pair.winner == pair.a else pair.a
             mark = "" if pair.p_holm < 0.05 else " †"
-            found.setdefault(pair.winner, []).append(f"{loser} by {mean} ({interval}){mark}")
-    return [f"{winner} beats {', '.join(beaten)}" for winner, beaten in found.items()]
+            losers.setdefault(pair.winner, []).append(f"{loser} by {mean} ({interval}){mark}")
+    return [f"{winner} beats {', '.join(beaten)}" for winner, beaten in losers.items()]
 
 
-def _in_favour(pair: Pair, share: bool) -> tuple[str, str]:
+def _in_favour(pair: ArmPair, share: bool) -> tuple[str, str]:
     """Mean and interval of the winner minus the loser."""
     d, sign = pair.difference.student, 1 if pair.winner == pair.a else -1
     low, high = sorted((sign * d.low, sign * d.high))
     return (
-        number(sign * d.mean, share=share),
-        f"{number(low, share=share)} to {number(high, share=share)}",
+        format_number(sign * d.mean, share=share),
+        f"{format_number(low, share=share)} to {format_number(high, share=share)}",
     )
 
 
-def warnings(analysis: Analysis) -> list[str]:
-    """Settings that make arms incomparable; they come before any number."""
+def setting_warnings(analysis: Analysis) -> list[str]:
+    """Lines on settings that make arms incomparable; they come before any number."""
     if not analysis.differing:
         return []
-    words = (
+    line = (
         "Not comparable: settings differ beyond the arms, and between arms that differ in them "
         "nothing is claimed."
     )
-    return [words, *analysis.differing]
+    return [line, *analysis.differing]
 
 
 def caveats(analysis: Analysis) -> list[str]:
-    """Conclusions that the numbers do not allow."""
+    """Lines on conclusions that the numbers do not allow."""
     lines: list[str] = []
     if analysis.unknown and len(analysis.arms) > 1:
         lines.append(
@@ -146,7 +146,7 @@ def caveats(analysis: Analysis) -> list[str]:
         lines.append("Fewer than two seeds in common: no difference can be tested.")
     elif seeds and min(seeds) < 5:
         lines.append(
-            f"With {count(min(seeds), 'paired seed')} only large and steady differences can be "
+            f"With {plural(min(seeds), 'paired seed')} only large and steady differences can be "
             "shown; the bootstrap bands in the figures are too narrow at so few."
         )
     return lines
@@ -154,7 +154,7 @@ def caveats(analysis: Analysis) -> list[str]:
 
 def _barred_lines(analysis: Analysis) -> list[str]:
     """A line for each reason why an interval that excludes zero supports no claim."""
-    reasons: dict[str, list[Pair]] = {}
+    reasons: dict[str, list[ArmPair]] = {}
     for pair in analysis.pairs:
         if pair.barred and (pair.difference.decides or pair.difference.constant):
             reasons.setdefault(pair.barred, []).append(pair)
@@ -164,14 +164,14 @@ def _barred_lines(analysis: Analysis) -> list[str]:
     ]
 
 
-def _pair_names(pairs: Sequence[Pair]) -> str:
+def _pair_names(pairs: Sequence[ArmPair]) -> str:
     names = list(dict.fromkeys(f"{pair.a} and {pair.b}" for pair in pairs))
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     return f"{'; '.join(names[:6])}{more}"
 
 
-def heading(analysis: Analysis) -> str:
-    """The score that ranks and the step at which it is taken."""
+def ranking_heading(analysis: Analysis) -> str:
+    """The line above a ranking: the score and the step at which it is taken."""
     at = f"step {analysis.end:g}{', interpolated' if analysis.interpolated else ''}"
     if math.isnan(analysis.end):
         at = "no step in common"
@@ -183,24 +183,25 @@ def ranking_lines(analysis: Analysis) -> list[str]:
     share = analysis.variant.share
     wide = max((len(result.arm.name) for result in analysis.arms), default=0)
     return [
-        f"{rank:>2}. {result.arm.name:<{wide}}  {number(result.mean('final'), share=share):>6}"
-        f"{unit(share)}  [{span(result.student('final'), share=share)}]  "
-        f"KL {number(result.mean('kl'))}  {lost(result)}"
+        f"{rank:>2}. {result.arm.name:<{wide}}  "
+        f"{format_number(result.mean('final'), share=share):>6}{unit(share)}  "
+        f"[{span(result.student('final'), share=share)}]  "
+        f"KL {format_number(result.mean('kl'))}  {run_counts(result)}"
         for rank, result in enumerate(analysis.arms, 1)
     ]
 
 
-def lost(result: ArmResult) -> str:
-    """`3 seeds`, `2 seeds, 1 failed`."""
-    parts = [count(len(result.runs), "seed")]
+def run_counts(result: ArmResult) -> str:
+    """Number of runs of an arm: `3 seeds`, `2 seeds, 1 failed`."""
+    parts = [plural(len(result.runs), "seed")]
     parts += [f"{result.failed} failed"] if result.failed else []
     parts += [f"{result.unfinished} unfinished"] if result.unfinished else []
     return ", ".join(parts)
 
 
-def budget(analysis: Analysis) -> str:
-    """What every run had: model, task, samples a step, steps, seeds."""
-    runs = [one.run for result in analysis.arms for one in result.runs] or list(
+def budget_line(analysis: Analysis) -> str:
+    """Model, task, samples a step, steps and seeds of all runs, as far as they agree."""
+    runs = [measured.run for result in analysis.arms for measured in result.runs] or list(
         analysis.comparison.runs
     )
     parts = [
@@ -219,8 +220,8 @@ def budget(analysis: Analysis) -> str:
 
 
 def _agreed(runs: list, section: str, key: str, *, prefix: str) -> str:
-    found = {str((run.config.get(section) or {}).get(key, "")) for run in runs}
-    return f"{prefix}{only}" if len(found) == 1 and (only := found.pop()) else ""
+    values = {str((run.config.get(section) or {}).get(key, "")) for run in runs}
+    return f"{prefix}{only}" if len(values) == 1 and (only := values.pop()) else ""
 
 
 def _samples(config: Mapping[str, Any]) -> str:
@@ -231,18 +232,18 @@ def _samples(config: Mapping[str, Any]) -> str:
 
 __all__ = [
     "at_steps",
-    "budget",
+    "budget_line",
     "caveats",
     "claim",
     "claims",
     "claims_by_winner",
     "duration",
-    "heading",
-    "lost",
-    "number",
+    "format_number",
+    "ranking_heading",
     "ranking_lines",
+    "run_counts",
+    "setting_warnings",
     "settings_text",
     "span",
     "unit",
-    "warnings",
 ]

@@ -4,8 +4,8 @@ import math
 
 from proxpo.report.analysis import Analysis, ArmResult
 from proxpo.report.figure_images import PALETTE
-from proxpo.report.findings import duration, lost, number, settings_text, span, unit
-from proxpo.report.text import count
+from proxpo.report.findings import duration, format_number, run_counts, settings_text, span, unit
+from proxpo.report.text import plural
 from proxpo.runs.page import escape
 
 
@@ -30,13 +30,13 @@ def ranking_table(analysis: Analysis) -> str:
         column += 3
     heads.append(("runs", None))
     groups = "".join(
-        f'<th class="group" colspan="3" scope="colgroup">to reach {number(t, share=share)}'
+        f'<th class="group" colspan="3" scope="colgroup">to reach {format_number(t, share=share)}'
         f"{unit(share)}</th>"
         for t in analysis.targets
     )
     top = f'<tr><td></td><td colspan="6"></td>{groups}<td></td></tr>' if groups else ""
     cells = "".join(_head(text, at) for text, at in heads)
-    body = "".join(_ranked(one, analysis, low, high) for one in analysis.arms)
+    body = "".join(_ranked(result, analysis, low, high) for result in analysis.arms)
     return (
         f'<table><thead>{top}<tr><th class="name" scope="col">arm</th>{cells}</tr></thead>'
         f"<tbody>{body}</tbody></table>"
@@ -54,8 +54,8 @@ def _scale(analysis: Analysis) -> tuple[float, float]:
     """From the lowest to the highest bound of all arms: the width of the interval column."""
     bounds = [
         bound
-        for one in analysis.arms
-        for interval in [one.student("final")]
+        for result in analysis.arms
+        for interval in [result.student("final")]
         for bound in (interval.low, interval.high, interval.mean)
         if not math.isnan(bound)
     ]
@@ -64,30 +64,35 @@ def _scale(analysis: Analysis) -> tuple[float, float]:
     return (low, high) if high > low else (low - margin, high + margin)
 
 
-def _ranked(one: ArmResult, analysis: Analysis, low: float, high: float) -> str:
+def _ranked(result: ArmResult, analysis: Analysis, low: float, high: float) -> str:
     share = analysis.variant.share
-    chosen = f'<span class="set">{escape(settings_text(one.settings))}</span>'
-    student = one.student("final")
+    chosen = f'<span class="set">{escape(settings_text(result.settings))}</span>'
+    student = result.student("final")
     cells = [
-        f'<th scope="row"><span class="key" data-key="{escape(one.arm.name)}"></span>'
-        f"{escape(one.arm.name)}{chosen if one.settings else ''}</th>",
-        _cell(student.mean, f"{number(student.mean, share=share)}{unit(share)}", "strong"),
-        f"<td>{_range(one, analysis, low, high)}"
+        f'<th scope="row"><span class="key" data-key="{escape(result.arm.name)}"></span>'
+        f"{escape(result.arm.name)}{chosen if result.settings else ''}</th>",
+        _cell(student.mean, f"{format_number(student.mean, share=share)}{unit(share)}", "strong"),
+        f"<td>{_range(result, analysis, low, high)}"
         f'<span class="small">{span(student, share=share)}</span></td>',
-        _cell(one.iqm("final"), f"{number(one.iqm('final'), share=share)}{unit(share)}"),
-        _cell(one.mean("area"), f"{number(one.mean('area'), share=share)}{unit(share)}"),
-        _cell(one.mean("kl"), number(one.mean("kl"))),
-        _cell(one.mean("step_seconds"), duration(one.mean("step_seconds"))),
+        _cell(
+            result.iqm("final"), f"{format_number(result.iqm('final'), share=share)}{unit(share)}"
+        ),
+        _cell(
+            result.mean("area"), f"{format_number(result.mean('area'), share=share)}{unit(share)}"
+        ),
+        _cell(result.mean("kl"), format_number(result.mean("kl"))),
+        _cell(result.mean("step_seconds"), duration(result.mean("step_seconds"))),
     ]
     for i in range(len(analysis.targets)):
-        cost = one.reach(i)
-        part = f'{number(cost.kl)} <span class="small">({one.arrived(i)}/{len(one.runs)})</span>'
-        cells.append(_cell(cost.samples, number(cost.samples)))
+        cost = result.reach(i)
+        arrived = f"({result.arrived(i)}/{len(result.runs)})"
+        part = f'{format_number(cost.kl)} <span class="small">{arrived}</span>'
+        cells.append(_cell(cost.samples, format_number(cost.samples)))
         cells.append(_cell(cost.seconds, duration(cost.seconds)))
         cells.append(_cell(cost.kl, part))
-    warn = "warn" if one.failed else ""
-    cells.append(f'<td class="{warn}">{escape(lost(one))}</td>')
-    return f'<tr data-arm="{escape(one.arm.name)}">{"".join(cells)}</tr>'
+    warn = "warn" if result.failed else ""
+    cells.append(f'<td class="{warn}">{escape(run_counts(result))}</td>')
+    return f'<tr data-arm="{escape(result.arm.name)}">{"".join(cells)}</tr>'
 
 
 def _cell(value: float, text: str, kind: str = "") -> str:
@@ -95,13 +100,13 @@ def _cell(value: float, text: str, kind: str = "") -> str:
     return f'<td class="{kind}" data-v="{worth}">{text}</td>'
 
 
-def _range(one: ArmResult, analysis: Analysis, low: float, high: float) -> str:
+def _range(result: ArmResult, analysis: Analysis, low: float, high: float) -> str:
     """The interval as a bar, all arms on one scale."""
-    student = one.student("final")
+    student = result.student("final")
     if math.isnan(student.mean):
         return ""
     place = lambda x: f"{100 * (x - low) / (high - low):.1f}%"  # noqa: E731
-    number_of = _colour(analysis, one.arm.name)
+    number_of = _colour(analysis, result.arm.name)
     bar = ""
     if not math.isnan(student.low):
         wide = f"{100 * (student.high - student.low) / (high - low):.1f}%"
@@ -117,13 +122,13 @@ def _colour(analysis: Analysis, arm: str) -> int:
 
 
 def arm_names(analysis: Analysis) -> list[str]:
-    """In the order of the plan: a colour stays with its arm when the ranking changes."""
+    """Arms in the order of the plan, which fixes their colours whatever the ranking."""
     planned = [arm.name for arm in analysis.comparison.arms]
-    return planned or [one.arm.name for one in analysis.arms]
+    return planned or [result.arm.name for result in analysis.arms]
 
 
 def pairs_table(analysis: Analysis) -> str:
-    names = [one.arm.name for one in analysis.arms if one.runs]
+    names = [result.arm.name for result in analysis.arms if result.runs]
     if len(names) < 2:
         return ""
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
@@ -155,10 +160,10 @@ def _against(analysis: Analysis, a: str, b: str) -> str:
     share, d = analysis.variant.share, pair.difference.student
     bounds = sorted((sign * d.low, sign * d.high))
     kind = "" if not pair.winner else "win" if pair.winner == a else "lose"
-    shown = [number(x, share=share, signed=True) for x in (sign * d.mean, *bounds)]
+    shown = [format_number(x, share=share, signed=True) for x in (sign * d.mean, *bounds)]
     interval = "one seed" if math.isnan(d.low) else f"{shown[1]} to {shown[2]}"
     return (
-        f'<td class="{kind}" title="{count(pair.difference.seeds, "paired seed")}">{shown[0]}'
+        f'<td class="{kind}" title="{plural(pair.difference.seeds, "paired seed")}">{shown[0]}'
         f"<small>{interval}</small></td>"
     )
 

@@ -1,4 +1,4 @@
-"""One page, no network: a heat map of every token's weight in every method's gradient."""
+"""HTML page of an inspection: a heat map of every token's weight in every method's gradient."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from proxpo.recipes import methods
 from proxpo.report.inspection_text import (
     FIGURES,
     batch_line,
-    caveats,
-    figures,
+    figure_texts,
+    inspection_notes,
     loudest,
     prompt_labels,
     sentence,
@@ -33,67 +33,67 @@ GLOSSARY = (
 )
 
 
-def inspect_page(found: Sequence[Inspection], file: BatchFile, *, source: str) -> str:
+def inspect_page(inspections: Sequence[Inspection], file: BatchFile, *, source: str) -> str:
     """The page as HTML. At most 256 responses of 4,096 tokens are drawn, and it says so."""
-    names = ", ".join(one.method for one in found)
+    names = ", ".join(inspection.method for inspection in inspections)
     text = {"title": f"proxpo inspect: {names}", "batch": batch_line(file, source)}
     markup = {
-        "cards": "".join(_card(one, i) for i, one in enumerate(found)),
-        "note": _notes(found, file),
-        "maps": "".join(_map(one, i) for i, one in enumerate(found)),
-        "table": _table(found, file),
+        "cards": "".join(_card(inspection, i) for i, inspection in enumerate(inspections)),
+        "note": _notes(inspections, file),
+        "maps": "".join(_map(inspection, i) for i, inspection in enumerate(inspections)),
+        "table": _table(inspections, file),
         "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in GLOSSARY),
     }
-    return fill_page("inspect", text=text, markup=markup, data=_data(found, file))
+    return fill_page("inspect", text=text, markup=markup, data=_data(inspections, file))
 
 
-def _card(one: Inspection, index: int) -> str:
-    shown = figures(one)
+def _card(inspection: Inspection, index: int) -> str:
+    texts = figure_texts(inspection)
     facts = "".join(
-        f'<div title="{escape(meaning)}"><dt>{escape(heading)}</dt><dd>{shown[heading]}</dd></div>'
+        f'<div title="{escape(meaning)}"><dt>{escape(heading)}</dt><dd>{texts[heading]}</dd></div>'
         for _, heading, meaning in FIGURES
     )
     return (
-        f'<a class="card" href="#m{index}"><h2>{escape(one.method)}</h2>'
-        f'<p class="loss">{short(one.loss)}<small>loss</small></p><dl>{facts}</dl></a>'
+        f'<a class="card" href="#m{index}"><h2>{escape(inspection.method)}</h2>'
+        f'<p class="loss">{short(inspection.loss)}<small>loss</small></p><dl>{facts}</dl></a>'
     )
 
 
-def _map(one: Inspection, index: int) -> str:
-    entry = methods().get(one.recipe.name)
+def _map(inspection: Inspection, index: int) -> str:
+    entry = methods().get(inspection.recipe.name)
     what = sentence(entry.summary) if entry else ""
     chain = " → ".join(
         f'<span title="{escape(f"{place}: {stage}")}">{escape(stage.name)}</span>'
-        for place, stage in one.recipe.stages()
+        for place, stage in inspection.recipe.stages()
     )
     return (
-        f'<section class="map" id="m{index}"><header><h2>{escape(one.method)}</h2>'
+        f'<section class="map" id="m{index}"><header><h2>{escape(inspection.method)}</h2>'
         f'<p class="what">{escape(what)}</p><p class="chain">{chain}</p></header>'
         '<div class="grid"><div class="labels"></div><div class="wide"></div>'
         '<div class="shares"></div></div></section>'
     )
 
 
-def _notes(found: Sequence[Inspection], file: BatchFile) -> str:
+def _notes(inspections: Sequence[Inspection], file: BatchFile) -> str:
     rows, tokens = file.batch.mask.shape
-    notes = caveats(found)
+    notes = inspection_notes(inspections)
     if rows > MOST_ROWS or tokens > MOST_TOKENS:
         shown = f"{min(rows, MOST_ROWS):,} responses and {min(tokens, MOST_TOKENS):,} tokens"
         notes.append(f"Drawn: the first {shown}. Figures are of the whole batch.")
     return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
-def _table(found: Sequence[Inspection], file: BatchFile) -> str:
+def _table(inspections: Sequence[Inspection], file: BatchFile) -> str:
     rewards = file.batch.rewards
     lengths = file.batch.mask.sum(dim=1).tolist()
-    heads = "".join(f"<th>{escape(one.method)}</th>" for one in found)
-    parts = [shares(one) for one in found]
+    heads = "".join(f"<th>{escape(inspection.method)}</th>" for inspection in inspections)
+    parts = [shares(inspection) for inspection in inspections]
     lines = []
     for i, label in enumerate(prompt_labels(file)[:MOST_ROWS]):
         reward = None if rewards is None or rewards[i].isnan() else float(rewards[i])
         cells = "".join(
-            f'<td class="{_direction(float(one.push[i]))}">{short(part[i], share=True)}</td>'
-            for one, part in zip(found, parts)
+            f'<td class="{_direction(float(inspection.push[i]))}">{short(part[i], share=True)}</td>'
+            for inspection, part in zip(inspections, parts)
         )
         lines.append(
             f"<tr><td>{escape(label)}</td><td>{i}</td><td>{lengths[i]}</td>"
@@ -109,8 +109,8 @@ def _direction(push: float) -> str:
     return "up" if push > 0 else "down" if push < 0 else ""
 
 
-def _data(found: Sequence[Inspection], file: BatchFile) -> dict[str, Any]:
-    """What the script draws: null where there is nothing to draw."""
+def _data(inspections: Sequence[Inspection], file: BatchFile) -> dict[str, Any]:
+    """The data that the script draws; null where there is nothing to draw."""
     batch = file.batch
     mask = batch.mask[:MOST_ROWS, :MOST_TOKENS]
     ratio = None if batch.old_logp is None else batch.logp - batch.old_logp
@@ -123,23 +123,25 @@ def _data(found: Sequence[Inspection], file: BatchFile) -> dict[str, Any]:
         "logp": _cells(batch.logp, batch.mask),
         "log_ratio": None if ratio is None else _cells(ratio, batch.mask),
         "tokens": _tokens(file),
-        "loudest": loudest(found),
-        "methods": [_method_data(one) for one in found],
+        "loudest": loudest(inspections),
+        "methods": [_method_data(inspection) for inspection in inspections],
     }
 
 
-def _method_data(one: Inspection) -> dict[str, Any]:
-    per_row = one.advantages.dim() == 1
-    advantages = spread(one.advantages, one.mask) if per_row else one.advantages
+def _method_data(inspection: Inspection) -> dict[str, Any]:
+    per_row = inspection.advantages.dim() == 1
+    advantages = (
+        spread(inspection.advantages, inspection.mask) if per_row else inspection.advantages
+    )
     return {
-        "name": one.method,
-        "weight": _cells(-one.dloss_dlogp, one.mask),
-        "advantage": _rounded(one.advantages.tolist()[:MOST_ROWS])
+        "name": inspection.method,
+        "weight": _cells(-inspection.dloss_dlogp, inspection.mask),
+        "advantage": _rounded(inspection.advantages.tolist()[:MOST_ROWS])
         if per_row
-        else _cells(advantages, one.mask),
-        "adv_row": _rounded(row_mean(advantages, one.mask).tolist()[:MOST_ROWS]),
-        "share": _rounded(shares(one)[:MOST_ROWS]),
-        "push": _rounded(one.push.tolist()[:MOST_ROWS]),
+        else _cells(advantages, inspection.mask),
+        "adv_row": _rounded(row_mean(advantages, inspection.mask).tolist()[:MOST_ROWS]),
+        "share": _rounded(shares(inspection)[:MOST_ROWS]),
+        "push": _rounded(inspection.push.tolist()[:MOST_ROWS]),
     }
 
 
@@ -149,9 +151,9 @@ def _cells(value: Tensor, mask: Tensor) -> list[Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Four significant digits: as many as a colour or a tooltip can show."""
+    """Values of four significant digits, as many as a colour or a tooltip can show."""
     if isinstance(value, list):
-        return [_rounded(one) for one in value]
+        return [_rounded(item) for item in value]
     return float(f"{value:.4g}") + 0.0 if math.isfinite(value) else None
 
 

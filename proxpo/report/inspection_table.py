@@ -1,4 +1,4 @@
-"""Inspections as tables for the terminal, readable at 80 columns and in a pipe."""
+"""Tables of an inspection for the terminal, readable at 80 columns and in a pipe."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,14 +12,14 @@ from proxpo.inspection import Inspection
 from proxpo.report.inspection_text import (
     FIGURES,
     batch_line,
-    caveats,
-    figures,
+    figure_texts,
+    inspection_notes,
     loudest,
     prompt_labels,
     shares,
     short,
 )
-from proxpo.report.text import count, one_line
+from proxpo.report.text import one_line, plural
 
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR = 5
@@ -30,38 +30,43 @@ UP, DOWN = "cyan", "dark_orange"
 class InspectTable:
     """All methods in one table, then each response's share of every method's gradient."""
 
-    def __init__(self, found: Sequence[Inspection], file: BatchFile, *, source: str) -> None:
-        self.found, self.file, self.source = found, file, source
+    def __init__(self, inspections: Sequence[Inspection], file: BatchFile, *, source: str) -> None:
+        self.inspections, self.file, self.source = inspections, file, source
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
         wide = options.update(max_width=10_000)
         yield Text(batch_line(self.file, self.source), style="bold")
-        bare = console.measure(summary(self.found, sparks=0), options=wide).maximum
-        yield summary(self.found, sparks=max(8, options.max_width - bare))
-        detail = responses(self.found, self.file)
+        bare = console.measure(method_table(self.inspections, sparks=0), options=wide).maximum
+        yield method_table(self.inspections, sparks=max(8, options.max_width - bare))
+        detail = response_table(self.inspections, self.file)
         fits = console.measure(detail, options=wide).maximum
         if fits <= options.max_width:
             yield detail
         else:
             yield Text("Fewer methods or --html show each response.\n", style="dim")
-        for line in caveats(self.found):
+        for line in inspection_notes(self.inspections):
             yield Text(line, "yellow")
         yield Text("\n".join(f"{heading:8}{meaning}" for _, heading, meaning in FIGURES), "dim")
         yield Text("▲ ▼     the step makes the response likelier, less likely", "dim")
 
 
-def summary(found: Sequence[Inspection], *, sparks: int) -> Table:
-    """One line per method; the gradient by response takes `sparks` characters at most."""
+def method_table(inspections: Sequence[Inspection], *, sparks: int) -> Table:
+    """Table of methods; the gradient by response takes `sparks` characters at most."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", style="bold", no_wrap=True)
     for heading in ("loss", *(heading for _, heading, _ in FIGURES)):
         table.add_column(heading, justify="right", no_wrap=True)
     heading = "gradient by response" if sparks >= 20 else "gradient"
     table.add_column(heading[:sparks], no_wrap=True)
-    for one in found:
-        table.add_row(one.method, short(one.loss), *figures(one).values(), sparkline(one, sparks))
+    for inspection in inspections:
+        table.add_row(
+            inspection.method,
+            short(inspection.loss),
+            *figure_texts(inspection).values(),
+            sparkline(inspection, sparks),
+        )
     return table
 
 
@@ -78,8 +83,8 @@ def sparkline(inspection: Inspection, most: int) -> Text:
     return line
 
 
-def responses(found: Sequence[Inspection], file: BatchFile) -> Table | Group:
-    """Rows are responses, columns methods: a bar for the share, an arrow for the direction."""
+def response_table(inspections: Sequence[Inspection], file: BatchFile) -> Table | Group:
+    """Table of responses by method: a bar for the share of the gradient, an arrow for its sign."""
     batch = file.batch
     labels = [one_line(label) for label in prompt_labels(file)]
     lengths = batch.mask.sum(dim=1).tolist()
@@ -88,18 +93,21 @@ def responses(found: Sequence[Inspection], file: BatchFile) -> Table | Group:
     table.add_column("prompt", no_wrap=True, max_width=14, overflow="ellipsis")
     for heading in ("tokens", "reward"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for one in found:
-        table.add_column(one.method, no_wrap=True, min_width=BAR + 6)
-    longest = loudest(found)
-    parts = [shares(one) for one in found]
+    for inspection in inspections:
+        table.add_column(inspection.method, no_wrap=True, min_width=BAR + 6)
+    longest = loudest(inspections)
+    parts = [shares(inspection) for inspection in inspections]
     for i in range(min(len(lengths), MOST_ROWS)):
         first = i == 0 or labels[i] != labels[i - 1]
-        cells = [bar(part[i], float(one.push[i]), longest) for part, one in zip(parts, found)]
+        cells = [
+            bar(part[i], float(inspection.push[i]), longest)
+            for part, inspection in zip(parts, inspections)
+        ]
         reward = "–" if rewards[i] is None or rewards[i] != rewards[i] else short(rewards[i])
         table.add_row(labels[i] if first else "", str(lengths[i]), reward, *cells)
     left = len(lengths) - MOST_ROWS
     return (
-        Group(table, Text(f"… and {count(left, 'more response')}\n", "dim")) if left > 0 else table
+        Group(table, Text(f"… and {plural(left, 'more response')}\n", "dim")) if left > 0 else table
     )
 
 

@@ -1,4 +1,4 @@
-"""The words and figures that the terminal and the page share."""
+"""Texts of an inspection that its table and its page share."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from proxpo.batch_file import BatchFile
 from proxpo.inspection import Inspection
-from proxpo.report.text import count
+from proxpo.report.text import plural
 
 # metric, heading, meaning; a metric that a method lacks is shown as a dash
 FIGURES = (
@@ -19,7 +19,7 @@ FIGURES = (
 SHARES = ("clipped", "silent")
 
 
-def figures(inspection: Inspection) -> dict[str, str]:
+def figure_texts(inspection: Inspection) -> dict[str, str]:
     """The method's figures as short text, by heading."""
     return {
         heading: short(inspection.metrics.get(metric), share=heading in SHARES)
@@ -48,23 +48,23 @@ def short(value: float | None, *, share: bool = False) -> str:
 
 
 def batch_line(file: BatchFile, source: str) -> str:
-    """One line on the batch: where it is from and how large it is."""
+    """One line on the batch: its source and its size."""
     batch = file.batch
     rows, tokens = batch.mask.shape
-    prompts = "" if batch.group is None else f" to {count(batch.group.unique().numel(), 'prompt')}"
-    valid = int(batch.mask.sum())
-    return (
-        f"{source}: {count(rows, 'response')}{prompts}, {valid:,} valid of {rows * tokens:,} tokens"
-    )
+    count = "" if batch.group is None else plural(batch.group.unique().numel(), "prompt")
+    responses = plural(rows, "response") + (f" to {count}" if count else "")
+    return f"{source}: {responses}, {int(batch.mask.sum()):,} valid of {rows * tokens:,} tokens"
 
 
-def caveats(found: Sequence[Inspection]) -> list[str]:
-    """What a batch of log-probabilities cannot show of a method."""
-    return [f"{one.method}: {note}" for one in found for note in one.notes]
+def inspection_notes(inspections: Sequence[Inspection]) -> list[str]:
+    """Lines on what a batch of log-probabilities cannot show of a method."""
+    return [
+        f"{inspection.method}: {note}" for inspection in inspections for note in inspection.notes
+    ]
 
 
 def sentence(summary: str) -> str:
-    """A method's summary without the name that opens it, for where the name stands already."""
+    """A method's summary without the name that opens it."""
     return re.sub(r"^[^:]{1,40}: ", "", summary)
 
 
@@ -80,19 +80,22 @@ def shares(inspection: Inspection) -> list[float]:
     """Each response's share of the method's gradient mass; 0 where that is 0 or not finite."""
     mass = inspection.mass
     total = float(mass.sum())
-    return [one / total if 0 < total < math.inf else 0.0 for one in mass.tolist()]
+    return [part / total if 0 < total < math.inf else 0.0 for part in mass.tolist()]
 
 
-def loudest(found: Sequence[Inspection]) -> float:
+def loudest(inspections: Sequence[Inspection]) -> float:
     """The largest share any response has in any method: the full length of a bar."""
-    return max((max(shares(one), default=0.0) for one in found), default=0.0) or 1.0
+    return (
+        max((max(shares(inspection), default=0.0) for inspection in inspections), default=0.0)
+        or 1.0
+    )
 
 
 __all__ = [
     "FIGURES",
     "batch_line",
-    "caveats",
-    "figures",
+    "figure_texts",
+    "inspection_notes",
     "loudest",
     "prompt_labels",
     "sentence",

@@ -1,4 +1,4 @@
-"""What can be drawn of a run, under whatever name its trainer logged it.
+"""Quantities that reports draw, and the names of metrics under which trainers log them.
 
 A quantity has variants that must not be mixed: a held-out accuracy is not a training reward, nats
 per response are not nats per token. A comparison uses the variant that most of its runs have.
@@ -26,6 +26,8 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
+    """Something to draw over the steps, in all the ways it is measured."""
+
     key: str
     title: str
     variants: tuple[Variant, ...]
@@ -138,31 +140,33 @@ PHASES = ("proxpo/time/*", "timing_s/*")
 TOTALS = ("timing_s/step",)
 
 
-class Picked(NamedTuple):
-    """The variant a comparison uses and the name each run has it under, by run."""
+class PickedVariant(NamedTuple):
+    """The variant that a comparison uses, and its name in each run."""
 
     variant: Variant
     names: dict[int, str]  # by position of the run
 
 
-def pick(quantity: Quantity, runs: Sequence[Run], *, wanted: str = "") -> Picked | None:
+def pick_variant(
+    quantity: Quantity, runs: Sequence[Run], *, wanted: str = ""
+) -> PickedVariant | None:
     """The variant that most runs have (the first of equals), or `wanted`, a metric's name."""
-    known = [names(run) for run in runs]
+    known = [metric_names(run) for run in runs]
     variants = list(quantity.variants)
     if wanted and not any(wanted in variant.names for variant in variants):
         variants.insert(0, Variant(wanted, (wanted,)))
-    usual = Counter(name for one in known for name in one)
-    found = [
-        Picked(
+    usual = Counter(name for names in known for name in names)
+    candidates = [
+        PickedVariant(
             variant,
-            {i: name for i, one in enumerate(known) if (name := _named(variant, one, usual))},
+            {i: name for i, names in enumerate(known) if (name := _named(variant, names, usual))},
         )
         for variant in variants
     ]
     if wanted:
-        exact = [one for one in found if wanted in one.variant.names and one.names]
-        found = exact or found
-    best = max(found, key=lambda one: len(one.names))
+        exact = [picked for picked in candidates if wanted in picked.variant.names and picked.names]
+        candidates = exact or candidates
+    best = max(candidates, key=lambda picked: len(picked.names))
     return best if best.names else None
 
 
@@ -177,7 +181,7 @@ def _named(variant: Variant, known: set[str], usual: Mapping[str, int]) -> str:
     return ""
 
 
-def names(run: Run) -> set[str]:
+def metric_names(run: Run) -> set[str]:
     """Every metric the run has measured."""
     return set().union(*run.rows)
 
@@ -190,17 +194,17 @@ class Series(NamedTuple):
 
 
 def series(run: Run, name: str) -> Series:
-    found = [(row["step"], row[name]) for row in run.rows if name in row]
-    both = np.array(found, dtype=float).reshape(-1, 2)
+    points = [(row["step"], row[name]) for row in run.rows if name in row]
+    both = np.array(points, dtype=float).reshape(-1, 2)
     return Series(both[:, 0], both[:, 1])
 
 
-def clock(run: Run) -> Series:
+def seconds_spent(run: Run) -> Series:
     """Seconds spent up to each step."""
-    return _summed(run, _named(SECONDS.variants[0], names(run), {}))
+    return _summed(run, _named(SECONDS.variants[0], metric_names(run), {}))
 
 
-def samples(run: Run) -> Series:
+def samples_drawn(run: Run) -> Series:
     """Responses drawn up to each step."""
     return _summed(run, "proxpo/samples")
 
@@ -215,9 +219,11 @@ def _summed(run: Run, name: str) -> Series:
     return Series(np.append(0.0, steps[fresh]), np.append(0.0, totals[fresh]))
 
 
-def phases(run: Run) -> dict[str, float]:
+def phase_seconds(run: Run) -> dict[str, float]:
     """Mean seconds of each part of a step, by its name."""
-    timed = [n for n in sorted(names(run)) if any(fnmatchcase(n, one) for one in PHASES)]
+    timed = [
+        n for n in sorted(metric_names(run)) if any(fnmatchcase(n, pattern) for pattern in PHASES)
+    ]
     return {
         name.split("/", 2)[-1]: float(series(run, name).values.mean())
         for name in timed
@@ -229,14 +235,14 @@ __all__ = [
     "CURVES",
     "KL",
     "SCORE",
-    "Picked",
+    "PickedVariant",
     "Quantity",
     "Series",
     "Variant",
-    "clock",
-    "names",
-    "phases",
-    "pick",
-    "samples",
+    "metric_names",
+    "phase_seconds",
+    "pick_variant",
+    "samples_drawn",
+    "seconds_spent",
     "series",
 ]

@@ -1,4 +1,4 @@
-"""Figures of single numbers: differences, settings that were varied or tried, cost of a step."""
+"""Figures of means with intervals: differences, varied and swept settings, cost of a step."""
 
 import math
 import re
@@ -9,31 +9,33 @@ import numpy as np
 
 from proxpo.compare.plan import Arm
 from proxpo.report.analysis import Analysis, ArmResult
-from proxpo.report.figures import Figure, Spot
-from proxpo.report.metrics import phases, series
+from proxpo.report.figures import Figure, MeanPoint
+from proxpo.report.metrics import phase_seconds, series
 from proxpo.report.run_data import Run
 
 WHISKER = "Point: mean over seeds. Bar: Student's 95 % interval."
 
 
-def differences(analysis: Analysis) -> list[Figure]:
-    """The best-ranked arm against each other one."""
-    finals = [one for one in analysis.pairs if one.measure == "final" and one.difference.seeds > 1]
+def difference_figure(analysis: Analysis) -> list[Figure]:
+    """The best-ranked arm minus each other arm, where they share seeds."""
+    finals = [
+        pair for pair in analysis.pairs if pair.measure == "final" and pair.difference.seeds > 1
+    ]
     best = analysis.arms[0].arm.name if analysis.arms else ""
-    shown = [one for one in finals if one.a == best]
+    shown = [pair for pair in finals if pair.a == best]
     if not shown:
         return []
     data = [
         {
-            "arm": one.b,
-            "mean": one.difference.student.mean,
-            "low": one.difference.student.low,
-            "high": one.difference.student.high,
-            "boot": [one.difference.bootstrap.low, one.difference.bootstrap.high],
-            "seeds": one.difference.seeds,
-            "decides": bool(one.winner),
+            "arm": pair.b,
+            "mean": pair.difference.student.mean,
+            "low": pair.difference.student.low,
+            "high": pair.difference.student.high,
+            "boot": [pair.difference.bootstrap.low, pair.difference.bootstrap.high],
+            "seeds": pair.difference.seeds,
+            "decides": bool(pair.winner),
         }
-        for one in shown
+        for pair in shown
     ]
     return [
         Figure(
@@ -50,45 +52,59 @@ def differences(analysis: Analysis) -> list[Figure]:
     ]
 
 
-def robustness(analysis: Analysis) -> list[Figure]:
+def robustness_figures(analysis: Analysis) -> list[Figure]:
     """Final score along each varied setting, one line a family; arms without it as reference."""
-    keys = dict.fromkeys(key for one in analysis.arms for key in one.arm.varied)
-    found = [_along(key, analysis) for key in keys]
-    return [one for one in found if one.data]
+    keys = dict.fromkeys(key for result in analysis.arms for key in result.arm.varied)
+    figures = [_along(key, analysis) for key in keys]
+    return [figure for figure in figures if figure.data]
 
 
 def _along(key: str, analysis: Analysis) -> Figure:
-    having = [one for one in analysis.arms if key in one.arm.varied]
-    data = [_spot(one, _kin(one.arm, key), at=_value(one.arm.varied[key])) for one in having]
-    data += [_spot(one, one.arm.name, at="") for one in analysis.arms if one not in having]
-    ticks = [_value(value) for value in _ordered(one.arm.varied[key] for one in having)]
+    having = [result for result in analysis.arms if key in result.arm.varied]
+    data = [
+        _mean_point(result, _group(result.arm, key), at=_value(result.arm.varied[key]))
+        for result in having
+    ]
+    data += [
+        _mean_point(result, result.arm.name, at="")
+        for result in analysis.arms
+        if result not in having
+    ]
+    ticks = [_value(value) for value in _ordered(result.arm.varied[key] for result in having)]
     others = " Dashed: arms without this setting." if len(having) < len(data) else ""
     return Figure(
         key="robust-" + re.sub(r"[^A-Za-z0-9_]+", "-", key),
         title=f"Robustness to {key.replace('_', ' ').replace('+', ' and ')}",
-        kind="spots",
+        kind="means",
         caption=f"Final score. {WHISKER}{others}",
         x=key,
         y=analysis.variant.label,
         share=analysis.variant.share,
-        data=[one for one in data if not math.isnan(one.mean)],
+        data=[result for result in data if not math.isnan(result.mean)],
         ticks=list(dict.fromkeys(ticks)),
     )
 
 
-def _kin(arm: Arm, key: str) -> str:
-    """The arms that differ in `key` alone."""
+def _group(arm: Arm, key: str) -> str:
+    """The name of the group of arms that differ in `key` alone."""
     others = [f"{name}={_value(value)}" for name, value in arm.varied.items() if name != key]
     return " ".join([arm.family or arm.method, *others])
 
 
-def _spot(result: ArmResult, group: str, *, at: str) -> Spot:
-    one = result.student("final")
-    return Spot(arm=result.arm.name, group=group, at=at, mean=one.mean, low=one.low, high=one.high)
+def _mean_point(result: ArmResult, group: str, *, at: str) -> MeanPoint:
+    interval = result.student("final")
+    return MeanPoint(
+        arm=result.arm.name,
+        group=group,
+        at=at,
+        mean=interval.mean,
+        low=interval.low,
+        high=interval.high,
+    )
 
 
-def tuning(analysis: Analysis) -> list[Figure]:
-    """The score of every swept setting on the tuning seeds; the one that was taken is ringed."""
+def tuning_figure(analysis: Analysis) -> list[Figure]:
+    """Score of every swept setting on the tuning seeds; the chosen one is ringed."""
     runs, score = analysis.comparison.runs, analysis.score
     tune = [run for run in runs if run.role == "tune"]
     if score is None or not tune:
@@ -99,9 +115,9 @@ def tuning(analysis: Analysis) -> list[Figure]:
         if run.role == "tune" and run.status == "done" and i in score.names:
             final = float(series(run, score.names[i]).values[-1])
             places.setdefault((run.name, _place(run.settings, swept)), []).append(final)
-    taken = {(one.arm, _place(one.settings, swept)) for one in analysis.comparison.chosen}
+    taken = {(choice.arm, _place(choice.settings, swept)) for choice in analysis.comparison.chosen}
     data = [
-        Spot(
+        MeanPoint(
             arm=arm,
             group=arm,
             at=at,
@@ -113,10 +129,10 @@ def tuning(analysis: Analysis) -> list[Figure]:
         for (arm, at), values in places.items()
     ]
     seeds = sorted({run.seed for run in tune if run.seed is not None})
-    one = Figure(
+    figure = Figure(
         key="tuning",
         title="Settings tried",
-        kind="spots",
+        kind="means",
         caption=f"Mean final score on the tuning seeds ({', '.join(map(str, seeds))}), which are "
         "not reported. Ringed: taken to the reported seeds.",
         x=", ".join(swept),
@@ -125,7 +141,7 @@ def tuning(analysis: Analysis) -> list[Figure]:
         data=data,
         ticks=list(dict.fromkeys(_place(run.settings, swept) for run in tune)),
     )
-    return [one] if data else []
+    return [figure] if data else []
 
 
 def _swept(tune: Sequence[Run]) -> list[str]:
@@ -142,19 +158,21 @@ def _swept(tune: Sequence[Run]) -> list[str]:
 
 
 def _place(settings: Mapping[str, Any], swept: Sequence[str]) -> str:
-    """`3e-05` where one setting is swept, `lr=3e-05, p=-1` where several are."""
+    """The tick of a swept setting: `3e-05`, or `lr=3e-05, p=-1` where several are swept."""
     if len(swept) == 1:
         return _value(settings.get(swept[0]))
     return ", ".join(f"{key}={_value(settings.get(key))}" for key in swept)
 
 
-def cost(analysis: Analysis) -> list[Figure]:
-    """Where the seconds of a step go."""
+def cost_figure(analysis: Analysis) -> list[Figure]:
+    """Seconds of each phase of a step."""
     data = []
     for result in analysis.arms:
-        each = [phases(one.run) for one in result.runs]
-        names = dict.fromkeys(name for one in each for name in one)
-        parts = {name: float(np.mean([one.get(name, 0.0) for one in each])) for name in names}
+        each = [phase_seconds(seconds.run) for seconds in result.runs]
+        names = dict.fromkeys(name for seconds in each for name in seconds)
+        parts = {
+            name: float(np.mean([seconds.get(name, 0.0) for seconds in each])) for name in names
+        }
         if parts:
             data.append({"arm": result.arm.name, "parts": parts})
     if not data:
@@ -178,9 +196,11 @@ def _value(value: Any) -> str:
 
 
 def _ordered(values: Any) -> list[Any]:
-    found = list(values)
-    numeric = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in found)
-    return sorted(found) if numeric else found
+    ordered = list(values)
+    numeric = all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in ordered
+    )
+    return sorted(ordered) if numeric else ordered
 
 
-__all__ = ["cost", "differences", "robustness", "tuning"]
+__all__ = ["cost_figure", "difference_figure", "robustness_figures", "tuning_figure"]

@@ -1,6 +1,6 @@
 """Training runs as reports need them: rows of metrics by step, settings, status.
 
-Reading never fails for a damaged line: what is there is read, what is not is said in `notes`.
+Reading never fails for a damaged line: it is left out, with a sentence in `notes`.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxpo.compare.plan import Arm, Choice
-from proxpo.report.text import count, one_line
+from proxpo.report.text import one_line, plural
 from proxpo.runs.jsonlines import metric_value, read_lines
 
 Row = Mapping[str, float]
@@ -105,7 +105,7 @@ def rows_by_step(logged: Iterable[Mapping[str, Any]], *, shown: str) -> StepRows
             elif value is not None:
                 values.pop(name, None)
                 broken[name] = min(step, broken.get(name, step))
-    notes = [f"{shown}: {count(lost, 'row')} without a step from 0 on left out"] if lost else []
+    notes = [f"{shown}: {plural(lost, 'row')} without a step from 0 on left out"] if lost else []
     return StepRows(tuple(merged[step] for step in sorted(merged)), broken, notes)
 
 

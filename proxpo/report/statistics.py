@@ -1,4 +1,4 @@
-"""What a few seeds can and cannot say: intervals, paired differences, cost to reach a score.
+"""Statistics over a few seeds: intervals, paired differences, cost to reach a score.
 
 Pure functions of arrays. Everything random draws from a generator of its own with a fixed seed, so
 the same files give the same report. Why two kinds of interval: docs/decisions/0003-statistics.md.
@@ -37,17 +37,17 @@ class Difference:
 
     @property
     def holds_zero(self) -> bool:
-        """Whether there is a Student interval and zero lies in it."""
+        """True where there is a Student interval and zero lies in it."""
         return self.student.low <= 0 <= self.student.high
 
     @property
     def constant(self) -> bool:
-        """Whether the difference is the same on all seeds, and not zero."""
+        """True where the difference is the same on all seeds, and not zero."""
         return self.seeds > 1 and self.student.low == self.student.high != 0
 
     @property
     def decides(self) -> bool:
-        """Whether the Student interval excludes zero.
+        """True where the Student interval excludes zero.
 
         Differences that are all equal have an interval of no width, which is a sign of a coarse
         score and not of certainty: they decide nothing.
@@ -86,7 +86,7 @@ def bootstrap_band(curves: Array) -> tuple[Array, Array]:
     if len(curves) < 2 or not curves.size:
         nothing = np.full(curves.shape[1:], math.nan)
         return nothing, nothing
-    found = stats.bootstrap(
+    interval = stats.bootstrap(
         (curves,),
         np.mean,
         axis=0,
@@ -97,7 +97,7 @@ def bootstrap_band(curves: Array) -> tuple[Array, Array]:
         batch=200,
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return np.asarray(found.low), np.asarray(found.high)
+    return np.asarray(interval.low), np.asarray(interval.high)
 
 
 def paired(a: Array, b: Array) -> Difference:
@@ -130,7 +130,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def reached(x: Array, y: Array, target: float) -> float:
-    """Where y first meets the target, linear between points; infinite if it never does."""
+    """The x at which y first meets the target, linear between points; infinite if it never does."""
     hits = np.flatnonzero(np.asarray(y) >= target)
     if not len(hits):
         return math.inf

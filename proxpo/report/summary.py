@@ -1,4 +1,4 @@
-"""The numbers of a comparison for programs: summary.json and summary.csv."""
+"""summary.json and summary.csv: the results of a comparison for programs."""
 
 import csv
 import io
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from proxpo.report.analysis import Analysis, ArmResult, Measured
-from proxpo.report.findings import caveats, claims, ranking_lines, settings_text, warnings
+from proxpo.report.analysis import Analysis, ArmResult, MeasuredRun
+from proxpo.report.findings import caveats, claims, ranking_lines, setting_warnings, settings_text
 from proxpo.runs.page import json_ready
 
 MEASURES = ("final", "area", "kl", "step_seconds")
 
 
 def summary(analysis: Analysis) -> dict[str, Any]:
-    """Everything the page says in numbers, and its statements."""
+    """The content of summary.json: all numbers and findings of the page."""
     comparison = analysis.comparison
     return json_ready(
         {
@@ -24,22 +24,22 @@ def summary(analysis: Analysis) -> dict[str, Any]:
             "end_step": analysis.end,
             "targets": analysis.targets,
             "interpolated": analysis.interpolated,
-            "warnings": warnings(analysis),
+            "warnings": setting_warnings(analysis),
             "statements": claims(analysis),
             "caveats": [*caveats(analysis), *analysis.notes],
             "ranking": ranking_lines(analysis),
-            "arms": [_arm(one) for one in analysis.arms],
+            "arms": [_arm(pair) for pair in analysis.arms],
             "pairs": [
                 {
-                    "a": one.a,
-                    "b": one.b,
-                    "measure": one.measure,
-                    **asdict(one.difference),
-                    "p_holm": one.p_holm,
-                    "winner": one.winner,
-                    "barred": one.barred,
+                    "a": pair.a,
+                    "b": pair.b,
+                    "measure": pair.measure,
+                    **asdict(pair.difference),
+                    "p_holm": pair.p_holm,
+                    "winner": pair.winner,
+                    "barred": pair.barred,
                 }
-                for one in analysis.pairs
+                for pair in analysis.pairs
             ],
             "runs": [
                 {
@@ -59,8 +59,8 @@ def summary(analysis: Analysis) -> dict[str, Any]:
 
 
 def summary_csv(analysis: Analysis) -> str:
-    """One line an arm, the best first; an interval is two columns."""
-    lines = [_flat(_arm(one)) for one in analysis.arms]
+    """The content of summary.csv: one line an arm, the best first; an interval is two columns."""
+    lines = [_flat(_arm(result)) for result in analysis.arms]
     columns = list(dict.fromkeys(key for line in lines for key in line))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")
@@ -69,47 +69,49 @@ def summary_csv(analysis: Analysis) -> str:
     return out.getvalue()
 
 
-def _arm(one: ArmResult) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "arm": one.arm.name,
-        "method": one.arm.method,
-        "settings": dict(one.arm.settings),
-        "chosen": dict(one.settings),
-        "finished": len(one.runs),
-        "failed": one.failed,
-        "unfinished": one.unfinished,
+def _arm(result: ArmResult) -> dict[str, Any]:
+    numbers: dict[str, Any] = {
+        "arm": result.arm.name,
+        "method": result.arm.method,
+        "settings": dict(result.arm.settings),
+        "chosen": dict(result.settings),
+        "finished": len(result.runs),
+        "failed": result.failed,
+        "unfinished": result.unfinished,
     }
     for name in MEASURES:
-        student, boot = one.student(name), one.bootstrap(name)
-        found[name] = {
+        student, boot = result.student(name), result.bootstrap(name)
+        numbers[name] = {
             "mean": student.mean,
-            "iqm": one.iqm(name),
+            "iqm": result.iqm(name),
             "student": [student.low, student.high],
             "bootstrap": [boot.low, boot.high],
         }
-    found["reach"] = [
-        {**asdict(one.reach(i)), "arrived": one.arrived(i)} for i in range(_targets(one))
+    numbers["reach"] = [
+        {**asdict(result.reach(i)), "arrived": result.arrived(i)} for i in range(_targets(result))
     ]
-    found["seeds"] = [_measured(each) for each in one.runs]
-    return found
+    numbers["seeds"] = [_measured(each) for each in result.runs]
+    return numbers
 
 
-def _targets(one: ArmResult) -> int:
-    return len(one.runs[0].reach) if one.runs else 0
+def _targets(result: ArmResult) -> int:
+    return len(result.runs[0].reach) if result.runs else 0
 
 
-def _measured(one: Measured) -> dict[str, Any]:
-    return {"seed": one.run.seed, "start": one.start} | {n: getattr(one, n) for n in MEASURES}
+def _measured(measured: MeasuredRun) -> dict[str, Any]:
+    return {"seed": measured.run.seed, "start": measured.start} | {
+        n: getattr(measured, n) for n in MEASURES
+    }
 
 
 def _flat(arm: Mapping[str, Any]) -> dict[str, Any]:
     line = {key: arm[key] for key in ("arm", "method", "finished", "failed", "unfinished")}
     line |= {key: settings_text(arm[key]) for key in ("settings", "chosen")}
     for name in MEASURES:
-        found = arm[name]
-        line |= {name: found["mean"], f"{name}_iqm": found["iqm"]}
+        measure = arm[name]
+        line |= {name: measure["mean"], f"{name}_iqm": measure["iqm"]}
         for kind in ("student", "bootstrap"):
-            line[f"{name}_{kind}_low"], line[f"{name}_{kind}_high"] = found[kind]
+            line[f"{name}_{kind}_low"], line[f"{name}_{kind}_high"] = measure[kind]
     for cost in arm["reach"]:
         for key in ("steps", "samples", "seconds", "kl", "arrived"):
             line[f"reach_{cost['target']:g}_{key}"] = cost[key]

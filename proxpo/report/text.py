@@ -1,8 +1,8 @@
 """Short texts that all reports share."""
 
 
-def count(n: int, noun: str) -> str:
-    """`1 run`, `1,200 runs`."""
+def plural(n: int, noun: str) -> str:
+    """A number with its noun: `1 run`, `1,200 runs`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
@@ -11,4 +11,4 @@ def one_line(label: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in " ".join(label.split()))
 
 
-__all__ = ["count", "one_line"]
+__all__ = ["one_line", "plural"]

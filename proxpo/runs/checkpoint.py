@@ -16,10 +16,8 @@ import json
 import os
 import re
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ MANIFEST = "manifest.json"
 # A step saved again moves the earlier directory aside for a moment; it counts if a kill falls there
 NAME = re.compile(r"step-(\d+)(\.previous)?")
 UNFINISHED = ".unfinished-"
-# What reading a damaged file can raise; RecursionError: JSON nested deeper than Python reads.
+# Errors of reading a damaged file; RecursionError: JSON nested deeper than Python reads.
 DAMAGE = (
     OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
 )  # fmt: skip
@@ -42,7 +40,7 @@ DAMAGE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `skipped` says which later ones were damaged, and how."""
+    """A verified checkpoint; `skipped`: later ones that are damaged, each with the damage."""
 
     path: Path
     step: int
@@ -61,7 +59,7 @@ def save_checkpoint(
     keep_last: int = 2,
     write_model: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write root/step-N and return it once it is on the disk; then prune to `keep_last`.
+    """Writes root/step-N, deletes all but the last `keep_last`, and returns the new one.
 
     A part is any nesting of dicts, lists, numbers and tensors, such as a state dict.
     """
@@ -121,7 +119,7 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path) -> None:
-    """Raise unless every file is there with the size and hash it was written with."""
+    """Raises unless every file is there with the size and hash it was written with."""
     manifest = _manifest(path)
     for name, (size, digest) in manifest["files"].items():
         file = path / name
@@ -142,7 +140,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest, in the form it is written in and in keeping with the files beside it.
+    """The manifest, checked for its form and against the files beside it.
 
     A file that the manifest no longer lists would be read unchecked, so that is damage too.
     """
@@ -166,7 +164,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: tuple[str, Any]) -> bool:
-    """A file inside the checkpoint with its size and hash."""
+    """True for a file inside the checkpoint with its size and hash."""
     name, value = entry
     inside = not Path(name).is_absolute() and ".." not in Path(name).parts
     whole = isinstance(value, list) and [type(x) for x in value] == [int, str]
@@ -224,7 +222,7 @@ def _move_into_place(working: Path, final: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Rename before deleting, so that a kill in between leaves nothing that looks whole."""
+    """Renames, then deletes: a kill in between leaves nothing that looks whole."""
     doomed = path.with_name(f"{UNFINISHED}{path.name}")
     with contextlib.suppress(OSError):
         path.rename(doomed)
@@ -261,75 +259,17 @@ def _reason(error: Exception) -> str:
         return (
             f"{error.strerror} ({Path(error.filename).name})" if error.filename else error.strerror
         )
-    said = re.search(r"I/O error: (.+) \(os error \d+\)", str(error))  # safetensors' words for it
-    return said[1] if said else " ".join(str(error).split()) or type(error).__name__
-
-
-@dataclass
-class StopRequest:
-    """Whether the run was asked to save and stop."""
-
-    requested: bool = False
-    by: str = field(default="")
-
-
-class Overdue(BaseException):
-    """The work has not come to a safe point in the seconds given after a stop signal."""
-
-
-@contextlib.contextmanager
-def stop_on_signal(
-    *signals: signal.Signals,
-    grace: float | None = None,
-    may_end: Callable[[], bool] = lambda: True,
-) -> Iterator[StopRequest]:
-    """SIGTERM sets a flag, looked at between steps; a second one ends the process at once.
-
-    With `grace`, a block that still runs so many seconds after the signal gets Overdue, wherever
-    it is, unless `may_end` says otherwise at that moment; then it is asked again every second.
-    Outside the main thread, where Python takes no signals, the flag stays down.
-    """
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    before: dict[signal.Signals, Any] = {}
-    inside = True
-
-    def note(number: int, frame: Any) -> None:
-        request.requested, request.by = True, signal.Signals(number).name
-        signal.signal(number, before[signal.Signals(number)])
-        # An alarm that somebody else has set is theirs.
-        if grace is not None and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, end)
-            signal.setitimer(signal.ITIMER_REAL, max(grace, 0.01), 1.0)
-
-    def end(number: int, frame: Any) -> None:
-        if inside and may_end():
-            raise Overdue
-
-    for wanted in signals or (signal.SIGTERM,):
-        before[wanted] = signal.signal(wanted, note)
-    try:
-        yield request
-    finally:
-        inside = False
-        if signal.SIGALRM in before:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    reason = re.search(r"I/O error: (.+) \(os error \d+\)", str(error))  # of safetensors
+    return reason[1] if reason else " ".join(str(error).split()) or type(error).__name__
 
 
 __all__ = [
     "DAMAGE",
     "Checkpoint",
-    "Overdue",
-    "StopRequest",
     "checkpoints",
     "load_latest",
     "read_info",
     "save_checkpoint",
     "step_of",
-    "stop_on_signal",
     "verify",
 ]

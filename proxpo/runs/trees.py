@@ -1,6 +1,6 @@
 """Nested state as safetensors + JSON: dicts, lists, numbers and tensors, restored to the bit.
 
-What optimizers, recipes and generators keep (ints as keys, 0-dim tensors, None, infinities) comes
+State of optimizers, recipes and generators (ints as keys, 0-dim tensors, None, infinities) comes
 back with its types; anything else is refused by name rather than pickled.
 """
 
@@ -14,11 +14,11 @@ from proxpo.ops.shapes import Tensor
 def flatten(tree: Any, *, what: str = "state") -> tuple[dict[str, Tensor], Any]:
     """The tensors by name, and the rest as JSON with the names in their places."""
     tensors: dict[str, Tensor] = {}
-    seen: dict[tuple, str] = {}
+    names: dict[tuple, str] = {}
 
     def encode(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            return {"tensor": _keep(value, path, tensors, seen)}
+            return {"tensor": _keep(value, path, tensors, names)}
         if isinstance(value, Mapping):
             pairs = ((_key(key, what, path), key, inner) for key, inner in value.items())
             return {"dict": [[shown, encode(inner, f"{path}.{k}")] for shown, k, inner in pairs]}
@@ -31,7 +31,7 @@ def flatten(tree: Any, *, what: str = "state") -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], structure: Any) -> Any:
-    """What `flatten` was given."""
+    """The tree that `flatten` was called with."""
     if not isinstance(structure, dict):
         return structure
     [(kind, value)] = structure.items()
@@ -45,18 +45,18 @@ def unflatten(tensors: Mapping[str, Tensor], structure: Any) -> Any:
     return made if kind == "list" else tuple(made)
 
 
-def _keep(value: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[tuple, str]) -> str:
+def _keep(value: Tensor, path: str, tensors: dict[str, Tensor], names: dict[tuple, str]) -> str:
     """The tensor's name; tied tensors are kept once, overlapping ones each with its own copy."""
     place = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-    if value.numel() and place in seen:
-        return seen[place]
+    if value.numel() and place in names:
+        return names[place]
     name = path.lstrip(".") or "tensor"
     while name in tensors:
         name += "'"
     kept = value.detach().to("cpu").contiguous()
     whole = kept.untyped_storage().nbytes() == kept.nbytes
     tensors[name] = kept if whole else kept.clone()
-    seen[place] = name
+    names[place] = name
     return name
 
 

@@ -1,4 +1,4 @@
-"""Which weights did training change? Sparsity of an update, overlap of two, training of a part.
+"""Weights that training changed: sparsity of an update, overlap of two, training of a part.
 
     d = θ₁ - θ₀,   sparsity = 1 - |{j : |d_j| > tol}| / n
 

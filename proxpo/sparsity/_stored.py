@@ -1,4 +1,4 @@
-"""Weights in safetensors files, of which one tensor at a time is in memory."""
+"""Weights in safetensors files, read one tensor at a time."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from proxpo.ops.shapes import Tensor
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """name -> tensor, read when asked for."""
+    """Mapping of names to tensors, each read on access."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._files = files
@@ -50,11 +50,11 @@ def _files(path: Path) -> list[Path]:
         path = path / "model"
     if (path / "weights.safetensors").is_file():
         return [path / "weights.safetensors"]
-    found = sorted(path.glob("*.safetensors"))
-    found = [one for one in found if "model" in one.stem] or found
-    if not found:
+    files = sorted(path.glob("*.safetensors"))
+    files = [file for file in files if "model" in file.stem] or files
+    if not files:
         raise ProxpoError(
             f"{path}: holds no .safetensors file; save the weights of a model there "
             "(model.save_pretrained does)"
         )
-    return found
+    return files

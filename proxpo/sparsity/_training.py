@@ -13,10 +13,10 @@ from proxpo.ops.shapes import Bool, Tensor
 def train_only(
     optimizer: torch.optim.Optimizer, masks: Mapping[nn.Parameter, Bool[Tensor, "..."]]
 ) -> Callable[[], None]:
-    """From now on each step changes, of these parameters, the entries that are 1 in their mask.
+    """Restricts each further step to the entries of these parameters that are 1 in their mask.
 
     Gradients are zero elsewhere, and what the optimizer does without a gradient (weight decay,
-    momentum) is taken back: those weights stay identical to the bit. Returns what ends it.
+    momentum) is undone: those weights stay identical to the bit. Returns a function that ends it.
     """
     for parameter, mask in masks.items():
         if mask.shape != parameter.shape or mask.dtype != torch.bool:

@@ -16,7 +16,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorUpdate:
-    """One tensor: its entries, how many moved by more than tol, how many moved at all.
+    """Change of one tensor: number of entries, of those moved by more than tol, of those moved.
 
     rank: that of the difference over the smaller side, for matrices other than norms, on request.
     """
@@ -35,7 +35,7 @@ class TensorUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What happened between two checkpoints, at this dtype and tolerance."""
+    """Changes of all tensors between two checkpoints, at this dtype and tolerance."""
 
     dtype: str
     tol: float
@@ -45,36 +45,38 @@ class Update:
 
     @property
     def size(self) -> int:
-        return sum(one.size for one in self.tensors)
+        return sum(tensor.size for tensor in self.tensors)
 
     @property
     def sparsity(self) -> float:
         """Share of weights that moved by no more than tol."""
-        return 1 - sum(one.changed for one in self.tensors) / self.size
+        return 1 - sum(tensor.changed for tensor in self.tensors) / self.size
 
     @property
     def exact_sparsity(self) -> float:
         """Share of weights that did not move at all."""
-        return 1 - sum(one.changed_exactly for one in self.tensors) / self.size
+        return 1 - sum(tensor.changed_exactly for tensor in self.tensors) / self.size
 
     @property
     def rank(self) -> float | None:
         """Mean over matrices of rank(d)/min(shape)."""
-        found = [one.rank for one in self.tensors if one.rank is not None]
-        return sum(found) / len(found) if found else None
+        ranks = [tensor.rank for tensor in self.tensors if tensor.rank is not None]
+        return sum(ranks) / len(ranks) if ranks else None
 
     def layer_density(self) -> dict[int, float]:
         """Unweighted mean of the densities of each layer's tensors, as the paper's script has."""
-        found: dict[int, list[float]] = {}
-        for one in self.tensors:
-            if layer := _LAYER.search(one.name):
-                found.setdefault(int(layer[1]), []).append(one.density)
-        return {number: sum(found[number]) / len(found[number]) for number in sorted(found)}
+        densities: dict[int, list[float]] = {}
+        for tensor in self.tensors:
+            if layer := _LAYER.search(tensor.name):
+                densities.setdefault(int(layer[1]), []).append(tensor.density)
+        return {
+            number: sum(densities[number]) / len(densities[number]) for number in sorted(densities)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Two updates from one start: |I₁∩I₂|/|I₁| and |I₁∩I₂|/|I₂|; None where a set is empty.
+    """Overlap of two updates, |I₁∩I₂|/|I₁| and |I₁∩I₂|/|I₂|; None where a set is empty.
 
     chance: what independent sets of these sizes give.
     """
@@ -120,7 +122,7 @@ def compare(
                 rank=_rank(name, new - old) if rank else None,
             )
         )
-    if not sum(one.size for one in tensors):
+    if not sum(tensor.size for tensor in tensors):
         raise ProxpoError(
             "sparsity: the checkpoints share no floating-point weights"
             + (f" with names that match '{only}'" if only else "")
@@ -144,25 +146,27 @@ def overlap(
     tol: float = 1e-5,
     only: str = "",
 ) -> Overlap:
-    """How far two runs from the same start changed the same weights."""
-    n = one = two = both = 0
+    """The share of weights that two runs from the same start both changed."""
+    n = first_changed = second_changed = both = 0
     for name, old, new in _pairs(before, first, dtype=dtype, only=only):
         if name not in second:
             continue
         other = _same_shape(name, old, second[name])
         mine = changed(old, new, tol=_tolerance(tol))
         theirs = changed(old, other.to(old.dtype), tol=tol)
-        n, one, two = n + old.numel(), one + int(mine.sum()), two + int(theirs.sum())
+        n += old.numel()
+        first_changed += int(mine.sum())
+        second_changed += int(theirs.sum())
         both += int((mine & theirs).sum())
     if not n:
         raise ProxpoError("sparsity: the three checkpoints share no floating-point weights")
     return Overlap(
         dtype=dtype,
         tol=tol,
-        first=both / one if one else None,
-        second=both / two if two else None,
-        chance_first=two / n,
-        chance_second=one / n,
+        first=both / first_changed if first_changed else None,
+        second=both / second_changed if second_changed else None,
+        chance_first=second_changed / n,
+        chance_second=first_changed / n,
     )
 
 
@@ -170,7 +174,7 @@ def _pairs(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, dtype: Dtype, only: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Weights that both sides have, in one dtype; each place in memory once."""
-    wanted, seen = _expression(only), set()
+    wanted, places = _expression(only), set()
     for name in before:
         if name not in after or not wanted.search(name):
             continue
@@ -180,9 +184,9 @@ def _pairs(
             continue
         if isinstance(before, dict):  # all in memory at once: tied weights share their place
             place = (old.data_ptr(), old.shape)
-            if place in seen:
+            if place in places:
                 continue
-            seen.add(place)
+            places.add(place)
         stored = torch.promote_types(old.dtype, new.dtype)
         kind = stored if dtype == "stored" else getattr(torch, dtype)
         yield name, old.cpu().to(kind), new.to(kind)

@@ -53,7 +53,7 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
         if is_out_of_memory(error):
             # Frees the tensors of their frames: explaining takes memory too.
             traceback.clear_frames(error.__traceback__)
-        reason = describe(error, config, at)
+        reason = explain_error(error, config, at)
         safe = _safe(at.saved)
         if at.phase != "loading" and (safe or not isinstance(error, ProxpoError)):
             line = reason or " ".join(f"{type(error).__name__}: {error}".split())
@@ -67,7 +67,7 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
         raise ProxpoError(reason + ending) from error
 
 
-def describe(error: Exception, config: Config, at: Progress) -> str | None:
+def explain_error(error: Exception, config: Config, at: Progress) -> str | None:
     """The line for the user; None for an error that is not the user's."""
     if is_out_of_memory(error):
         return out_of_memory(error, config, at)
@@ -137,4 +137,4 @@ def _safe(saved: int | None) -> str:
     return f"checkpoints up to step {saved} are intact, --resume continues from there"
 
 
-__all__ = ["Progress", "describe", "explained", "is_out_of_memory", "out_of_memory"]
+__all__ = ["Progress", "explain_error", "explained", "is_out_of_memory", "out_of_memory"]

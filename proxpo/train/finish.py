@@ -13,7 +13,7 @@ MOVED = "proxpo/budget/moved"
 Examined = tuple[dict[str, float], list[dict]]
 
 
-def finish(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) -> dict[str, Any]:
+def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) -> dict[str, Any]:
     """Writes curves.png, report.html, then summary.json from the last evaluation; the summary."""
     metrics, answers = examined
     first = job.before["metrics"]
@@ -90,4 +90,4 @@ def _sampled(metrics: dict[str, float]) -> float | None:
     return next((value for name, value in metrics.items() if name.startswith("eval/avg@")), None)
 
 
-__all__ = ["finish"]
+__all__ = ["finish_run"]

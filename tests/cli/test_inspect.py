@@ -1,4 +1,4 @@
-"""`proxpo inspect`: the library's numbers, the contract, and mistakes named in one line."""
+"""`proxpo inspect`: the library's numbers, its JSON, and mistakes refused in one line."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ NOTED = {
 
 
 def strict(text):
-    """JSON as the standard has it: no NaN, no Infinity."""
+    """Parses JSON of the standard: no NaN, no Infinity."""
     return json.loads(text, parse_constant=lambda token: pytest.fail(f"{token} is not JSON"))
 
 
@@ -211,7 +211,7 @@ def test_wrong_methods_and_settings(refused, arguments, expected):
 @pytest.mark.parametrize("name", sorted(set(library.methods()) - set(SHOWN)))
 def test_a_method_says_which_field_it_misses_and_who_gives_it(refused, name):
     field = NEED_A_MODEL[name]
-    expected = f"needs the batch field '{field}' ({FIELDS[field]}), which is missing"
+    expected = f"needs the batch field '{field}' ({FIELDS[field].doc}), which is missing"
     assert expected in refused("inspect", name, "--batch", "sample", "--json")
 
 

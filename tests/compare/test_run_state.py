@@ -1,4 +1,4 @@
-"""How a run stands and which setting is best, read from files alone."""
+"""State of a run and choice of the best setting, from files alone."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 
 from proxpo.compare.design import Request, make_plan, parse_arm
 from proxpo.compare.plan import SCORE, Plan
-from proxpo.compare.runner import choose
+from proxpo.compare.runner import choose_settings
 from proxpo.compare.state import last_line, state_of
 
 
 def written(folder: Path, *, steps: int, score: float | None, end: str = "done") -> None:
-    """The files of a run that has come so far."""
+    """Writes the files of a run after so many steps."""
     folder.mkdir(parents=True)
     rows = [{"step": step, "reward": 0.5} for step in range(steps + 1)]
     rows[-1] |= {SCORE: score, "proxpo/eval/kl": 0.25}
@@ -75,7 +75,7 @@ def test_the_best_mean_on_the_tuning_seeds_is_chosen(scores, best, plan, tmp_pat
             score = scores[run.settings["lr"]][run.seed - plan.seeds.tune[0]]
             end = "failed" if score is None else "done"
             written(tmp_path / run.folder, steps=3, score=score, end=end)
-    (chosen,) = choose(plan, tmp_path)  # p3o has no finished run and none is chosen
+    (chosen,) = choose_settings(plan, tmp_path)  # p3o has no finished run and none is chosen
     assert chosen.arm == "grpo"
     assert chosen.settings == {"lr": best}
     means = [None if None in pair else pytest.approx(sum(pair) / 2) for pair in scores.values()]

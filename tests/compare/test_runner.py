@@ -15,7 +15,7 @@ from comparisons import SMALL, Started, arguments, data_of, folder_of, rows_of
 
 from proxpo.cli import main
 from proxpo.compare.plan import read_plan
-from proxpo.compare.runner import choose, open_comparison
+from proxpo.compare.runner import choose_settings, open_comparison
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
 
@@ -101,7 +101,7 @@ def test_interrupted_it_stops_its_runs_which_save(tmp_path, capsys):
 
 
 def test_failing_runs_are_kept_with_their_reason_and_spoil_nothing(tmp_path, capsys):
-    """One arm diverges, one is killed as for want of memory; the third is reported all the same."""
+    """One arm diverges, one is killed as by the out-of-memory killer; the third is reported."""
     out = tmp_path / "failing"
 
     def kill() -> None:
@@ -139,7 +139,7 @@ def score(prompts, completions, **_):
 
 
 def test_a_failed_run_is_tried_again_when_asked(tmp_path, capsys):
-    """A reward file that raises fails every run; mended, the runs go on and are whole."""
+    """A reward file that raises fails every run; corrected, the runs continue and finish."""
     out, file = tmp_path / "failing", tmp_path / "reward.py"
     file.write_text(REWARDS)
     small = (*SMALL, f"task.reward={file}:score", "reward_max_failed=0")
@@ -167,7 +167,7 @@ def test_a_sweep_chooses_on_tuning_seeds_and_reports_on_others(tmp_path, capsys)
     (reported,) = [one for one in plan.runs if one.role == "report"]
     assert (reported.seed, dict(reported.settings)) == (0, {"lr": 1e-5})
     assert rows_of(out / reported.folder)[-1]["step"] == 6
-    assert choose(plan, out) == list(plan.chosen)  # from the files alone
+    assert choose_settings(plan, out) == list(plan.chosen)  # from the files alone
 
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path, uninterrupted):

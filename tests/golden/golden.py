@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import torch
-from helpers import LEAVES, f64, loss_and_gradients, recipe
+from helpers import LEAVES, f64, loss_and_gradients
+from methods.cases import recipe
 from torch import Tensor
 
 from proxpo import Batch

@@ -1,8 +1,8 @@
 """Losses and gradients of every recipe on a fixed batch, recorded to the last digit."""
 
 import pytest
-from helpers import CASES, close, with_leaves
-from methods.reference import REFERENCES
+from helpers import close, with_leaves
+from methods.cases import CASES
 
 from golden.golden import FOLDER, compute, read, read_batch
 
@@ -19,7 +19,7 @@ def test_recorded_values(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_recorded_losses_are_the_definitions(case: str) -> None:
     """The record itself, against plain loops: a wrong number cannot be written down unseen."""
-    close(read(case)["loss"], REFERENCES[case](with_leaves(read_batch())).detach(), rtol=1e-10)
+    close(read(case)["loss"], CASES[case].reference(with_leaves(read_batch())).detach(), rtol=1e-10)
 
 
 def test_nothing_else_is_recorded() -> None:

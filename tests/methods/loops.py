@@ -319,3 +319,28 @@ def full_kl(b: Batch, kind: str) -> Terms:
 def grpo_terms(b: Batch, *, cap: float = math.inf, dual: float = math.inf) -> Terms:
     r = {k: smaller(v, cap) for k, v in ratio(b).items()}
     return clipped(r, z_scores(b), 0.2, 0.2, dual=dual)
+
+
+def covariances(b: Batch, a: Numbers) -> Numbers:
+    """(A - mean A)(log π - mean log π) of each token."""
+    logp = {(i, t): number(b.logp[i, t]) for i, t in tokens(b)}
+    a_mean, l_mean = mean(list(a.values())), mean(list(logp.values()))
+    return {k: (a[k] - a_mean) * (logp[k] - l_mean) for k in a}
+
+
+def sample_size(r: Terms) -> float:
+    """(Σ r)²/(Σ r² + 1e-8)/n."""
+    values = [number(v) for v in r.values()]
+    return sum(values) ** 2 / (sum(v**2 for v in values) + 1e-8) / len(values)
+
+
+def filtered_loss(
+    b: Batch, gains: list[float], *, skip: bool = False, clip: float | None = 0.02
+) -> Any:
+    """KPO's loss with these gains."""
+    r, a = filtered_ratio(b, gains, skip=skip), z_scores(b)
+    return seq_mean_token_mean(unclipped(r, a) if clip is None else clipped(r, a, clip, clip), b)
+
+
+def gains_of(b: Batch, *, q: float, p0: float) -> list[float]:
+    return kalman_gains(b.mask.shape[1], q=q, v=1.0, p0=p0)

@@ -1,11 +1,69 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 from helpers import close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Terms,
+    k3,
+    larger,
+    number,
+    plus,
+    ratio,
+    row,
+    seq_mean_token_mean,
+    smaller,
+    token_mean,
+    z_scores,
+)
+from proxpo import Batch
 from proxpo.ops.masked import row_quantile
+
+
+def certain(b: Batch) -> set[Any]:
+    """Tokens at or below the 80 % quantile of their response's entropies."""
+    found = set()
+    for i in range(len(b.mask)):
+        ts = row(b, i)
+        h = sorted(number(b.entropy[i, t]) for t in ts)
+        place = 0.8 * (len(h) - 1)
+        for t in ts:
+            low = math.floor(place)
+            high = min(low + 1, len(h) - 1)
+            if number(b.entropy[i, t]) <= h[low] + (place - low) * (h[high] - h[low]):
+                found.add((i, t))
+    return found
+
+
+def aspo_terms(b: Batch, *, eps: float = 0.2, c_pos: float = 3.0, c_neg: float = 3.0) -> Terms:
+    a, r, low, x = z_scores(b), ratio(b), certain(b), {}
+    for k in r:
+        e = eps if k in low else 0.4
+        if a[k] >= 0:
+            held = smaller(r[k], 1 + e)
+            soft = 1 / number(held) > c_pos
+            x[k] = -a[k] * (c_pos * b.logp[k] if soft else held / number(held) ** 2)
+        else:
+            held = larger(r[k], 1 - e)
+            x[k] = -a[k] * (c_neg * b.logp[k] if number(held) > c_neg else held)
+    return x
+
+
+CASES = {
+    "aspo": Case(
+        "aspo", {}, lambda b: token_mean(plus(aspo_terms(b), (0.001, k3(b, b.ref_logp))), b)
+    ),
+    "aspo-capped": Case(
+        "aspo",
+        {"cap_pos": 1.1, "cap_neg": 1.2, "clip": 0.1, "kl_coef": 0.0, "average": "sequence"},
+        lambda b: seq_mean_token_mean(aspo_terms(b, eps=0.1, c_pos=1.1, c_neg=1.2), b),
+    ),
+}
+
 
 SLUG = "aspo"
 PLAIN = {"kl_coef": 0.0}

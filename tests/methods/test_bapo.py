@@ -1,15 +1,111 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers import close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Bounds,
+    Numbers,
+    bounded,
+    clipped_between,
+    number,
+    ratio,
+    token_mean,
+    z_scores,
+)
 from proxpo import Batch
 from proxpo.stages.trust import balanced_clip
 from proxpo.stages.trust.balanced import _sums
 from proxpo.types import Context
+
+
+def positive_and_negative(b: Batch, a: Numbers, low: float, high: float) -> tuple[float, float]:
+    r = ratio(b)
+    p = sum(min(number(r[k]), high) * a[k] for k in r if a[k] > 0)
+    n = sum(max(number(r[k]), low) * -a[k] for k in r if a[k] < 0)
+    return p, n
+
+
+def searched_official(b: Batch, a: Numbers, target: float) -> Bounds:
+    low, high = 0.6, 1.2
+
+    def met() -> bool:
+        p, n = positive_and_negative(b, a, low, high)
+        return n <= 0 or p / (n + 1e-8) >= target
+
+    while not met() and low < 0.8 - 1e-9:
+        low = min(low + 0.05, 0.8)
+    while not met() and high < 2.0 - 1e-9:
+        high = min(high + 0.05, 2.0)
+    return low, high
+
+
+def share_paper(b: Batch, a: Numbers, low: float, high: float) -> float:
+    r, above, total = ratio(b), 0.0, 0.0
+    for k in r:
+        v = number(r[k])
+        s = math.exp(number(b.rollout_logp[k])) * abs(min(v * a[k], bounded(v, low, high) * a[k]))
+        above, total = above + (s if a[k] > 0 else 0.0), total + s
+    return above / total if total > above else 1.0
+
+
+def share_gradient(b: Batch, a: Numbers, low: float, high: float) -> float:
+    r, above, below = ratio(b), 0.0, 0.0
+    for k in r:
+        v = number(r[k])
+        if a[k] > 0 and v < high:
+            above += v * a[k]
+        if a[k] < 0 and v > low:
+            below += v * -a[k]
+    return above / (above + below) if below else 1.0
+
+
+def searched_paper(
+    b: Batch, a: Numbers, share: Callable[..., float], target: float, start: Bounds, end: Bounds
+) -> Bounds:
+    (low, high), tiny = start, 1e-9
+    while share(b, a, low, high) < target and low + 0.05 <= end[0] + tiny:
+        if high + 0.1 <= end[1] + tiny:
+            high += 0.1
+        else:
+            low += 0.05
+    return low, high
+
+
+def bapo(b: Batch, search: Callable[[Batch, Numbers], Bounds], *, dual: float = math.inf) -> Any:
+    a = z_scores(b)
+    bounds = search(b, a)
+    return token_mean(clipped_between(ratio(b), a, lambda k: bounds, dual=dual), b)
+
+
+CASES = {
+    "bapo": Case(
+        "bapo",
+        {"target": 1.45, "dual": 1.1},
+        lambda b: bapo(b, lambda b, a: searched_official(b, a, 1.45), dual=1.1),
+    ),
+    "bapo-paper": Case(
+        "bapo",
+        {"statistic": "paper", "target": 0.53, "low_from": 0.8, "high_from": 1.01},
+        lambda b: bapo(
+            b, lambda b, a: searched_paper(b, a, share_paper, 0.53, (0.8, 1.01), (0.9, 3.0))
+        ),
+    ),
+    "bapo-gradient": Case(
+        "bapo",
+        {"statistic": "gradient", "target": 0.5, "low_from": 0.7, "low_to": 1.0, "high_from": 1.0},
+        lambda b: bapo(
+            b, lambda b, a: searched_paper(b, a, share_gradient, 0.5, (0.7, 1.0), (1.0, 3.0))
+        ),
+    ),
+}
+
 
 SLUG = "bapo"
 STATISTICS = ("official", "paper", "gradient")

@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,20 @@ from helpers import close, f64, loss_and_gradients, make_batch, method, policy_g
 from safetensors.torch import load_file, save_file
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    centred,
+    clipped,
+    everywhere,
+    kept,
+    mean,
+    ratio,
+    row,
+    score,
+    tokens,
+    z_scores,
+)
 from proxpo import Batch
 from proxpo.stages.select.curvature import (
     Candidates,
@@ -19,6 +34,85 @@ from proxpo.stages.select.curvature import (
 )
 from proxpo.types import Clock, Context
 
+
+def head_shifts(b: Batch, a: Numbers, i: int, t: int, *, k: int, rate: float) -> Any:
+    """m_H and m_F of plain gradient steps, from dense matrices over candidates x units."""
+    h, logits = b.hidden[i, t].tolist(), b.vocab_logp[i, t].tolist()
+    top = sorted(range(len(logits)), key=lambda n: -logits[n])[:k]
+    total = sum(math.exp(logits[n]) for n in top)
+    pi = [math.exp(logits[n]) / total for n in top]
+    v = [float(n == int(b.tokens[i, t])) - p for n, p in zip(top, pi)]
+    step = [[a[i, t] * x * y for y in h] for x in v]
+    inner = sum(x * x for line in step for x in line)  # <G, Δ> with Δ = G
+    u = [sum(x * y for x, y in zip(line, h)) for line in step]
+    along = sum(x * y for x, y in zip(v, u))
+    fisher = sum(p * x * x for p, x in zip(pi, u)) - sum(p * x for p, x in zip(pi, u)) ** 2
+    policy = rate**2 / 2 * along**2
+    return rate * inner + rate**2 / 2 * a[i, t] * (along**2 - fisher), policy
+
+
+def within(
+    b: Batch, a: Numbers, bounds: tuple[float, float], *, one: bool = False, **how: Any
+) -> Batch:
+    """The batch without the tokens whose shifts are too large; its own check that some are."""
+
+    def small(i: int, t: int) -> bool:
+        objective, policy = head_shifts(b, a, i, t, **how)
+        fits = objective >= 0 and objective < bounds[1] if one else abs(objective) < bounds[1]
+        return policy < bounds[0] and fits
+
+    return kept(b, small)
+
+
+def capo(b: Batch, a: Numbers, rest: Batch) -> torch.Tensor:
+    """A response divided by its kept tokens; one without any counts as 0 in the mean."""
+    x = clipped(ratio(rest), a, 0.2, 0.2)
+    rows = [i for i in range(len(b.mask)) if row(b, i)]
+    return mean([mean([x[i, t] for t in row(rest, i)]) for i in rows])
+
+
+def capo_grpo(b: Batch) -> torch.Tensor:
+    a = z_scores(b, eps=1e-4)
+    return capo(b, a, within(b, a, (1e-4, 0.01), k=4, rate=0.05))
+
+
+def capo_one_sided(b: Batch) -> torch.Tensor:
+    a = z_scores(b, eps=1e-4)
+    return capo(b, a, within(b, a, (2e-3, 0.01), one=True, k=2, rate=0.4))
+
+
+def capo_dr_grpo(b: Batch) -> torch.Tensor:
+    a = everywhere(centred(b), b)
+    rest = within(b, a, (1e-3, 5e-4), k=4, rate=0.02)
+    x = clipped(ratio(rest), a, 0.2, 0.2)
+    return (
+        sum(x.values(), 0.0 * b.logp[0, 0]) / 9 / len([i for i in range(len(b.mask)) if row(b, i)])
+    )
+
+
+def capo_reinforce(b: Batch) -> torch.Tensor:
+    a = z_scores(b, eps=1e-4)
+    rest = within(b, a, (1e-5, math.inf), k=4, rate=0.04)
+    x = score({k: a[k] for k in tokens(rest)}, rest)
+    return sum(x.values(), 0.0 * b.logp[0, 0]) / len([i for i in range(len(b.mask)) if row(b, i)])
+
+
+CASES = {
+    "capo": Case("capo", {"learning_rate": 0.05}, capo_grpo),
+    "capo-one-sided": Case(
+        "capo",
+        {"optimizer": "sgd", "sides": "one", "k": 2, "learning_rate": 0.4, "tau_policy": 2e-3},
+        capo_one_sided,
+    ),
+    "capo-dr-grpo": Case(
+        "capo", {"host": "dr-grpo", "learning_rate": 0.02, "max_tokens": 9}, capo_dr_grpo
+    ),
+    "capo-reinforce": Case(
+        "capo", {"host": "reinforce", "learning_rate": 0.04, "tau_objective": 0.0}, capo_reinforce
+    ),
+}
+
+
 PLACE = "select.curvature_mask"
 
 
@@ -28,8 +122,8 @@ def batch() -> Batch:
     return proxpo.prepare(method("capo"), make_batch(1)).batch
 
 
-@pytest.fixture
-def tokens(batch: Batch) -> Candidates:
+@pytest.fixture(name="tokens")
+def candidate_tokens(batch: Batch) -> Candidates:
     return candidates(batch, k=4)
 
 
@@ -91,12 +185,12 @@ def dense_adam(
 ) -> torch.Tensor:
     """Adam's direction row by row, from the definition."""
     out, known, t = [], state["token_id"].tolist(), float(state["steps"]) + 1
-    for row, number in zip(g, ids.tolist()):
+    for slope, number in zip(g, ids.tolist()):
         at = known.index(number) if number in known else None
-        m = torch.zeros_like(row) if at is None else state["first"][at]
-        q = torch.zeros_like(row) if at is None else state["second"][at]
-        m = beta1 * m + (1 - beta1) * row
-        q = beta2 * q + (1 - beta2) * row**2
+        m = torch.zeros_like(slope) if at is None else state["first"][at]
+        q = torch.zeros_like(slope) if at is None else state["second"][at]
+        m = beta1 * m + (1 - beta1) * slope
+        q = beta2 * q + (1 - beta2) * slope**2
         out.append((m / (1 - beta1**t)) / ((q / (1 - beta2**t)).sqrt() + 1e-8))
     return torch.stack(out)
 

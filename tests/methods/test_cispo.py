@@ -6,16 +6,36 @@ from helpers import (
     advantages,
     close,
     crafted,
-    f64,
     loss_and_gradients,
     make_batch,
     method,
     on_policy,
-    per_row,
     policy_gradient,
 )
 
-import proxpo
+from methods._case import Case
+from methods.loops import Terms, bounded, number, ratio, token_mean, weighted_score, z_scores
+from proxpo import Batch
+
+
+def cispo(b: Batch, low: float, high: float) -> Terms:
+    w = {k: bounded(number(v), low, high) for k, v in ratio(b).items()}
+    return weighted_score(w, z_scores(b), b)
+
+
+def cispo_unified(b: Batch) -> torch.Tensor:
+    x, a, r = cispo(b, 0.9, 1.2), z_scores(b), ratio(b)
+    silent = {k: (a[k] > 0 and r[k] > 1.1) or (a[k] < 0 and r[k] < 0.8) for k in x}
+    return token_mean({k: 0.0 * x[k] if silent[k] else x[k] for k in x}, b)
+
+
+CASES = {
+    "cispo": Case("cispo", {}, lambda b: token_mean(cispo(b, 0.0, 1.2), b)),
+    "cispo-trl": Case(
+        "cispo", {"absolute": True, "high": 1.1}, lambda b: token_mean(cispo(b, 0.0, 1.1), b)
+    ),
+    "cispo-unified": Case("cispo", {"low": 0.1, "mask_low": 0.2, "mask_high": 0.1}, cispo_unified),
+}
 
 
 @pytest.mark.checks("cispo", "dloss/dlogp = -clip(r)·A/N for every token, never 0 unless A = 0")
@@ -76,26 +96,3 @@ def test_no_lower_bound_unless_asked() -> None:
     batch = crafted([[-2.0]], [1.0])
     close(policy_gradient(method("cispo"), batch), -math.exp(-2.0))
     close(policy_gradient(method("cispo", low=0.2), batch), -0.8)
-
-
-def test_scalerl_scales_by_the_std_of_all_centred_rewards() -> None:
-    batch = make_batch(1)
-    a = per_row(advantages(method("dr-grpo"), batch), batch)
-    found = advantages(method("scalerl", **{"filter": None}), batch)
-    close(per_row(found, batch), a / (a.std() + 1e-6))
-    assert abs(a.std() - batch.rewards.std()) > 1e-3  # TRL's "batch" is another number
-
-
-def test_scalerl_drops_prompts_with_equal_answers() -> None:
-    right = torch.tensor([True, True, True, True, False, True])
-    batch = make_batch(1, groups=2).replace(correct=right, rewards=right.double())
-    ready = proxpo.prepare(method("scalerl"), batch)
-    assert ready.batch.mask.any(1).tolist() == [False] * 3 + [True] * 3
-    assert ready.ctx.counts.prompts == 1
-
-
-def test_scalerl_caps_the_ratio_to_the_sampler() -> None:
-    batch = crafted([[0.0, 0.0]], [1.0])
-    batch = batch.replace(rollout_logp=batch.logp - f64([[0.5, 3.0]]), group=torch.tensor([0]))
-    made = method("scalerl", **{"filter": None})
-    close(policy_gradient(made, batch), -f64([[math.exp(0.5), 5.0]]) / 2, rtol=1e-7)

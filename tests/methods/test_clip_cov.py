@@ -10,7 +10,27 @@ from helpers import (
 )
 
 import proxpo
+from methods._case import Case
+from methods.loops import clipped, covariances, ratio, token_mean, z_scores
+from proxpo import Batch
 from proxpo.stages.trust.covariance import covariance
+
+
+def clip_cov(b: Batch) -> torch.Tensor:
+    """With so large a share that every eligible token is taken."""
+    a, r = z_scores(b), ratio(b)
+    x, cov = clipped(r, a, 1.0, 0.2), covariances(b, a)
+    for k in x:
+        outside = (a[k] > 0 and r[k] > 1.2) or (a[k] < 0 and r[k] < 0.0)
+        if not outside and 0.1 < cov[k] < 5:
+            x[k] = 0.0 * x[k]
+    return token_mean(x, b)
+
+
+CASES = {
+    "clip-cov": Case("clip-cov", {"share": 1.0, "cov_low": 0.1, "clip_high": 0.2}, clip_cov),
+}
+
 
 ALL = {"share": 1.0, "cov_low": 0.1, "cov_high": 5.0}
 

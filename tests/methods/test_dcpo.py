@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -6,8 +7,59 @@ from helpers import advantages, close, crafted, f64, loss_and_gradients, make_ba
 from helpers import policy_gradient as gradient_of
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Bounds,
+    Numbers,
+    Terms,
+    clipped_between,
+    everywhere,
+    groups,
+    mean,
+    number,
+    ratio,
+    row,
+    std,
+    token_mean,
+)
 from proxpo import Batch
 from proxpo.stages.trust.dynamic import dynamic_bounds
+
+
+def first_visit(b: Batch) -> Numbers:
+    r, out = b.rewards.tolist(), {}
+    for members in groups(b).values():
+        inside = [r[i] for i in members]
+        spread = std(inside) if len(inside) > 1 else 0.0
+        for i in members:
+            out[i] = (r[i] - mean(inside)) / spread if max(inside) > min(inside) else 0.0
+    return everywhere(out, b)
+
+
+def dcpo_terms(b: Batch, low: float, high: float, *, dual: float) -> Terms:
+    def bounds(k: Any) -> Bounds:
+        q = math.exp(number(b.old_logp[k]))
+        lo = 0.5 + 0.5 * math.sqrt(max(1 - 4 * low / q, 0.0))
+        return lo, min(0.5 + 0.5 * math.sqrt(1 + 4 * high / q), 10.0)
+
+    return clipped_between(ratio(b), first_visit(b), bounds, dual=dual)
+
+
+def dcpo(b: Batch) -> torch.Tensor:
+    x = dcpo_terms(b, 0.16, 0.2, dual=10.0)
+    rows = [i for i in range(len(b.mask)) if row(b, i)]
+    return sum(mean([x[i, t] for t in row(b, i)]) for i in rows)
+
+
+CASES = {
+    "dcpo": Case("dcpo", {}, dcpo),
+    "dcpo-code": Case(
+        "dcpo",
+        {"history": False, "agg": "token-mean", "clip_low": 0.02, "clip_high": 0.03, "dual": 1.2},
+        lambda b: token_mean(dcpo_terms(b, 0.02, 0.03, dual=1.2), b),
+    ),
+}
+
 
 SLUG = "dcpo"
 

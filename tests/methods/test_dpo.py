@@ -1,11 +1,57 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 from helpers import close, f64, loss_and_gradients, make_batch, method, policy_gradient
 
+from methods._case import Case
+from methods.loops import exp, groups, mean, number, row
 from proxpo import Batch
 from proxpo.ops.pairs import best_and_worst
+
+
+def pair_margins(b: Batch, *, averaged: bool = False) -> list[Any]:
+    out = []
+    for members in groups(b).values():
+        best = max(members, key=lambda i: (number(b.rewards[i]), -i))
+        worst = min(members, key=lambda i: (number(b.rewards[i]), i))
+        if b.rewards[best] > b.rewards[worst]:
+            h = [sum(b.logp[i, t] - number(b.ref_logp[i, t]) for t in row(b, i))
+                 / (len(row(b, i)) if averaged else 1) for i in (best, worst)]  # fmt: skip
+            out.append(h[0] - h[1])
+    return out
+
+
+def dpo(b: Batch, *, smoothing: float = 0.0, robust: bool = False) -> torch.Tensor:
+    terms = []
+    for h in pair_margins(b):
+        agree, oppose = torch.log(1 + exp(-0.1 * h)), torch.log(1 + exp(0.1 * h))
+        if robust:
+            x = ((1 - smoothing) * agree - smoothing * oppose) / (1 - 2 * smoothing)
+        else:
+            x = (1 - smoothing) * agree + smoothing * oppose
+        terms.append(x)
+    return mean(terms)
+
+
+def ipo(b: Batch, *, averaged: bool) -> torch.Tensor:
+    return mean([(h - 1 / (2 * 0.1)) ** 2 for h in pair_margins(b, averaged=averaged)])
+
+
+CASES = {
+    "dpo": Case("dpo", {}, dpo),
+    "dpo-smooth": Case("dpo", {"label_smoothing": 0.2}, lambda b: dpo(b, smoothing=0.2)),
+    "dpo-robust": Case(
+        "dpo",
+        {"label_smoothing": 0.2, "form": "robust"},
+        lambda b: dpo(b, smoothing=0.2, robust=True),
+    ),
+    "dpo-ipo": Case("dpo", {"form": "ipo"}, lambda b: ipo(b, averaged=True)),
+    "dpo-ipo-sum": Case(
+        "dpo", {"form": "ipo", "ipo_mean": False}, lambda b: ipo(b, averaged=False)
+    ),
+}
 
 
 def pair(h: float, *, tokens: int = 3) -> Batch:

@@ -11,7 +11,26 @@ from helpers import (
     policy_gradient,
 )
 
+from methods._case import Case
+from methods.loops import centred, clipped, everywhere, ratio
+from proxpo import Batch
 from proxpo.settings import at_length
+
+
+def dr_grpo(b: Batch, *, length: float, drop_truncated: bool = False) -> torch.Tensor:
+    x = clipped(ratio(b), everywhere(centred(b), b), 0.2, 0.2)
+    total = sum(v for (i, _), v in x.items() if not (drop_truncated and b.truncated[i]))
+    return total / length / len(b.mask)
+
+
+CASES = {
+    "dr-grpo": Case("dr-grpo", {}, lambda b: dr_grpo(b, length=3000)),
+    "dr-grpo-truncated": Case(
+        "dr-grpo",
+        {"ignore_truncated": True, "max_tokens": 9},
+        lambda b: dr_grpo(b, length=9, drop_truncated=True),
+    ),
+}
 
 
 @pytest.mark.checks("dr-grpo", "dloss/dlogp = -A·r/(B·L_max) where live, whatever the length")

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,49 @@ from helpers import (
 )
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    clipped,
+    everywhere,
+    gae,
+    mean,
+    number,
+    plus,
+    ratio,
+    row,
+    times,
+    token_mean,
+    token_rewards,
+    value_terms,
+    whitened,
+)
 from proxpo import Batch
-from proxpo.stages.reward import progress_reward
-from proxpo.stages.reward.progress import MILESTONES
+
+
+def duration_weights(b: Batch, *, least: float = 0.0, most: float = math.inf) -> Numbers:
+    rows = [i for i in range(len(b.mask)) if row(b, i)]
+    seconds = {i: max(number(b.duration[i]), least) for i in rows}
+    usual = mean(list(seconds.values()))
+    return everywhere({i: min(s / usual, most) if usual else 1.0 for i, s in seconds.items()}, b)
+
+
+def duration_aware(b: Batch, w: Numbers, *, gamma: float = 1.0, whiten: bool = True) -> Any:
+    raw = gae(token_rewards(b), b, gamma=gamma, lam=1.0)
+    x = times(clipped(ratio(b), whitened(raw) if whiten else raw, 0.2, 0.2), w)
+    return token_mean(plus(x, (1.0, value_terms(b, raw, clip=0.5))), b)
+
+
+CASES = {
+    "duration-aware": Case("duration-aware", {}, lambda b: duration_aware(b, duration_weights(b))),
+    "duration-aware-bounded": Case(
+        "duration-aware",
+        {"max_weight": 1.2, "min_duration": 2.0, "gamma": 0.9, "whitening": False},
+        lambda b: duration_aware(
+            b, duration_weights(b, least=2.0, most=1.2), gamma=0.9, whiten=False
+        ),
+    ),
+}
 
 
 def weights_of(batch: Batch, **options: object) -> torch.Tensor:
@@ -25,9 +66,9 @@ def weights_of(batch: Batch, **options: object) -> torch.Tensor:
     live = plain.abs() > 1e-9
     assert live.any(dim=1).all()
     rows = [(w[m] / p[m]) for w, p, m in zip(weighed, plain, live)]
-    for row in rows:
-        close(row, row[0].expand_as(row))
-    return torch.stack([row[0] for row in rows])
+    for share in rows:
+        close(share, share[0].expand_as(share))
+    return torch.stack([share[0] for share in rows])
 
 
 @pytest.fixture
@@ -120,13 +161,3 @@ def test_what_is_missing_is_said(batch: Batch) -> None:
         seconds[4] = wrong
         with pytest.raises(proxpo.ProxpoError, match="response 4 has the duration"):
             proxpo.loss_fn(method("duration-aware"))(batch.replace(duration=seconds))
-
-
-def test_partial_credit() -> None:
-    output = "Imports done\nData loaded.\nMODEL BUILT\nTraceback: out of memory"
-    assert progress_reward("") == -10.0
-    assert progress_reward(output) == pytest.approx(-9.7)
-    assert progress_reward("data loaded\n" * 50) == pytest.approx(-9.9)
-    assert progress_reward(output, score=0.25) == 0.25
-    assert progress_reward("a b", milestones=["a", "b", "c"], per_hit=1.0, failure=0.0) == 2
-    assert len(MILESTONES) == 7

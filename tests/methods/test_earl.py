@@ -5,7 +5,46 @@ import torch
 from helpers import close, loss_and_gradients, make_batch, method, pad_columns, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import Numbers, clipped, k3, number, ratio, times, token_mean, tokens, z_scores
 from proxpo import Batch
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered, place = sorted(values), q * (len(values) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def earl(b: Batch, *, share: float, per: str = "response", gated: bool = False, kl_coef: float = 0):
+    h = {k: number(b.entropy[k]) for k in tokens(b)}
+    gate: Numbers = {}
+    for k in h:
+        pool = [v for (i, _), v in h.items() if per == "batch" or i == k[0]]
+        gate[k] = float(h[k] >= quantile(pool, 1 - share) - 1e-12)
+    x = times(clipped(ratio(b), z_scores(b), 0.2, 0.2), gate)
+    n = sum(gate.values()) if gated else len(h)
+    return sum(x.values()) / n + kl_coef * token_mean(k3(b, b.ref_logp), b)
+
+
+CASES = {
+    "earl": Case("earl", {}, lambda b: earl(b, share=0.2)),
+    "earl-gated": Case(
+        "earl",
+        {"normalize": "gated", "share": 0.5, "kl_coef": 0.1},
+        lambda b: earl(b, share=0.5, gated=True, kl_coef=0.1),
+    ),
+    "earl-batch": Case(
+        "earl", {"level": "batch", "share": 0.4}, lambda b: earl(b, share=0.4, per="batch")
+    ),
+    "earl-batch-gated": Case(
+        "earl",
+        {"level": "batch", "share": 0.4, "normalize": "gated"},
+        lambda b: earl(b, share=0.4, per="batch", gated=True),
+    ),
+}
+
 
 SLUG = "earl"
 BASE = {"aggregate": "token_mean"}

@@ -3,7 +3,33 @@ import torch
 from helpers import close, crafted, f64, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    clipped,
+    filtered_loss,
+    filtered_ratio,
+    gains_of,
+    seq_mean_token_mean,
+    z_scores,
+)
 from proxpo.stages.ratio import ema, kalman
+
+CASES = {
+    "ema-kpo": Case(
+        "ema-kpo",
+        {"q": 0.01, "clip_low": 0.02, "clip_high": 0.02},
+        lambda b: filtered_loss(b, gains_of(b, q=0.01, p0=1.0)),
+    ),
+    "ema-kpo-fixed": Case(
+        "ema-kpo",
+        {"mode": "fixed", "alpha": 0.3, "mask_mode": "skip"},
+        lambda b: seq_mean_token_mean(
+            clipped(filtered_ratio(b, [0.3] * b.mask.shape[1], skip=True), z_scores(b), 3e-4, 4e-4),
+            b,
+        ),
+    ),
+}
+
 
 RNG = torch.Generator().manual_seed(1)
 

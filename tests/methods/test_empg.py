@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -7,8 +8,83 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    centred,
+    clipped,
+    k3,
+    mean,
+    number,
+    plus,
+    ratio,
+    row,
+    seq_mean_token_mean,
+    tokens,
+    z_scores,
+)
 from proxpo import Batch
 from proxpo.ops.extremes import batch_max, batch_min
+
+
+def step_of(b: Batch, i: int, t: int, steps: str) -> int:
+    if steps == "turn":
+        return int(b.turn[i, t])
+    if steps == "response":
+        return 0
+    return sum(1 for s in row(b, i) if s <= t and s - 1 not in row(b, i))
+
+
+def empg(b: Batch, *, k: float, k_next: float, bonus: float, steps: str, base: dict) -> Numbers:
+    found: dict[tuple[int, int], list[float]] = {}
+    for i, t in tokens(b):
+        found.setdefault((i, step_of(b, i, t, steps)), []).append(number(b.entropy[i, t]))
+    h = {at: mean(values) for at, values in found.items()}
+    low, high = min(h.values()), max(h.values())
+    h = {at: (value - low) / (high - low + 1e-8) for at, value in h.items()}
+    norm = mean([math.exp(-k * value) for value in h.values()]) + 1e-8
+    out = {}
+    for i, s in h:
+        later = sorted(other for row_number, other in h if row_number == i and other > s)
+        clear = math.exp(-k_next * h[i, later[0]]) if later else 0.0
+        out[i, s] = base[i] * math.exp(-k * h[i, s]) / norm + bonus * clear
+    middle = mean(list(out.values()))
+    return {(i, t): out[i, step_of(b, i, t, steps)] - middle for i, t in tokens(b)}
+
+
+def row_scores(b: Batch) -> dict[int, float]:
+    return {i: value for (i, _), value in z_scores(b).items()}
+
+
+def empg_loss(a: Numbers, b: Batch, *, kl_coef: float = 0.0) -> Any:
+    x = clipped(ratio(b), a, 0.2, 0.2)
+    return seq_mean_token_mean(plus(x, (kl_coef, k3(b, b.ref_logp))), b)
+
+
+CASES = {
+    "empg": Case(
+        "empg",
+        {},
+        lambda b: empg_loss(
+            empg(b, k=1.0, k_next=1.0, bonus=0.1, steps="turn", base=row_scores(b)), b
+        ),
+    ),
+    "empg-response": Case(
+        "empg",
+        {"split": "response", "scale": "none", "k": 2.0},
+        lambda b: empg_loss(
+            empg(b, k=2.0, k_next=1.0, bonus=0.1, steps="response", base=centred(b)), b
+        ),
+    ),
+    "empg-runs": Case(
+        "empg",
+        {"split": "mask", "bonus": 0.5, "k_future": 3.0, "kl_coef": 0.1},
+        lambda b: empg_loss(
+            empg(b, k=1.0, k_next=3.0, bonus=0.5, steps="mask", base=row_scores(b)), b, kl_coef=0.1
+        ),
+    ),
+}
+
 
 SLUG = "empg"
 

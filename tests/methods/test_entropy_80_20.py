@@ -13,6 +13,32 @@ from helpers import (
 )
 
 import proxpo
+from methods._case import Case
+from methods.loops import clipped, mean, number, ratio, tokens, z_scores
+from proxpo import Batch
+
+
+def entropy_top(b: Batch) -> torch.Tensor:
+    x = clipped(ratio(b), z_scores(b), 0.2, 0.28)
+    h = {(i, t): number(b.entropy[i, t]) for i, t in tokens(b)}
+    chosen = sorted(h, key=h.get, reverse=True)[: max(1, math.ceil(0.2 * len(h) - 1e-9))]
+    return mean([x[k] for k in chosen])
+
+
+def entropy_quantile(b: Batch) -> torch.Tensor:
+    x = clipped(ratio(b), z_scores(b), 0.2, 0.28)
+    h = {(i, t): number(b.entropy[i, t]) for i, t in tokens(b)}
+    bound = torch.quantile(torch.tensor(list(h.values()), dtype=torch.float64), 0.8)
+    return sum(x[k] for k in x if h[k] >= bound) / len(x)
+
+
+CASES = {
+    "entropy-80-20": Case("entropy-80-20", {}, entropy_top),
+    "entropy-80-20-trl": Case(
+        "entropy-80-20", {"normalize": "all", "rule": "quantile"}, entropy_quantile
+    ),
+}
+
 
 OPTIONS = {"prompts": None}
 

@@ -1,16 +1,38 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 from helpers import close, gradients, make_batch, method, with_leaves
 
 import proxpo
+from methods._case import Case
+from methods.loops import entropies, full_kl, plus, ratio, token_mean, unclipped, z_scores
 from methods.toy_updates import ToyUpdates, run
+from proxpo import Batch
 from proxpo.errors import ProxpoError
 from proxpo.stages.regularisers import kl_dual
 from proxpo.stages.regularisers.dual import divergence_from_old
 from proxpo.stages.schedule.fixup import kl_alone
 from proxpo.types import Context
+
+
+def fixpo(b: Batch, *, beta: float, exact: bool = True, entropy_coef: float = 0.0) -> Any:
+    r = ratio(b)
+    kl = full_kl(b, "beta_pi") if exact else {k: x - 1 - torch.log(x) for k, x in r.items()}
+    x = unclipped(r, z_scores(b))
+    return token_mean(plus(x, (beta, kl), (-entropy_coef, entropies(b))), b)
+
+
+CASES = {
+    "fixpo": Case("fixpo", {"beta": 0.7}, lambda b: fixpo(b, beta=0.7)),
+    "fixpo-sampled": Case(
+        "fixpo",
+        {"kl": "sampled", "entropy_coef": 0.01},
+        lambda b: fixpo(b, beta=1.0, exact=False, entropy_coef=0.01),
+    ),
+}
+
 
 SLUG = "fixpo"
 METRIC = "kl/old_max"

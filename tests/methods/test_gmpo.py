@@ -1,4 +1,6 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,49 @@ from helpers import (
     on_policy,
     policy_gradient,
 )
+
+from methods._case import Case
+from methods.loops import exp, k3, larger, log_ratio, mean, row, smaller, z_scores
+from proxpo import Batch
+
+
+def gmpo(
+    b: Batch, clip: Callable[[Any, float], Any], *, per: str, kl_coef: float = 0.0
+) -> torch.Tensor:
+    d, a, kl, terms = log_ratio(b), z_scores(b), k3(b, b.ref_logp), []
+    for i in range(len(b.mask)):
+        ts = row(b, i)
+        if not ts:
+            continue
+        parts = [clip(d[i, t], a[i, t]) if per == "token" else d[i, t] for t in ts]
+        total = clip(sum(parts), a[i, ts[0]]) if per == "sequence" else sum(parts)
+        g = exp(total if per == "product" else total / len(ts))
+        terms.append(-a[i, ts[0]] * g + kl_coef * mean([kl[i, t] for t in ts]))
+    return mean(terms)
+
+
+def one_sided(low: float, high: float) -> Callable[[Any, float], Any]:
+    return lambda d, a: smaller(d, high) if a >= 0 else larger(d, -low)
+
+
+CASES = {
+    "gmpo": Case(
+        "gmpo",
+        {"clip_low": 0.2, "clip_high": 0.1},
+        lambda b: gmpo(b, one_sided(0.2, 0.1), per="token"),
+    ),
+    "gmpo-sequence": Case(
+        "gmpo",
+        {"clip_per": "sequence", "kl_coef": 0.1, "clip_high": 0.3},
+        lambda b: gmpo(b, one_sided(0.4, 0.3), per="sequence", kl_coef=0.1),
+    ),
+    "gmpo-product": Case(
+        "gmpo",
+        {"clip_per": "none", "normalise": False},
+        lambda b: gmpo(b, one_sided(0.4, 0.4), per="product"),
+    ),
+}
+
 
 FREE = {"clip_per": "none"}
 

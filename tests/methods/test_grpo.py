@@ -15,6 +15,67 @@ from helpers import (
     policy_gradient,
 )
 
+from methods._case import Case
+from methods.loops import (
+    centred,
+    clipped,
+    everywhere,
+    grpo_terms,
+    k3,
+    mean,
+    number,
+    plus,
+    process_scores,
+    ratio,
+    row,
+    seq_mean_token_mean,
+    std,
+    z_scores,
+)
+from proxpo import Batch
+
+
+def grpo_batch(b: Batch) -> torch.Tensor:
+    a = {i: x / (std(b.rewards.tolist()) + 1e-4) for i, x in centred(b).items()}
+    return seq_mean_token_mean(clipped(ratio(b), everywhere(a, b), 0.2, 0.2), b)
+
+
+def grpo_kl(b: Batch, *, corrected: bool) -> torch.Tensor:
+    r = ratio(b)
+    penalty = {k: (r[k] if corrected else 1.0) * v for k, v in k3(b, b.ref_logp).items()}
+    return seq_mean_token_mean(plus(grpo_terms(b), (0.04, penalty)), b)
+
+
+def grpo_stale_mask(b: Batch) -> torch.Tensor:
+    x, a = grpo_terms(b), z_scores(b)
+    for i in range(len(b.mask)):
+        drift = [number(b.rollout_logp[i, t]) - number(b.logp[i, t]) for t in row(b, i)]
+        for t in row(b, i):
+            if a[i, t] < 0 and mean(drift) > 0.05:
+                x[i, t] = 0.0 * x[i, t]
+    return seq_mean_token_mean(x, b)
+
+
+CASES = {
+    "grpo": Case("grpo", {}, lambda b: seq_mean_token_mean(grpo_terms(b), b)),
+    "grpo-kl": Case("grpo", {"kl_coef": 0.04}, lambda b: grpo_kl(b, corrected=False)),
+    "grpo-kl-corrected": Case(
+        "grpo", {"kl_coef": 0.04, "kl_ratio_corrected": True}, lambda b: grpo_kl(b, corrected=True)
+    ),
+    "grpo-batch": Case("grpo", {"scale": "batch", "eps": 1e-4}, grpo_batch),
+    "grpo-process": Case(
+        "grpo",
+        {"process": True},
+        lambda b: seq_mean_token_mean(clipped(ratio(b), process_scores(b), 0.2, 0.2), b),
+    ),
+    "grpo-capped": Case(
+        "grpo",
+        {"ratio_cap": 1.3, "dual": 1.25},
+        lambda b: seq_mean_token_mean(grpo_terms(b, cap=1.3, dual=1.25), b),
+    ),
+    "grpo-stale-mask": Case("grpo", {"off_policy_threshold": 0.05}, grpo_stale_mask),
+}
+
 
 def rewarded(rewards: list[float], size: int, **options: object) -> torch.Tensor:
     batch = make_batch(1, groups=len(rewards) // size, size=size)

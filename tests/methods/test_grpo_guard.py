@@ -1,12 +1,87 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from helpers import advantages, close, f64, make_batch, method, policy_gradient
 from torch import Tensor
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Terms,
+    bounded,
+    clipped_between,
+    exp,
+    full_kl,
+    log_ratio,
+    mean,
+    number,
+    plus,
+    ratio,
+    times,
+    token_mean,
+    tokens,
+    z_scores,
+)
 from proxpo import Batch
 from proxpo.stages.ratio import gaussian, recentred
 from proxpo.types import Context
+
+
+def mean_gap(b: Batch, other: Any) -> Terms:
+    out = {}
+    for i, t in tokens(b):
+        gaps = [(b.mean[i, t, j] - number(other[i, t, j])) ** 2 for j in range(b.mean.shape[-1])]
+        out[i, t] = mean(gaps) / (2 * number(b.noise[i, t]) ** 2)
+    return out
+
+
+def guard_ratio(b: Batch) -> Terms:
+    d, gap = log_ratio(b), mean_gap(b, b.old_mean)
+    return {k: exp(number(b.noise[k]) * (d[k] + gap[k])) for k in d}
+
+
+def guard(b: Batch, r: Terms, clip: float, weight: Callable[[Any], float], most: float) -> Terms:
+    a = {k: bounded(v, -most, most) for k, v in z_scores(b).items()}
+    x = clipped_between(r, a, lambda k: (1 - clip, 1 + clip))
+    return times(x, {k: weight(k) for k in x})
+
+
+def guard_flow(b: Batch) -> torch.Tensor:
+    return token_mean(guard(b, guard_ratio(b), 0.02, lambda k: 1 / number(b.step_size[k]), 5.0), b)
+
+
+def guard_dance(b: Batch) -> torch.Tensor:
+    def weight(k: Any) -> float:
+        t = number(b.time[k])
+        return (1 + 0.3**2 * (1 - t) / (2 * t)) / number(b.step_size[k])
+
+    x = guard(b, guard_ratio(b), 0.05, weight, 0.8)
+    return token_mean(plus(x, (0.1, mean_gap(b, b.ref_mean))), b)
+
+
+def guard_tokens(b: Batch) -> torch.Tensor:
+    d, kl = log_ratio(b), full_kl(b, "beta_pi")
+    r = {k: exp(d[k] + kl[k]) for k in d}
+    return token_mean(guard(b, r, 0.2, lambda k: 1.0, 5.0), b)
+
+
+CASES = {
+    "grpo-guard": Case("grpo-guard", {"clip": 0.02}, guard_flow),
+    "grpo-guard-dance": Case(
+        "grpo-guard",
+        {"noise_schedule": "dance", "clip": 0.05, "advantage_bound": 0.8, "kl_coef": 0.1},
+        guard_dance,
+    ),
+    "grpo-guard-plain": Case(
+        "grpo-guard",
+        {"normalise": False, "reweight": False, "clip": 0.2},
+        lambda b: token_mean(guard(b, ratio(b), 0.2, lambda k: 1.0, 5.0), b),
+    ),
+    "grpo-guard-tokens": Case("grpo-guard", {"policy": "tokens"}, guard_tokens),
+}
+
 
 SLUG = "grpo-guard"
 DIMENSIONS = 4
@@ -45,7 +120,7 @@ def gaussian_batch(
     return batch, eps
 
 
-def log_ratio(batch: Batch) -> Tensor:
+def guarded_log_ratio(batch: Batch) -> Tensor:
     return gaussian().apply(batch, Context())[0].log()
 
 
@@ -53,7 +128,7 @@ def log_ratio(batch: Batch) -> Tensor:
 def test_identity() -> None:
     batch, eps = gaussian_batch()
     expected = ((batch.mean - batch.old_mean) * eps).mean(-1)
-    close(log_ratio(batch).detach(), expected.detach(), rtol=0.0, atol=1e-12)
+    close(guarded_log_ratio(batch).detach(), expected.detach(), rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.checks(
@@ -71,7 +146,7 @@ def test_mean_over_the_noise() -> None:
                 old_logp=log_density(x, batch.old_mean, batch.noise),
             )
         )
-    normalised = sum(log_ratio(one) for one in mirrored).detach() / 2
+    normalised = sum(guarded_log_ratio(one) for one in mirrored).detach() / 2
     close(normalised, 0.0 * normalised, atol=1e-13)
     raw = sum(one.logp - one.old_logp for one in mirrored).detach() / 2
     gap = (batch.mean - batch.old_mean).square().mean(-1).detach()
@@ -85,7 +160,7 @@ def test_same_spread_at_every_step() -> None:
     narrow, wide = (
         gaussian_batch(noise=torch.full((6, 3), s).double(), shift=shift)[0] for s in (0.05, 2.0)
     )
-    close(log_ratio(narrow).detach(), log_ratio(wide).detach(), rtol=1e-9)
+    close(guarded_log_ratio(narrow).detach(), guarded_log_ratio(wide).detach(), rtol=1e-9)
     assert not torch.allclose(narrow.logp - narrow.old_logp, wide.logp - wide.old_logp)
 
 
@@ -93,7 +168,7 @@ def test_same_spread_at_every_step() -> None:
 def test_gradient_by_the_mean() -> None:
     for shift in (None, 3 * torch.ones(6, 3, DIMENSIONS).double()):
         batch, eps = gaussian_batch(shift=shift)
-        (slope,) = torch.autograd.grad(log_ratio(batch).sum(), batch.mean)
+        (slope,) = torch.autograd.grad(guarded_log_ratio(batch).sum(), batch.mean)
         close(slope, eps / DIMENSIONS)
 
 
@@ -102,7 +177,7 @@ def test_gradient_of_the_loss() -> None:
     batch, eps = gaussian_batch()
     value = proxpo.loss_fn(method(SLUG, clip=5.0))(batch).value
     (slope,) = torch.autograd.grad(value, batch.mean)
-    weight = -batch.advantages[:, None] * log_ratio(batch).exp().detach() / 0.1 / 18
+    weight = -batch.advantages[:, None] * guarded_log_ratio(batch).exp().detach() / 0.1 / 18
     close(slope, weight[..., None] * eps / DIMENSIONS)
 
 

@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from helpers import (
@@ -11,8 +14,48 @@ from helpers import (
     policy_gradient,
 )
 
+from methods._case import Case
+from methods.loops import (
+    Terms,
+    clipped,
+    exp,
+    number,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    sequence_ratio,
+    z_scores,
+)
+from proxpo import Batch
 from proxpo.stages.ratio import sequence
 from proxpo.types import Context
+
+
+def gspo(b: Batch, average: Callable[[Terms, Batch], Any]) -> torch.Tensor:
+    return average(clipped(sequence_ratio(b), z_scores(b), 0.03, 0.04), b)
+
+
+def gspo_token(b: Batch) -> torch.Tensor:
+    s = {
+        (i, t): number(v) * exp(b.logp[i, t] - number(b.logp[i, t]))
+        for (i, t), v in sequence_ratio(b).items()
+    }
+    return seq_mean_token_mean(clipped(s, z_scores(b), 0.03, 0.04), b)
+
+
+CASES = {
+    "gspo": Case(
+        "gspo", {"clip_low": 0.03, "clip_high": 0.04}, lambda b: gspo(b, seq_mean_token_mean)
+    ),
+    "gspo-token": Case(
+        "gspo", {"variant": "token", "clip_low": 0.03, "clip_high": 0.04}, gspo_token
+    ),
+    "gspo-luspo": Case(
+        "gspo",
+        {"variant": "luspo", "clip_low": 0.03, "clip_high": 0.04},
+        lambda b: gspo(b, seq_mean_token_sum),
+    ),
+}
+
 
 WIDE = {"clip_low": 5.0, "clip_high": 5.0}
 

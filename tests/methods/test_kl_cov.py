@@ -1,9 +1,28 @@
+import math
+
 import pytest
 import torch
 from helpers import close, loss_and_gradients, make_batch, method, on_policy, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import covariances, log_ratio, ratio, token_mean, unclipped, z_scores
+from proxpo import Batch
 from proxpo.stages.trust.covariance import covariance
+
+
+def kl_cov(b: Batch) -> torch.Tensor:
+    a = z_scores(b)
+    cov, d = covariances(b, a), log_ratio(b)
+    chosen = sorted(cov, key=cov.get, reverse=True)[: max(1, math.floor(0.2 * len(cov)))]
+    x = unclipped(ratio(b), a)
+    return token_mean({k: x[k] + (abs(d[k]) if k in chosen else 0.0) for k in x}, b)
+
+
+CASES = {
+    "kl-cov": Case("kl-cov", {"share": 0.2}, kl_cov),
+}
+
 
 TOKEN_MEAN = {"aggregate": "token_mean"}
 

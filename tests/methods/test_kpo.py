@@ -3,7 +3,23 @@ import torch
 from helpers import close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import filtered_loss, gains_of
 from proxpo.stages.ratio import kalman
+
+CASES = {
+    "kpo": Case(
+        "kpo",
+        {"q": 0.1, "clip_low": 0.02, "clip_high": 0.02},
+        lambda b: filtered_loss(b, gains_of(b, q=0.1, p0=0.0)),
+    ),
+    "kpo-skip": Case(
+        "kpo",
+        {"q": 0.1, "mask_mode": "skip", "clipped": False},
+        lambda b: filtered_loss(b, gains_of(b, q=0.1, p0=0.0), skip=True, clip=None),
+    ),
+}
+
 
 RNG = torch.Generator().manual_seed(0)
 

@@ -1,10 +1,31 @@
+import math
+
 import pytest
 import torch
 from helpers import close, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import clipped, k3, plus, ratio, token_mean, z_scores
 from methods.toy_updates import ToyUpdates
+from proxpo import Batch
 from proxpo.stages.schedule import variants
+
+
+def lopti(b: Batch, *, alpha: float, kl_coef: float) -> torch.Tensor:
+    a = {(i, t): (alpha * math.exp(b.old_logp[i, t]) + 1 - alpha) * v
+         for (i, t), v in z_scores(b).items()}  # fmt: skip
+    x = clipped(ratio(b), a, 0.2, 0.24, dual=10.0)
+    return token_mean(plus(x, (kl_coef, k3(b, b.ref_logp))), b)
+
+
+CASES = {
+    "lopti": Case("lopti", {}, lambda b: lopti(b, alpha=0.3, kl_coef=0.001)),
+    "lopti-ar": Case(
+        "lopti", {"variant": "ar", "kl_coef": 0.0}, lambda b: lopti(b, alpha=0.3, kl_coef=0.0)
+    ),
+}
+
 
 GRPO = {"clip_high": 0.24, "dual": 10.0, "kl_coef": 0.001, "aggregate": "token_mean"}
 

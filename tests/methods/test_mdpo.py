@@ -1,13 +1,61 @@
+import math
+from typing import Any
+
 import pytest
 import torch
 from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, on_policy
 from helpers import policy_gradient as gradient_of
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Terms,
+    exp,
+    full_kl,
+    k3,
+    log_ratio,
+    number,
+    plus,
+    ratio,
+    token_mean,
+    tokens,
+    unclipped,
+    z_scores,
+)
 from proxpo import Batch
 from proxpo.ops.kl import kl_exact
 from proxpo.stages.regularisers.mirror import mirror_step_size
 from proxpo.types import Clock
+
+
+def mdpo(b: Batch, kl: Terms, *, t: float = 1.0) -> torch.Tensor:
+    return token_mean(plus(unclipped(ratio(b), z_scores(b)), (1 / t, kl)), b)
+
+
+def sampled_kl(b: Batch) -> Terms:
+    return {k: exp(d) * d - exp(d) + 1 for k, d in log_ratio(b).items()}
+
+
+def q_log(x: Any, q: float) -> Any:
+    return (x ** (1 - q) - 1) / (1 - q)
+
+
+def tsallis(b: Batch, q: float) -> Terms:
+    return {
+        k: q_log(exp(b.logp[k]), 2 - q) - q_log(math.exp(number(b.old_logp[k])), 2 - q)
+        for k in tokens(b)
+    }
+
+
+CASES = {
+    "mdpo": Case("mdpo", {}, lambda b: mdpo(b, sampled_kl(b))),
+    "mdpo-k3": Case(
+        "mdpo", {"kl": "k3", "step_size": 0.5}, lambda b: mdpo(b, k3(b, b.old_logp), t=0.5)
+    ),
+    "mdpo-exact": Case("mdpo", {"kl": "exact"}, lambda b: mdpo(b, full_kl(b, "pi_beta"))),
+    "mdpo-tsallis": Case("mdpo", {"tsallis": 1.5}, lambda b: mdpo(b, tsallis(b, 1.5))),
+}
+
 
 SLUG = "mdpo"
 

@@ -2,7 +2,24 @@ import pytest
 import torch
 from helpers import advantages, close, f64, make_batch, method, on_policy, per_row, policy_gradient
 
+from methods._case import Case
+from methods.loops import Numbers, clipped, everywhere, groups, ratio, row, token_mean
 from methods.toy_updates import ToyUpdates, run
+from proxpo import Batch
+
+
+def opo_advantages(b: Batch) -> Numbers:
+    r, out = b.rewards.tolist(), {}
+    for members in groups(b).values():
+        length = {i: len(row(b, i)) for i in members}
+        base = sum(length[i] * r[i] for i in members) / sum(length.values())
+        out |= {i: r[i] - base for i in members}
+    return everywhere(out, b)
+
+
+CASES = {
+    "opo": Case("opo", {}, lambda b: token_mean(clipped(ratio(b), opo_advantages(b), 0.2, 0.2), b)),
+}
 
 
 @pytest.mark.checks("opo", "Σ L_i A_i = 0 per group; equal lengths give the centred reward")

@@ -17,7 +17,39 @@ from helpers import (
 )
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    entropies,
+    k3,
+    number,
+    plus,
+    ratio,
+    sample_size,
+    token_mean,
+    weighted_score,
+    z_scores,
+)
+from proxpo import Batch
 from proxpo.stages.trust import ess
+
+
+def p3o(b: Batch, *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> torch.Tensor:
+    r, a = ratio(b), z_scores(b, eps=1e-8)
+    e = sample_size(r)
+    x = weighted_score({k: min(number(v), e) for k, v in r.items()}, a, b)
+    kl = k3(b, b.old_logp)
+    x = plus(x, (1 - e, kl), (kl_coef, k3(b, b.ref_logp)), (-entropy_coef, entropies(b)))
+    return token_mean(x, b)
+
+
+CASES = {
+    "p3o": Case("p3o", {}, p3o),
+    "p3o-terms": Case(
+        "p3o",
+        {"kl_coef": 0.1, "entropy_coef": 0.01},
+        lambda b: p3o(b, kl_coef=0.1, entropy_coef=0.01),
+    ),
+}
 
 
 def size(batch: object) -> torch.Tensor:

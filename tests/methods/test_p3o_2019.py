@@ -5,11 +5,59 @@ import torch
 from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    entropies,
+    full_kl,
+    gae,
+    k3,
+    number,
+    plus,
+    score,
+    token_mean,
+    token_rewards,
+    tokens,
+    value_terms,
+    weighted_score,
+)
 from methods.toy_updates import ToyUpdates, run
+from proxpo import Batch
 from proxpo.errors import ProxpoError
 from proxpo.stages.schedule import poisson_replay, variants
 from proxpo.stages.trust import ess
 from proxpo.types import Context
+
+
+def p3o_2019(b: Batch, *, kl: str, cap: bool = True) -> torch.Tensor:
+    raw = gae(token_rewards(b), b, gamma=0.99, lam=0.95)
+    w = {(i, t): math.exp(number(b.logp[i, t])) / (math.exp(number(b.old_logp[i, t])) + 1e-7)
+         for i, t in tokens(b)}  # fmt: skip
+    total, squares = sum(w.values()), sum(v**2 for v in w.values())
+    size = (total**2 / squares + 1e-7) / len(w)
+    x = weighted_score({k: min(v, size if cap else 1.0) for k, v in w.items()}, raw, b)
+    pull = k3(b, b.old_logp) if kl == "sampled" else full_kl(b, kl)
+    return token_mean(plus(x, (1 - size, pull), (1.0, value_terms(b, raw))), b)
+
+
+def p3o_2019_on(b: Batch) -> torch.Tensor:
+    raw = gae(token_rewards(b), b, gamma=0.99, lam=0.95)
+    x = plus(score(raw, b), (-0.01, entropies(b)), (1.0, value_terms(b, raw)))
+    return token_mean(x, b)
+
+
+CASES = {
+    "p3o-2019": Case("p3o-2019", {}, lambda b: p3o_2019(b, kl="sampled")),
+    "p3o-2019-on": Case("p3o-2019", {"step": "on"}, p3o_2019_on),
+    "p3o-2019-full": Case(
+        "p3o-2019", {"kl": "full", "cap": False}, lambda b: p3o_2019(b, kl="beta_pi", cap=False)
+    ),
+    "p3o-2019-code": Case(
+        "p3o-2019",
+        {"kl": "full", "kl_direction": "pi_beta", "kl_mean_over_actions": True},
+        lambda b: p3o_2019(b, kl="pi_beta_mean"),
+    ),
+}
+
 
 SLUG = "p3o-2019"
 

@@ -1,10 +1,42 @@
+import math
+
 import pytest
 import torch
 from helpers import advantages, close, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    k3,
+    number,
+    plus,
+    ratio,
+    sample_size,
+    token_mean,
+    tokens,
+    weighted_score,
+    z_scores,
+)
+from proxpo import Batch
 from proxpo.ops.kl import kl_estimate
 from proxpo.stages.trust import ess
+
+
+def p4o(b: Batch) -> torch.Tensor:
+    r_b, r_p, a = ratio(b), ratio(b, b.prox_logp), z_scores(b, eps=1e-8)
+    e_b, e_p = sample_size(r_b), sample_size(r_p)
+    e, w_b, w_p = min(e_b, e_p), 1 - e_b, 1 - e_p
+    x = weighted_score({k: min(number(v), e) for k, v in r_b.items()}, a, b)
+    mix = b.old_logp.clone()
+    for i, t in tokens(b):
+        both = w_b * math.exp(b.old_logp[i, t]) + w_p * math.exp(b.prox_logp[i, t])
+        mix[i, t] = math.log(both / (w_b + w_p))
+    return token_mean(plus(x, (1 - e, k3(b, mix))), b)
+
+
+CASES = {
+    "p4o": Case("p4o", {}, p4o),
+}
 
 
 @pytest.mark.checks("p4o", "prox = logp: equal to P3O (to 1e-8, from the constant in ESS)")

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,67 @@ from helpers import (
 )
 
 import proxpo
+from methods._case import Case
+from methods.loops import exp, groups, log_ratio, mean, row, tokens
 from proxpo import Batch
 from proxpo.stages.aggregate.labelled import Members
-from proxpo.stages.aggregate.labelled import scores as supervised_scores
+from proxpo.stages.aggregate.labelled import group_scores as supervised_scores
 from proxpo.types import local
+
+
+def label_weight(labels: list[bool], mine: bool, balance: str) -> float:
+    if balance == "question":
+        same = sum(one == mine for one in labels)
+        return 1.0 if same == len(labels) else len(labels) / (2 * same)
+    return {"none": 1.0, "only_positive": float(mine), "only_negative": float(not mine)}[balance]
+
+
+def group_scores(r: list[Any], score: str) -> list[Any]:
+    if score == "plain":
+        return r
+    if score == "leave_one_out":
+        return [x - mean([y for j, y in enumerate(r) if j != i]) for i, x in enumerate(r)]
+    u = [x - mean(r) for x in r]
+    if score == "centred":
+        return u
+    spread = torch.sqrt(sum(x * x for x in u) / (len(u) - 1))
+    return [x / (spread + 1e-6) for x in u]
+
+
+def pacs(b: Batch, *, score: str, balance: str, beta: float = 1.0, averaged: bool = False) -> Any:
+    d = {(i, t): b.logp[i, t] for i, t in tokens(b)} if averaged else log_ratio(b)
+    terms = []
+    for members in groups(b).values():
+        r = [beta * sum(d[i, t] for t in row(b, i)) / (len(row(b, i)) if averaged else 1)
+             for i in members]  # fmt: skip
+        labels = [bool(b.correct[i]) for i in members]
+        for psi, y in zip(group_scores(r, score), labels):
+            bce = torch.log(1 + exp(-psi)) if y else torch.log(1 + exp(psi))
+            terms.append(label_weight(labels, y, balance) * bce)
+    return mean(terms)
+
+
+CASES = {
+    "pacs": Case(
+        "pacs", {"singleton": "drop"}, lambda b: pacs(b, score="leave_one_out", balance="question")
+    ),
+    "pacs-standardised": Case(
+        "pacs",
+        {"singleton": "drop", "score": "standardised", "balance": "only_positive"},
+        lambda b: pacs(b, score="standardised", balance="only_positive"),
+    ),
+    "pacs-centred": Case(
+        "pacs",
+        {"singleton": "drop", "score": "centred", "balance": "only_negative", "beta": 0.5},
+        lambda b: pacs(b, score="centred", balance="only_negative", beta=0.5),
+    ),
+    "pacs-plain": Case(
+        "pacs",
+        {"singleton": "drop", "score": "plain", "balance": "none", "proxy": "mean_logp"},
+        lambda b: pacs(b, score="plain", balance="none", averaged=True),
+    ),
+}
+
 
 SLUG = "pacs"
 

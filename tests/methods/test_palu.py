@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from helpers import close, f64, loss_and_gradients, make_batch, method
@@ -5,8 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import proxpo
+from methods._case import Case
+from methods.loops import clipped, ratio, seq_mean_token_mean, z_scores
 from proxpo import Batch, Context
 from proxpo.types import Budget
+
+
+def palu(b: Batch) -> Any:
+    failed = [0.0 if cut else r for r, cut in zip(b.rewards.tolist(), b.truncated.tolist())]
+    b = b.replace(rewards=torch.tensor(failed, dtype=torch.float64))
+    return seq_mean_token_mean(clipped(ratio(b), z_scores(b), 0.2, 0.2), b)
+
+
+CASES = {
+    "palu": Case("palu", {}, palu),
+}
+
 
 SLUG = "palu"
 PLACE = "budget.length_budget"

@@ -16,8 +16,74 @@ from helpers import (
 )
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    clipped,
+    entropies,
+    gae,
+    plus,
+    ratio,
+    token_mean,
+    token_rewards,
+    value_terms,
+    whitened,
+)
+from proxpo import Batch
 from proxpo.errors import ProxpoError
-from proxpo.stages.advantage import raw_gae, token_rewards
+from proxpo.stages.advantage import raw_gae
+from proxpo.stages.advantage import token_rewards as rewards_on_tokens
+
+
+def ppo(
+    b: Batch,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    kl_coef: float = 0.0,
+    whiten: bool = True,
+    value_clip: float = 0.5,
+    value_coef: float = 1.0,
+    entropy_coef: float = 0.0,
+    dual: float = math.inf,
+) -> torch.Tensor:
+    raw = gae(token_rewards(b, kl_coef=kl_coef), b, gamma=gamma, lam=lam)
+    x = clipped(ratio(b), whitened(raw) if whiten else raw, 0.2, 0.2, dual=dual)
+    x = plus(x, (-entropy_coef, entropies(b)), (value_coef, value_terms(b, raw, clip=value_clip)))
+    return token_mean(x, b)
+
+
+CASES = {
+    "ppo": Case("ppo", {}, ppo),
+    "ppo-full": Case(
+        "ppo",
+        {
+            "dual": 1.5,
+            "gamma": 0.95,
+            "lam": 0.9,
+            "kl_coef": 0.1,
+            "kl_controller": "horizon",
+            "entropy_coef": 0.01,
+            "value_clip": 0.2,
+            "value_coef": 0.1,
+        },
+        lambda b: ppo(
+            b,
+            gamma=0.95,
+            lam=0.9,
+            kl_coef=0.1,
+            value_clip=0.2,
+            value_coef=0.1,
+            entropy_coef=0.01,
+            dual=1.5,
+        ),
+    ),
+    "ppo-raw": Case(
+        "ppo",
+        {"whitening": False, "value_clip": None, "kl_controller": "doubling"},
+        lambda b: ppo(b, whiten=False, value_clip=math.inf),
+    ),
+}
+
 
 RATIOS = f64([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 2.9, 3.1])
 
@@ -64,7 +130,7 @@ def test_on_policy() -> None:
 def test_limits_of_gae() -> None:
     batch = make_batch(1)
     flat = batch.replace(old_values=torch.zeros_like(batch.logp))
-    rho = torch.where(batch.mask, token_rewards(batch), 0.0)
+    rho = torch.where(batch.mask, rewards_on_tokens(batch), 0.0)
     to_go = torch.where(batch.mask, rho.flip(1).cumsum(1).flip(1), 0.0)
     close(advantages(method("ppo", whitening=False), flat), to_go)
     td = advantages(method("ppo", whitening=False, lam=0.0, gamma=0.9), batch)

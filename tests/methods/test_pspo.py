@@ -3,14 +3,31 @@ import torch
 from helpers import close, crafted, f64, loss_and_gradients, make_batch, method, on_policy
 from helpers import policy_gradient as gradient_of
 
+from methods._case import Case
+from methods.loops import Terms, ratio, sequence_ratio, token_mean, unclipped, z_scores
 from proxpo.stages.ratio import smoothed
 from proxpo.types import Batch, Context
+
+
+def mixed(r: Terms, alpha: float) -> Terms:
+    return {k: (1 - alpha) * v + alpha for k, v in r.items()}
+
+
+CASES = {
+    "pspo": Case("pspo", {}, lambda b: token_mean(unclipped(mixed(ratio(b), 0.1), z_scores(b)), b)),
+    "pspo-sequence": Case(
+        "pspo",
+        {"level": "sequence", "alpha": 0.3},
+        lambda b: token_mean(unclipped(mixed(sequence_ratio(b), 0.3), z_scores(b)), b),
+    ),
+}
+
 
 SLUG = "pspo"
 LEVELS = ["token", "sequence"]
 
 
-def ratio(batch: Batch, **options: object) -> torch.Tensor:
+def mixed_ratio(batch: Batch, **options: object) -> torch.Tensor:
     return smoothed(**options).apply(batch, Context())[0]
 
 
@@ -19,10 +36,10 @@ def ratio(batch: Batch, **options: object) -> torch.Tensor:
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.7, 1.0])
 def test_range_of_the_ratio(level: str, alpha: float) -> None:
     batch = make_batch(1)
-    close(ratio(on_policy(batch), alpha=alpha, level=level), torch.ones_like(batch.logp))
+    close(mixed_ratio(on_policy(batch), alpha=alpha, level=level), torch.ones_like(batch.logp))
     far = batch.replace(logp=batch.old_logp - 9.0)
-    assert (ratio(far, alpha=alpha, level=level) >= alpha).all()
-    assert (ratio(far, alpha=alpha, level=level) < alpha + 1e-3 + (alpha == 0)).all()
+    assert (mixed_ratio(far, alpha=alpha, level=level) >= alpha).all()
+    assert (mixed_ratio(far, alpha=alpha, level=level) < alpha + 1e-3 + (alpha == 0)).all()
 
 
 @pytest.mark.checks(SLUG, "gradient(α) = (1-α)·gradient(0) on every token; none at α = 1")
@@ -61,7 +78,7 @@ def test_total_variation() -> None:
     new, old = f64([0.5, 0.2, 0.1, 0.15, 0.05]), f64([0.1, 0.3, 0.3, 0.1, 0.2])
     batch = crafted((new / old).log()[:, None], [1.0] * 5)
     for alpha in (0.1, 0.4):
-        mixed = ratio(batch, alpha=alpha)[:, 0] * old
+        mixed = mixed_ratio(batch, alpha=alpha)[:, 0] * old
         close(mixed.sum(), 1.0)
         close((mixed - old).abs().sum(), (1 - alpha) * (new - old).abs().sum())
 

@@ -1,12 +1,75 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers import advantages, close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    everywhere,
+    groups,
+    mean,
+    number,
+    ratio,
+    row,
+    seq_mean_token_sum,
+    sequence_ratio,
+    std,
+    weighted_score,
+)
 from methods.toy_updates import ToyUpdates, run
 from proxpo import Batch
+
+
+def rapid(b: Batch, w: Numbers, over: Callable[[list[float]], float], *, scale: bool) -> Any:
+    """w per token; a response's weight in the baseline is the mean of its tokens'."""
+    r, a = b.rewards.tolist(), {}
+    of_row = {i: mean([w[i, t] for t in row(b, i)]) for i in range(len(b.mask))}
+    for members in groups(b).values():
+        ws = [of_row[i] for i in members]
+        value = sum(of_row[i] * r[i] for i in members) / over(ws)
+        spread = std([r[i] for i in members]) + 1e-6 if scale else 1.0
+        a |= {i: (r[i] - value) / spread for i in members}
+    return a
+
+
+def rapid_sequence(b: Batch) -> torch.Tensor:
+    w = {k: min(number(v), 1.2) for k, v in sequence_ratio(b, normalise=False).items()}
+    a = everywhere(rapid(b, w, len, scale=False), b)
+    return seq_mean_token_sum(weighted_score(w, a, b), b)
+
+
+def rapid_token(b: Batch) -> torch.Tensor:
+    w = {k: min(number(v), 1.1) for k, v in ratio(b).items()}
+    a = everywhere(rapid(b, w, sum, scale=True), b)
+    return seq_mean_token_sum(weighted_score(w, a, b), b)
+
+
+def rapid_mean(b: Batch) -> torch.Tensor:
+    w = {k: min(number(v), 2.0) for k, v in sequence_ratio(b, normalise=False).items()}
+    a = everywhere(rapid(b, dict.fromkeys(w, 1.0), len, scale=False), b)
+    return seq_mean_token_sum(weighted_score(w, a, b), b)
+
+
+CASES = {
+    "rapid": Case("rapid", {"cap": 1.2}, rapid_sequence),
+    "rapid-token": Case(
+        "rapid",
+        {
+            "cap": 1.1,
+            "weight_level": "token",
+            "self_normalised_baseline": True,
+            "normalize_std": True,
+        },
+        rapid_token,
+    ),
+    "rapid-mean": Case("rapid", {"importance_weighted_baseline": False}, rapid_mean),
+}
+
 
 SLUG = "rapid"
 

@@ -5,9 +5,19 @@ import torch
 from helpers import close, f64, loss_and_gradients, make_batch, method
 
 import proxpo
-from methods.reference import REFERENCES
+from methods._case import Case
+from methods.loops import clipped, ratio, seq_mean_token_mean, z_scores
 from proxpo import Batch
 from proxpo.types import Clock
+
+CASES = {
+    "redit": Case(
+        "redit",
+        {"noise": 0.0},
+        lambda b: seq_mean_token_mean(clipped(ratio(b), z_scores(b), 0.2, 0.2), b),
+    ),
+}
+
 
 SLUG = "redit"
 
@@ -43,7 +53,7 @@ def test_noise_enters_before_the_advantage() -> None:
     batch = make_batch(2)
     noise = 0.05 * torch.randn(len(batch.rewards), generator=seeded(5), dtype=torch.float64)
     found, _ = loss_and_gradients(method(SLUG), batch, proxpo.Context(generator=seeded(5)))
-    close(found, REFERENCES["grpo"](batch.replace(rewards=batch.rewards + noise)))
+    close(found, CASES["redit"].reference(batch.replace(rewards=batch.rewards + noise)))
     close(dithered(batch, 5).rewards, batch.rewards + noise)
 
 

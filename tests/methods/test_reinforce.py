@@ -14,6 +14,80 @@ from helpers import (
     policy_gradient,
 )
 
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    centred,
+    mean,
+    number,
+    others_mean,
+    ratio,
+    returns,
+    score,
+    seq_mean_token_sum,
+    sequence_ratio,
+    token_rewards,
+    tokens,
+    unclipped,
+    weighted_score,
+    z_scores,
+)
+from proxpo import Batch
+
+
+def reinforce(b: Batch, *, baseline: str = "group", gamma: float = 1.0) -> Numbers:
+    b0 = b
+    total = returns(token_rewards(b0), b0, gamma=gamma)
+    r = b.rewards.tolist()
+    base = {
+        "batch": lambda: dict.fromkeys(range(len(r)), mean(r)),
+        "group": lambda: {i: r[i] - c for i, c in centred(b).items()},
+        "leave_one_out": lambda: others_mean(b),
+    }[baseline]()
+    return {(i, t): total[i, t] - base[i] for i, t in tokens(b)}
+
+
+def truncated_reinforce(b: Batch, cap: float, *, sequence: bool) -> torch.Tensor:
+    r = sequence_ratio(b, anchor=b.rollout_logp, normalise=False) if sequence else None
+    r = ratio(b, b.rollout_logp) if r is None else r
+    w = {k: min(number(v), cap) for k, v in r.items()}
+    return seq_mean_token_sum(weighted_score(w, reinforce(b), b), b)
+
+
+CASES = {
+    "reinforce": Case("reinforce", {}, lambda b: seq_mean_token_sum(score(reinforce(b), b), b)),
+    "reinforce-ratio": Case(
+        "reinforce",
+        {"form": "ratio"},
+        lambda b: seq_mean_token_sum(unclipped(ratio(b), reinforce(b)), b),
+    ),
+    "reinforce-truncated": Case(
+        "reinforce",
+        {"form": "truncated", "cap": 1.1},
+        lambda b: truncated_reinforce(b, 1.1, sequence=False),
+    ),
+    "reinforce-truncated-seq": Case(
+        "reinforce",
+        {"form": "truncated", "cap": 1.3, "level": "sequence"},
+        lambda b: truncated_reinforce(b, 1.3, sequence=True),
+    ),
+    "reinforce-discounted": Case(
+        "reinforce",
+        {"gamma": 0.9, "baseline": "leave_one_out"},
+        lambda b: seq_mean_token_sum(
+            score(reinforce(b, gamma=0.9, baseline="leave_one_out"), b), b
+        ),
+    ),
+    "reinforce-batch-baseline": Case(
+        "reinforce",
+        {"baseline": "batch"},
+        lambda b: seq_mean_token_sum(score(reinforce(b, baseline="batch"), b), b),
+    ),
+    "reinforce-standardised": Case(
+        "reinforce", {"standardise": True}, lambda b: seq_mean_token_sum(score(z_scores(b), b), b)
+    ),
+}
+
 
 @pytest.mark.checks("reinforce", "dloss/dlogp = -A·c with c = 1/B or 1/N, whatever logp is")
 @pytest.mark.parametrize("average", ["seq_mean_token_sum", "token_mean"])

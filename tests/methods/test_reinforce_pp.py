@@ -2,6 +2,28 @@ import pytest
 import torch
 from helpers import advantages, close, f64, make_batch, method, outcome_only, per_row
 
+from methods._case import Case
+from methods.loops import clipped, ratio, returns, token_mean, token_rewards, whitened
+from proxpo import Batch
+
+
+def reinforce_pp(
+    b: Batch, *, kl_coef: float, gamma: float = 1.0, unbiased: bool = True
+) -> torch.Tensor:
+    a = returns(token_rewards(b, kl_coef=kl_coef), b, gamma=gamma)
+    return token_mean(clipped(ratio(b), whitened(a, unbiased=unbiased), 0.2, 0.2), b)
+
+
+CASES = {
+    "reinforce-pp": Case("reinforce-pp", {}, lambda b: reinforce_pp(b, kl_coef=0.01)),
+    "reinforce-pp-population": Case(
+        "reinforce-pp",
+        {"whiten_unbiased": False, "gamma": 0.9, "kl_coef": 0.2},
+        lambda b: reinforce_pp(b, kl_coef=0.2, gamma=0.9, unbiased=False),
+    ),
+}
+
+
 PLAIN, BASELINE = ("reinforce-pp", {"kl_coef": 0.0}), ("reinforce-pp-baseline", {})
 
 

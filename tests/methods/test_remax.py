@@ -2,6 +2,34 @@ import pytest
 import torch
 from helpers import advantages, close, make_batch, method, outcome_only, per_row, policy_gradient
 
+from methods._case import Case
+from methods.loops import bounded, number, returns, row, score, token_mean, token_rewards, tokens
+from proxpo import Batch
+
+
+def remax(b: Batch) -> torch.Tensor:
+    a = returns(token_rewards(b, kl_coef=0.1), b)
+    a = {(i, t): v - number(b.greedy_rewards[i]) for (i, t), v in a.items()}
+    return token_mean(score(a, b), b)
+
+
+def remax_official(b: Batch) -> torch.Tensor:
+    a = {}
+    for i, t in tokens(b):
+        ts = row(b, i)
+        gain = bounded(number(b.rewards[i]) - number(b.greedy_rewards[i]), -0.6, 0.6)
+        kl = number(b.old_logp[i, t]) - number(b.ref_logp[i, t])
+        a[i, t] = 0.99 ** (len(ts) - ts.index(t)) * gain - 0.05 * kl
+    return token_mean(score(a, b), b)
+
+
+CASES = {
+    "remax": Case("remax", {"kl_coef": 0.1}, remax),
+    "remax-official": Case(
+        "remax", {"form": "official", "kl_coef": 0.05, "reward_clip": 0.6}, remax_official
+    ),
+}
+
 
 @pytest.mark.checks("remax", "β = 0, γ = 1: A = r - b on every token")
 def test_reward_minus_greedy_reward() -> None:

@@ -1,11 +1,37 @@
+from typing import Any
+
 import pytest
 import torch
 from helpers import close, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import clipped_between, entropies, k3, number, plus, ratio, token_mean, z_scores
 from methods.toy_updates import ToyUpdates, run
+from proxpo import Batch
 from proxpo.stages.regularisers.convex import base_share
 from proxpo.types import Clock
+
+
+def remix(b: Batch, *, clip: float, kl_coef: float, lam: float, entropy_coef: float = 0.0) -> Any:
+    r = ratio(b)
+    c = {k: number(torch.exp(b.prox_logp[k] - b.old_logp[k])) for k in r}
+    x = clipped_between(r, z_scores(b), lambda k: (c[k] - clip, c[k] + clip))
+    anchors = (kl_coef * lam, k3(b, b.ref_logp)), (kl_coef * (1 - lam), k3(b, b.prev_logp))
+    return token_mean(plus(x, *anchors, (-entropy_coef, entropies(b))), b)
+
+
+CASES = {
+    "remix": Case(
+        "remix", {"clip": 0.1, "kl_coef": 0.2}, lambda b: remix(b, clip=0.1, kl_coef=0.2, lam=1.0)
+    ),
+    "remix-half": Case(
+        "remix",
+        {"base_share": 0.25, "kl_coef": 0.3, "entropy_coef": 0.02},
+        lambda b: remix(b, clip=0.2, kl_coef=0.3, lam=0.25, entropy_coef=0.02),
+    ),
+}
+
 
 SLUG = "remix"
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from helpers import (
@@ -12,6 +14,54 @@ from helpers import (
     per_row,
     policy_gradient,
 )
+
+from methods._case import Case
+from methods.loops import (
+    clipped,
+    everywhere,
+    mean,
+    number,
+    others_mean,
+    row,
+    score,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    sequence_ratio,
+    std,
+)
+from proxpo import Batch
+
+
+def rloo_advantages(
+    b: Batch, *, kl_coef: float, low: float = -math.inf, high: float = math.inf
+) -> dict[int, float]:
+    shaped = []
+    for i in range(len(b.mask)):
+        kl = sum(number(b.old_logp[i, t]) - number(b.ref_logp[i, t]) for t in row(b, i))
+        shaped.append(min(max(number(b.rewards[i]), low), high) - kl_coef * kl)
+    c = b.replace(rewards=torch.tensor(shaped, dtype=torch.float64))
+    return {i: shaped[i] - base for i, base in others_mean(c).items()}
+
+
+def rloo_paper(b: Batch) -> torch.Tensor:
+    return seq_mean_token_sum(score(everywhere(rloo_advantages(b, kl_coef=0.05), b), b), b)
+
+
+def rloo_trl(b: Batch) -> torch.Tensor:
+    a = rloo_advantages(b, kl_coef=0.05, low=0.1, high=0.8)
+    scale = std(list(a.values())) + 1e-4
+    a = {i: (x - mean(list(a.values()))) / scale for i, x in a.items()}
+    rho = sequence_ratio(b, normalise=False)
+    return seq_mean_token_mean(clipped(rho, everywhere(a, b), 0.2, 0.2), b)
+
+
+CASES = {
+    "rloo": Case("rloo", {}, rloo_paper),
+    "rloo-trl": Case(
+        "rloo", {"form": "trl", "normalise": True, "reward_low": 0.1, "reward_high": 0.8}, rloo_trl
+    ),
+}
+
 
 PLAIN = {"kl_coef": 0.0}
 

@@ -2,6 +2,28 @@ import pytest
 import torch
 from helpers import advantages, close, crafted, f64, make_batch, method, on_policy, policy_gradient
 
+from methods._case import Case
+from methods.loops import Terms, exp, ratio, seq_mean_token_mean, sequence_ratio, z_scores
+from proxpo import Batch
+
+
+def sapo(b: Batch, r: Terms, tau_pos: float, tau_neg: float) -> torch.Tensor:
+    a, x = z_scores(b), {}
+    for k in r:
+        tau = tau_pos if a[k] > 0 else tau_neg
+        x[k] = -4 / tau / (1 + exp(-tau * (r[k] - 1))) * a[k]
+    return seq_mean_token_mean(x, b)
+
+
+CASES = {
+    "sapo": Case("sapo", {}, lambda b: sapo(b, ratio(b), 1.0, 1.05)),
+    "sapo-sequence": Case(
+        "sapo",
+        {"level": "sequence", "tau_pos": 2.0},
+        lambda b: sapo(b, sequence_ratio(b), 2.0, 1.05),
+    ),
+}
+
 
 def gate(r: torch.Tensor, sign: float, **options: float) -> torch.Tensor:
     """-dx/dlogp/(A·r): how far the gate is open."""

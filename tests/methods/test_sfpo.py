@@ -1,9 +1,31 @@
+from typing import Any
+
 import pytest
 import torch
 from helpers import close, f64, method
 
+from methods._case import Case
+from methods.loops import clipped, k3, plus, ratio, seq_mean_token_mean, z_scores
 from methods.toy_updates import ToyUpdates, run
+from proxpo import Batch
 from proxpo.stages.schedule.fast_slow import between, z_score
+
+
+def sfpo(b: Batch, *, low: float = 0.2, high: float = 0.2, kl_coef: float = 0.0) -> Any:
+    """GRPO's loss: the schedule alone makes the method."""
+    x = clipped(ratio(b), z_scores(b), low, high)
+    return seq_mean_token_mean(plus(x, (kl_coef, k3(b, b.ref_logp))), b)
+
+
+CASES = {
+    "sfpo": Case("sfpo", {}, sfpo),
+    "sfpo-kl": Case(
+        "sfpo",
+        {"kl_coef": 0.1, "clip_low": 0.1, "clip_high": 0.05},
+        lambda b: sfpo(b, low=0.1, high=0.05, kl_coef=0.1),
+    ),
+}
+
 
 SLUG = "sfpo"
 CURVATURE = f64([0.5, 1.0, 3.0])

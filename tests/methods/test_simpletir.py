@@ -1,12 +1,79 @@
+from typing import Any
+
 import pytest
 import torch
 from helpers import advantages, close, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    clipped,
+    everywhere,
+    groups,
+    k3,
+    kept,
+    mean,
+    number,
+    plus,
+    ratio,
+    row,
+    std,
+    token_mean,
+)
 from proxpo import Batch
 from proxpo.stages.prompts import within_reach
-from proxpo.stages.prune import has_void, is_void
+from proxpo.stages.prune import is_void
 from proxpo.types import Context
+
+
+def z_scores_of(b: Batch, counted: list[bool]) -> Numbers:
+    """Standardised among the counted members of the group; 0 for the others."""
+    out = dict.fromkeys(range(len(b.mask)), 0.0)
+    for members in groups(b).values():
+        mine = [i for i in members if counted[i]]
+        r = [number(b.rewards[i]) for i in mine]
+        for i, x in zip(mine, r):
+            out[i] = x if len(r) == 1 else (x - mean(r)) / (std(r) + 1e-6)
+    return everywhere(out, b)
+
+
+def simpletir(b: Batch, *, nonvoid: bool, cut: bool, prune: bool = True, dual: float = 3.0) -> Any:
+    void, long = b.void.tolist(), b.truncated.tolist()
+    counted = [
+        bool(row(b, i)) and not (nonvoid and void[i]) and not (cut and long[i])
+        for i in range(len(void))
+    ]
+    a = z_scores_of(b, counted)
+    rest = kept(b, lambda i, t: not (prune and void[i]) and not (cut and long[i]))
+    return rest, clipped(ratio(rest), a, 0.2, 0.28, dual=dual)
+
+
+def simpletir_loss(b: Batch, **options: Any) -> torch.Tensor:
+    rest, x = simpletir(b, **options)
+    return token_mean(x, rest)
+
+
+def simpletir_strict(b: Batch) -> torch.Tensor:
+    rest, x = simpletir(b, nonvoid=True, cut=True)
+    return token_mean(plus(x, (0.1, k3(rest, b.ref_logp))), rest)
+
+
+CASES = {
+    "simpletir": Case(
+        "simpletir", {"dual": 1.2}, lambda b: simpletir_loss(b, nonvoid=False, cut=False, dual=1.2)
+    ),
+    "simpletir-nonvoid": Case(
+        "simpletir",
+        {"statistics": "nonvoid", "drop_truncated": True, "kl_coef": 0.1},
+        simpletir_strict,
+    ),
+    "simpletir-unfiltered": Case(
+        "simpletir",
+        {"filter_void": False},
+        lambda b: simpletir_loss(b, nonvoid=False, cut=False, prune=False),
+    ),
+}
 
 
 @pytest.fixture
@@ -99,13 +166,7 @@ def test_detector(turn: str, void: bool) -> None:
     assert is_void(turn) is void
 
 
-def test_one_void_turn_is_enough() -> None:
-    assert has_void(["```python\nx\n```", "hm"])
-    assert not has_void(["```python\nx\n```", r"\boxed{2}"])
-    assert not has_void([])
-
-
-def kept(correct: list[int], **options: object) -> bool:
+def keeps(correct: list[int], **options: object) -> bool:
     rewards = torch.tensor(correct).double()
     shape = (len(correct), 1)
     batch = Batch(
@@ -120,13 +181,13 @@ def kept(correct: list[int], **options: object) -> bool:
 
 
 def test_prompts_within_reach() -> None:
-    assert kept([1] + 9 * [0])  # exactly 0.1 is within
-    assert not kept([1] + 10 * [0])
-    assert kept(9 * [1] + [0])
-    assert not kept(4 * [1])
-    assert not kept(4 * [1], high=1.0)  # rewards without spread
-    assert not kept([1, 0, 0])
-    assert kept([1, 0, 0], min_responses=3)
+    assert keeps([1] + 9 * [0])  # exactly 0.1 is within
+    assert not keeps([1] + 10 * [0])
+    assert keeps(9 * [1] + [0])
+    assert not keeps(4 * [1])
+    assert not keeps(4 * [1], high=1.0)  # rewards without spread
+    assert not keeps([1, 0, 0])
+    assert keeps([1, 0, 0], min_responses=3)
     assert "within_reach" in str(method("simpletir", group_filter="resample").prompts)
 
 

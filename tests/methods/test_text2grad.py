@@ -3,16 +3,80 @@ import torch
 from helpers import advantages, close, f64, loss_and_gradients, make_batch, method, policy_gradient
 
 import proxpo
+from methods._case import Case
+from methods.loops import (
+    Numbers,
+    clipped,
+    gae,
+    mean,
+    number,
+    plus,
+    ratio,
+    token_mean,
+    token_rewards,
+    tokens,
+    value_terms,
+    whitened,
+)
 from proxpo import Batch
 from proxpo.ops.kl import kl_exact
-from proxpo.stages.reward import find_span, span_values, token_values
-
-TEXT = "First we add 3 and 4, which gives 8.  Then we double it."
+from proxpo.stages.reward import span_values
 
 
-def tokens_of(text: str, size: int = 3) -> list[tuple[int, int]]:
-    """Pieces of `size` characters: they break words, as a tokenizer does."""
-    return [(at, min(at + size, len(text))) for at in range(0, len(text), size)]
+def span_rewards(b: Batch, kl: Numbers, coef: float) -> Numbers:
+    return {k: number(b.span_rewards[k]) - coef * kl[k] for k in tokens(b)}
+
+
+def gae_to_hole(rho: Numbers, b: Batch, *, lam: float) -> Numbers:
+    """Column by column from the right; a masked column sets the recursion back."""
+    out: Numbers = {}
+    for i in range(len(b.mask)):
+        value_next = advantage_next = 0.0
+        for t in reversed(range(b.mask.shape[1])):
+            if not b.mask[i, t]:
+                value_next = advantage_next = 0.0
+                continue
+            value = number(b.old_values[i, t])
+            advantage_next = out[i, t] = rho[i, t] + value_next - value + lam * advantage_next
+            value_next = value
+    return out
+
+
+def text2grad(b: Batch) -> torch.Tensor:
+    kl = {k: number(b.ref_kl[k]) for k in tokens(b)}
+    raw = gae_to_hole(span_rewards(b, kl, 0.2), b, lam=0.95)
+    x = clipped(ratio(b), whitened(raw), 0.2, 0.2)
+    return token_mean(plus(x, (0.1, value_terms(b, raw, clip=0.2))), b)
+
+
+def text2grad_raw(b: Batch) -> torch.Tensor:
+    d = {k: number(b.old_logp[k]) - number(b.ref_logp[k]) for k in tokens(b)}
+    rho = span_rewards(b, {k: x * x / 2 for k, x in d.items()}, 0.5)
+    for k, kept_reward in token_rewards(b).items():
+        rho[k] += kept_reward
+    raw = gae(rho, b, gamma=0.9, lam=0.8)
+    x = plus(clipped(ratio(b), raw, 0.2, 0.2), (0.1, value_terms(b, raw, clip=0.2)))
+    too_far = mean([number(r) for r in ratio(b).values()]) > 1.5
+    return token_mean(x, b) * (0.0 if too_far else 1.0)
+
+
+CASES = {
+    "text2grad": Case("text2grad", {}, text2grad),
+    "text2grad-raw": Case(
+        "text2grad",
+        {
+            "gamma": 0.9,
+            "lam": 0.8,
+            "whitening": False,
+            "holes": "skip",
+            "kl": "k2",
+            "kl_coef": 0.5,
+            "outcome": True,
+            "max_ratio": 1.5,
+        },
+        text2grad_raw,
+    ),
+}
 
 
 def raw(batch: Batch, **options: object) -> torch.Tensor:
@@ -149,52 +213,6 @@ def test_what_is_missing_is_said(batch: Batch) -> None:
 
 
 # Spans --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("span", "found"),
-    [
-        ("add 3 and 4", "add 3 and 4"),
-        ("  add 3 and 4 ", "add 3 and 4"),
-        ("FIRST we", "First we"),
-        ("gives 8. Then", "gives 8.  Then"),
-        ("which give 8", "which gives 8."),
-        ("whcih gives", "which gives"),
-        ("multiply by seven", None),
-        ("", None),
-        ("   ", None),
-    ],
-)
-def test_finding_a_span(span: str, found: str | None) -> None:
-    place = find_span(TEXT, span)
-    assert (None if place is None else TEXT[slice(*place)]) == found
-
-
-def test_similarity_decides() -> None:
-    assert find_span(TEXT, "whcih gives", similarity=0.99) is None
-    assert find_span("", "anything") is None
-    assert find_span("short", "a much longer span than the text") is None
-
-
-def test_values_of_tokens() -> None:
-    offsets = tokens_of(TEXT)
-    found = span_values(TEXT, offsets, [("add 3 and 4,", 1.0), ("gives 8.", -1.0), ("nope", 1.0)])
-    good, bad = find_span(TEXT, "add 3 and 4,"), find_span(TEXT, "gives 8.")
-    for (start, end), value in zip(offsets, found.tolist()):
-        written = [at for at in range(start, end) if not TEXT[at].isspace()]
-        first = written[0] if written else -1
-        inside = {1.0: good[0] <= first < good[1], -1.0: bad[0] <= first < bad[1]}
-        assert value == next((mark for mark, there in inside.items() if there), 0.0)
-    assert set(found.tolist()) == {-1.0, 0.0, 1.0}
-
-
-def test_a_word_belongs_to_the_span_over_its_middle() -> None:
-    text = "abcdef ghi"
-    letters = tokens_of(text, 1)
-    half = token_values(text, letters, [(0, 3, 1.0)])  # ends before the middle, 3
-    more = token_values(text, letters, [(0, 4, 1.0)])
-    close(half, torch.zeros(10).double())
-    close(more, f64([1] * 6 + [0] * 4))
 
 
 def test_overlaps_gaps_and_the_variant_for_code() -> None:

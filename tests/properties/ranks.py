@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from helpers import CASES, gradients, make_batch, recipe, with_leaves
+from helpers import gradients, make_batch, with_leaves
+from methods.cases import CASES, recipe
 
 import proxpo
 from proxpo import Batch

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from fuzzing import times
-from helpers import CASES, close, recipe
+from helpers import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from methods.cases import CASES, recipe
 from torch import Tensor
 
 import proxpo
@@ -21,7 +22,7 @@ from properties.strategies import Spec, specs
 from proxpo import Batch
 from proxpo.batch_file import load_batch, save_batch
 from proxpo.errors import ProxpoError
-from proxpo.fields import BOOLS, INTEGERS, PER_RESPONSE, PER_VOCABULARY, ROWS
+from proxpo.fields import FIELDS
 
 pytestmark = pytest.mark.long  # refusals are the subject, and they come before annotations
 cases = st.sampled_from(sorted(CASES))
@@ -52,10 +53,10 @@ def as_numbers(x: Tensor, draw: random.Random) -> Any:
 
 def disguised(name: str, x: Tensor, draw: random.Random) -> Any:
     """The field as a user might give it: the same meaning in another dtype or container."""
-    if name in BOOLS:
+    if FIELDS[name].kind == "bool":
         kind = draw.choice([torch.bool, torch.int64, torch.uint8, torch.float32, torch.float64])
         return as_numbers(x.to(kind), draw)
-    if name in INTEGERS:
+    if FIELDS[name].kind == "int":
         kind = draw.choice([torch.int64, torch.int32, torch.float64])
         words = name == "group" and draw.random() < 0.2
         return [f"prompt {n}" for n in x.tolist()] if words else as_numbers(x.to(kind), draw)
@@ -115,12 +116,12 @@ def spoilt(name: str, x: Tensor, mask: Tensor, draw: random.Random) -> Any:
         return x if other.shape == x.shape else other  # a square turned round cannot be told
     if sort == "kind":
         return draw.choice(BAD_KINDS)(x)
-    per_row = name in PER_RESPONSE or name in ROWS or x.dim() == 1
+    per_row = not FIELDS[name].per_token or x.dim() == 1
     places = (mask.any(dim=1) if per_row else mask).nonzero()
     place = tuple(places[draw.randrange(len(places))].tolist())
     wrong = x.double().clone()
-    values = BAD_VALUES[:2] if name in PER_VOCABULARY else BAD_VALUES
-    wrong[place] = draw.choice([0.5, 7.25] if name in (*BOOLS, *INTEGERS) else values)
+    values = BAD_VALUES[:2] if FIELDS[name].last == "vocab" else BAD_VALUES
+    wrong[place] = draw.choice([0.5, 7.25] if FIELDS[name].kind in ("bool", "int") else values)
     return wrong
 
 

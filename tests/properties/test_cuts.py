@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from fuzzing import times
-from helpers import (
-    CASES,
-    close,
-    f64,
-    gradients,
-    loss_and_gradients,
-    make_batch,
-    recipe,
-    with_leaves,
-)
+from helpers import close, f64, gradients, loss_and_gradients, make_batch, with_leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from methods.cases import CASES, recipe
 from torch import Tensor
 
 import proxpo
@@ -74,7 +66,7 @@ def cut_metrics(made: Recipe, batch: Batch, cut: list[list[int]]) -> dict[str, T
 
 
 def test_which_recipes_look_at_the_microbatch() -> None:
-    slugs = {CASES[case][0] for case in PER_MICROBATCH}
+    slugs = {CASES[case].slug for case in PER_MICROBATCH}
     assert slugs == {"clip-cov", "kl-cov", "entropy-80-20", "earl", "cppo"}
 
 

@@ -4,17 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers import (
-    CASES,
-    advantages,
-    cast,
-    close,
-    gradients,
-    loss_and_gradients,
-    make_batch,
-    recipe,
-    with_leaves,
-)
+from helpers import advantages, cast, close, gradients, loss_and_gradients, make_batch, with_leaves
+from methods.cases import CASES, recipe
 from torch import Tensor
 
 import proxpo
@@ -71,7 +62,7 @@ def test_missing_rewards(case: str) -> None:
         close(found[[1, 4]], 0.0 * batch.logp[[1, 4]], atol=0.0)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] != "dpo"])
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].slug != "dpo"])
 def test_zero_advantages_leave_only_the_regularisers(case: str) -> None:
     batch = make_batch(1)
     batch = batch.replace(advantages=torch.zeros(len(batch.mask), dtype=torch.float64))

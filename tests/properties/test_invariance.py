@@ -5,18 +5,10 @@ import math
 import pytest
 import torch
 from fuzzing import times
-from helpers import (
-    CASES,
-    close,
-    loss_and_gradients,
-    make_batch,
-    pad_columns,
-    pad_rows,
-    recipe,
-    with_garbage,
-)
+from helpers import close, loss_and_gradients, make_batch, pad_columns, pad_rows, with_garbage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from methods.cases import CASES, recipe
 
 from properties.strategies import Spec, specs
 from proxpo import Batch

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from helpers import CASES, make_batch, recipe
+from helpers import make_batch
+from methods.cases import CASES, recipe
 from methods.toy_updates import ToyUpdates, run
 
 import proxpo
@@ -24,7 +25,7 @@ def asked(case: str, kinds: set[str]) -> set[str]:
 
 LACKING = {case: asked(case, IN_THE_LOSS) for case in CASES}
 for _case in CASES:
-    if CASES[_case][0] == "text2grad":
+    if CASES[_case].slug == "text2grad":
         LACKING[_case] -= {"rewards"}  # a critique's marks replace it: not read, so not missed
 JUDGING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
 
@@ -32,7 +33,7 @@ JUDGING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
 def assert_told(error: ProxpoError, case: str, name: str) -> None:
     line = str(error)
     assert "\n" not in line
-    assert f"'{name}' ({FIELDS[name]})" in line
+    assert f"'{name}' ({FIELDS[name].doc})" in line
     kind, stage = re.search(r"(\w+)=(\w+)", line).groups()
     assert stage in {one.name for _, one in recipe(case).stages() if one.kind == kind}
 
@@ -83,4 +84,4 @@ def test_what_no_recipe_can_do_without_is_asked_for() -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_names_its_provider(name: str) -> None:
-    assert re.search(r"\bfrom |\breported by |\bset by |\bcomputed by ", FIELDS[name])
+    assert re.search(r"\bfrom |\breported by |\bset by |\bcomputed by ", FIELDS[name].doc)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CASES, close, make_batch, method, recipe
+from helpers import close, make_batch, method
+from methods.cases import CASES, recipe
 from safetensors.torch import load_file, save_file
 
 import proxpo

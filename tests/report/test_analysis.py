@@ -1,4 +1,4 @@
-"""What a comparison says, and what it must not say."""
+"""Results of a comparison, and verdicts that it must not give."""
 
 import csv
 import itertools
@@ -15,17 +15,17 @@ from proxpo.compare.plan import Arm, Choice
 from proxpo.report.analysis import analyse
 from proxpo.report.comparison_page import comparison_page
 from proxpo.report.comparison_report import write_comparison
-from proxpo.report.curve_figures import cloud
-from proxpo.report.figure_list import figures
+from proxpo.report.curve_figures import drift_figure
+from proxpo.report.figure_list import all_figures
 from proxpo.report.figures import thin
 from proxpo.report.findings import (
     caveats,
     claims,
     duration,
-    heading,
-    number,
+    format_number,
+    ranking_heading,
     ranking_lines,
-    warnings,
+    setting_warnings,
 )
 from proxpo.report.read_runs import read_comparison
 from proxpo.report.run_data import Comparison, Run, rows_by_step
@@ -125,7 +125,7 @@ def test_tuning_runs_are_never_averaged(tmp_path):
     assert {arm.arm.name: dict(arm.settings) for arm in found.arms} == {
         "isopo": {"lr": 3e-5}, "grpo": {"lr": 1e-4},
     }  # fmt: skip
-    (tuning,) = [one for one in figures(found) if one.key == "tuning"]
+    (tuning,) = [one for one in all_figures(found) if one.key == "tuning"]
     assert tuning.ticks == ["1e-05", "3e-05", "0.0001"]
     assert [(s.arm, s.at) for s in tuning.data if s.chosen] == [
         ("isopo", "3e-05"), ("grpo", "0.0001"),
@@ -166,7 +166,7 @@ def run_at(name, seed, scores, *, kl=None, **kind):
 
 
 def said(found):
-    return " ".join([*warnings(found), *claims(found), *caveats(found), *found.notes])
+    return " ".join([*setting_warnings(found), *claims(found), *caveats(found), *found.notes])
 
 
 def test_different_evaluation_steps_give_no_false_winner():
@@ -180,7 +180,7 @@ def test_different_evaluation_steps_give_no_false_winner():
     assert [one.arm.name for one in found.arms] == ["grpo", "p3o"]
     assert found.arms[0].runs[0].final == pytest.approx(0.6)
     assert "interpolated at step 6 and nothing is claimed" in said(found)
-    assert heading(found).startswith("greedy accuracy, held out, step 6, interpolated")
+    assert ranking_heading(found).startswith("greedy accuracy, held out, step 6, interpolated")
 
 
 def test_scores_are_compared_at_the_last_step_that_all_were_evaluated_at():
@@ -222,7 +222,7 @@ def test_drift_and_pace_are_taken_at_the_compared_step():
     drift = {one.arm.name: one.mean("kl") for one in found.arms}
     assert drift == {"a": 2.0, "b": 4.0}  # b's 3.0 is of step 6
     assert "KL at step 8 is interpolated between evaluations for b-0" in said(found)
-    assert {(p["x"], p["y"]) for one in cloud(found)[0].data for p in one.points} == {
+    assert {(p["x"], p["y"]) for one in drift_figure(found)[0].data for p in one.points} == {
         (2.0, 0.5), (4.0, 0.5),
     }  # fmt: skip
     rows = tuple({"step": float(t), "reward": 0.5, "step_time": 9.0 if t > 2 else 1.0}
@@ -240,10 +240,10 @@ def test_logs_without_a_step_in_common_are_not_ranked():
     assert not claims(found)
     assert math.isnan(found.end)
     assert "No step lies within all runs" in said(found)
-    assert heading(found) == "training reward, no step in common, Student's 95 % interval:"
-    assert figures(found)
+    assert ranking_heading(found) == "training reward, no step in common, Student's 95 % interval:"
+    assert all_figures(found)
     mixed = [replace(short[0], name="c"), replace(long[1], name="c")]  # within one arm
-    assert figures(compared(*mixed))
+    assert all_figures(compared(*mixed))
 
 
 def config_of(task="arithmetic", **sections):
@@ -273,7 +273,7 @@ def pair_of(left, right, *, arms=(), chosen=()):
 def test_runs_that_differ_beyond_the_arms_get_no_verdict(other, line):
     found = pair_of(config_of(), other)
     assert not claims(found)
-    first, *lines = warnings(found)
+    first, *lines = setting_warnings(found)
     assert first.startswith("Not comparable")
     assert line in lines
     assert "Nothing is claimed between a and b: their settings differ in" in said(found)
@@ -293,7 +293,7 @@ def test_runs_that_differ_beyond_the_arms_get_no_verdict(other, line):
 def test_what_changes_no_comparison_forbids_none(other):
     found = pair_of(config_of(), other)
     assert found.pair("a", "b").winner == "a"
-    assert not warnings(found)
+    assert not setting_warnings(found)
 
 
 def test_settings_that_arms_are_compared_for_may_differ():
@@ -319,7 +319,7 @@ def test_an_arm_whose_own_runs_differ_wins_nothing():
     runs[1] = replace(runs[1], config=config_of() | {"recipe": {"clip_high": 0.9}})
     mixed = compared(*runs)
     assert mixed.pair("a", "b").winner == ""
-    assert 'recipe: {} (a, b), {"clip_high": 0.9} (a)' in warnings(mixed)
+    assert 'recipe: {} (a, b), {"clip_high": 0.9} (a)' in setting_warnings(mixed)
 
 
 def test_logs_without_settings_are_said_to_be_so():
@@ -329,7 +329,7 @@ def test_logs_without_settings_are_said_to_be_so():
     known = [
         replace(run, config={"max_steps": 5 + (run.name == "b")}, source="trl") for run in runs
     ]
-    assert "max_steps: 5 (a), 6 (b)" in warnings(compared(*known))
+    assert "max_steps: 5 (a), 6 (b)" in setting_warnings(compared(*known))
 
 
 def test_scores_of_different_names_get_no_verdict():
@@ -378,12 +378,12 @@ def test_nothing_to_rank():
     assert found.score is None
     assert found.notes == ("No run holds a score: nothing can be ranked.",)
     assert "–" in ranking_lines(found)[0]
-    assert figures(found) == []
+    assert all_figures(found) == []
 
 
 def test_robustness_is_drawn_along_what_varies(tmp_path):
     found = analyse(read_comparison(made.varied(tmp_path)))
-    (one,) = [one for one in figures(found) if one.key == "robust-temperature"]
+    (one,) = [one for one in all_figures(found) if one.key == "robust-temperature"]
     assert one.ticks == ["0.8", "1", "1.2"]
     assert {(s.group, s.at) for s in one.data} == {
         *itertools.product(("grpo", "p3o"), ("0.8", "1", "1.2")), ("reinforce", ""),
@@ -403,7 +403,7 @@ def test_thinned_curves_keep_their_mean_and_their_end():
 def test_bands_of_the_drawn_score_are_over_finished_runs(tmp_path):
     made.comparison(tmp_path, arms={"a": 0.3, "b": 0.2}, steps=20, every=5, failed=[("a", 2)])
     found = analyse(read_comparison(tmp_path))
-    curve = next(c for c in figures(found)[0].data if c.arm == "a")
+    curve = next(c for c in all_figures(found)[0].data if c.arm == "a")
     assert len(curve.runs) == 3  # the failed one is drawn
     finals = [one.final for one in next(r for r in found.arms if r.arm.name == "a").runs]
     assert curve.mean[-1] == np.mean(finals)  # and not averaged; exact at the end
@@ -438,7 +438,7 @@ def test_files(tmp_path):
     ],
 )  # fmt: skip
 def test_numbers(value, share, text):
-    assert number(value, share=share) == text
+    assert format_number(value, share=share) == text
 
 
 def test_durations():

@@ -1,4 +1,4 @@
-"""The pages in a real browser: drawn, alive, readable in light, dark and print, and offline."""
+"""The pages in a real browser: drawn, interactive, readable in light, dark and print, offline."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from proxpo.inspection import inspect_batch
 from proxpo.report.analysis import analyse
 from proxpo.report.comparison_page import comparison_page
 from proxpo.report.comparison_report import write_report
-from proxpo.report.figure_list import figures
+from proxpo.report.figure_list import all_figures
 from proxpo.report.inspection_page import inspect_page
 from proxpo.report.read_runs import read_comparison
 from proxpo.settings import make_recipe
@@ -27,7 +27,7 @@ def page_of(folder):
     """report.html without the printed figures, which no browser sees."""
     found = analyse(read_comparison(folder))
     target = folder / "report.html"
-    target.write_text(comparison_page(found, figures(found)), encoding="utf-8")
+    target.write_text(comparison_page(found, all_figures(found)), encoding="utf-8")
     return target
 
 

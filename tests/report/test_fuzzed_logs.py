@@ -21,10 +21,10 @@ from proxpo.compare.studies import read_study
 from proxpo.errors import ProxpoError
 from proxpo.report.analysis import analyse
 from proxpo.report.comparison_page import comparison_page
-from proxpo.report.comparison_report import gather
-from proxpo.report.figure_images import draw
-from proxpo.report.figure_list import figures
-from proxpo.report.findings import caveats, claims, heading, ranking_lines, warnings
+from proxpo.report.comparison_report import gather_runs
+from proxpo.report.figure_images import draw_figure
+from proxpo.report.figure_list import all_figures
+from proxpo.report.findings import caveats, claims, ranking_heading, ranking_lines, setting_warnings
 from proxpo.report.html_tables import arm_names
 from proxpo.report.summary import summary
 
@@ -57,13 +57,18 @@ def fuzz(count):
     )
 
 
-def told(analysis):
-    """Everything that is said of an analysis, made as the command makes it."""
-    drawn = figures(analysis)
+def rendered(analysis):
+    """The page of an analysis; also makes all other texts, as the command does."""
+    drawn = all_figures(analysis)
     page = comparison_page(analysis, drawn)
     page.encode(errors="replace")
     json.dumps(summary(analysis), allow_nan=False)
-    lines = [heading(analysis), *ranking_lines(analysis), *warnings(analysis), *caveats(analysis)]
+    lines = [
+        ranking_heading(analysis),
+        *ranking_lines(analysis),
+        *setting_warnings(analysis),
+        *caveats(analysis),
+    ]
     lines += [*claims(analysis), *analysis.notes]
     assert all(line.isprintable() for line in lines), lines
     assert not any("nan" in line.split() or "inf" in line.split() for line in lines), lines
@@ -116,10 +121,10 @@ def check_numbers(analysis, logs):
 def reported(folder, paths, logs):
     """The analysis of these paths, or None where they are refused in one line."""
     try:
-        analysis = analyse(gather([str(path) for path in paths], folder / "out"))
+        analysis = analyse(gather_runs([str(path) for path in paths], folder / "out"))
     except ProxpoError:
         return None
-    told(analysis)
+    rendered(analysis)
     check_numbers(analysis, logs)
     return analysis
 
@@ -189,7 +194,7 @@ def test_run_folders(compared, left, right, ended, failed, planned):
     (runs[1] / "summary.json").write_text('{"steps": 4}')
     (runs[1] / "failure.json").write_text(json.dumps(failed))
     if planned:
-        told(analyse(gather([str(compared)], compared)))
+        rendered(analyse(gather_runs([str(compared)], compared)))
     else:
         analysis = reported(compared, runs, {str(run): rows for run in runs})
         assert analysis is None or not claims(analysis)  # one seed
@@ -257,12 +262,12 @@ def test_plans(plan_tree, data):
     (folder / "plan.yaml").write_text(yaml.safe_dump(broken), errors="surrogatepass")
     try:
         plan = read_plan(folder)
-        analysis = analyse(gather([str(folder)], folder))
+        analysis = analyse(gather_runs([str(folder)], folder))
     except ProxpoError:
         return
     folders = [run.folder for run in plan.runs]
     assert len(set(folders)) == len(folders)
-    told(analysis)
+    rendered(analysis)
 
 
 STUDY = {
@@ -303,8 +308,8 @@ def test_names_that_mean_something_to_a_drawing_or_a_page(name, tmp_path):
     for run in plan.runs:
         rows = made.rows(0.3, run.seed, steps=2, every=1, bare=True)
         made.write_run(tmp_path / run.folder, made.config("grpo", run.seed, 2), rows)
-    analysis = analyse(gather([str(tmp_path)], tmp_path))
-    told(analysis)
-    score = next(one for one in figures(analysis) if one.key == "score")
-    image = draw(score, arm_names(analysis))["svg"].decode()
+    analysis = analyse(gather_runs([str(tmp_path)], tmp_path))
+    rendered(analysis)
+    score = next(one for one in all_figures(analysis) if one.key == "score")
+    image = draw_figure(score, arm_names(analysis))["svg"].decode()
     assert html.escape(name, quote=False) in image

@@ -8,8 +8,16 @@ from transformers.trainer_callback import TrainerState
 
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
-from proxpo.report.comparison_report import gather
-from proxpo.report.metrics import KL, SCORE, clock, phases, pick, samples, series
+from proxpo.report.comparison_report import gather_runs
+from proxpo.report.metrics import (
+    KL,
+    SCORE,
+    phase_seconds,
+    pick_variant,
+    samples_drawn,
+    seconds_spent,
+    series,
+)
 from proxpo.report.read_runs import read_comparison, read_run
 from proxpo.report.run_data import rows_by_step
 
@@ -21,7 +29,7 @@ def one_run(folder, *, steps=10, every=5, method="grpo", seed=1, bare=False, **k
 
 
 def trl_history(steps, every):
-    """What transformers keeps: training rows, evaluation rows of the same step, an end."""
+    """A log of transformers: training rows, evaluation rows of the same step, an end."""
     history = []
     for step in range(every, steps + 1, every):
         history.append(
@@ -169,14 +177,14 @@ def test_of_several_validation_sets_the_one_all_runs_have_is_compared(tmp_path):
         data = {f"val-core/{one}/acc/mean@1": 0.5 for one in sets}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"step": 1, "data": data}) + "\n")
     runs = [read_run(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
-    assert set(pick(SCORE, runs).names.values()) == {"val-core/gsm8k/acc/mean@1"}
+    assert set(pick_variant(SCORE, runs).names.values()) == {"val-core/gsm8k/acc/mean@1"}
 
 
 def test_two_names_that_differ_are_told_apart_by_their_paths(tmp_path):
     for name, task, model in (("a", "arithmetic", "tiny"), ("b", "gsm8k", "smollm2")):
         config = made.config("grpo", 1, 4) | {"task": {"name": task}, "model": {"name": model}}
         made.write_run(tmp_path / name, config, made.rows(0.3, 1, steps=4, every=2))
-    runs = gather([str(tmp_path / name) for name in "ab"], tmp_path).runs
+    runs = gather_runs([str(tmp_path / name) for name in "ab"], tmp_path).runs
     assert runs[1].name == "grpo model.name=smollm2 task.name=gsm8k"
 
 
@@ -214,8 +222,8 @@ def test_trl_by_file_checkpoint_and_output_folder(tmp_path):
 
 def test_a_row_every_five_steps_costs_five_steps(tmp_path):
     run = read_run(write_state(tmp_path / "x", 20, every=5))
-    assert clock(run).values.tolist() == [0, 10, 20, 30, 40]
-    assert clock(run).steps.tolist() == [0, 5, 10, 15, 20]
+    assert seconds_spent(run).values.tolist() == [0, 10, 20, 30, 40]
+    assert seconds_spent(run).steps.tolist() == [0, 5, 10, 15, 20]
 
 
 def test_verl_file_log(tmp_path):
@@ -223,8 +231,8 @@ def test_verl_file_log(tmp_path):
     for run in (read_run(path), read_run(path.parent)):
         assert (run.name, run.seed, run.source) == ("grpo", 3, "verl")
         assert len(run.rows) == 5
-        assert phases(run) == {"gen": 2.0}
-        assert clock(run).values.tolist() == [0, 3, 6, 9, 12]
+        assert phase_seconds(run) == {"gen": 2.0}
+        assert seconds_spent(run).values.tolist() == [0, 3, 6, 9, 12]
     with path.open("ab") as file:
         file.write(b'{"step": 5, "da')
     assert "last line is cut off" in read_run(path).notes[0]
@@ -280,19 +288,19 @@ def test_variants_are_not_mixed(tmp_path):
     own = read_run(one_run(tmp_path / "own"))
     trl = read_run(write_state(tmp_path / "trl"))
     verl = read_run(write_verl(tmp_path / "v.jsonl"))
-    assert pick(SCORE, [own, own]).variant.label == "greedy accuracy, held out"
-    assert pick(SCORE, [own, trl]).variant.label == "training reward"  # the one both have
-    assert pick(SCORE, [trl, verl]).names == {
+    assert pick_variant(SCORE, [own, own]).variant.label == "greedy accuracy, held out"
+    assert pick_variant(SCORE, [own, trl]).variant.label == "training reward"  # the one both have
+    assert pick_variant(SCORE, [trl, verl]).names == {
         0: "eval_reward", 1: "val-core/openai/gsm8k/reward/mean@1",
     }  # fmt: skip
-    assert pick(KL, [own, trl]).names == {0: "proxpo/eval/kl"}
-    assert pick(KL, [trl]) is None
-    assert pick(SCORE, [own], wanted="proxpo/eval/avg@4").names == {0: "proxpo/eval/avg@4"}
+    assert pick_variant(KL, [own, trl]).names == {0: "proxpo/eval/kl"}
+    assert pick_variant(KL, [trl]) is None
+    assert pick_variant(SCORE, [own], wanted="proxpo/eval/avg@4").names == {0: "proxpo/eval/avg@4"}
 
 
 def test_samples_are_summed_from_step_zero(tmp_path):
     run = read_run(one_run(tmp_path / "own"))
-    assert samples(run).values.tolist() == [512.0 * n for n in range(11)]
+    assert samples_drawn(run).values.tolist() == [512.0 * n for n in range(11)]
     assert series(run, "reward").steps.tolist() == list(range(1, 11))
 
 
@@ -303,9 +311,9 @@ def test_loose_runs_are_named_by_what_differs(tmp_path):
         made.write_run(tmp_path / f"b{seed}", settings, made.rows(0.2, seed, steps=10, every=5))
     one_run(tmp_path / "c", method="p3o")
     paths = [str(tmp_path / name) for name in ("a1", "a2", "b1", "b2", "c")]
-    found = gather([*paths, f"mine={tmp_path / 'a1'}"], tmp_path / "out")
+    found = gather_runs([*paths, f"mine={tmp_path / 'a1'}"], tmp_path / "out")
     assert [run.name for run in found.runs] == [
         "grpo lr=0.0002", "grpo lr=0.0002", "grpo lr=0.001", "grpo lr=0.001", "p3o", "mine",
     ]  # fmt: skip
     with pytest.raises(ProxpoError, match="both 'grpo' with seed 1: tell them apart"):
-        gather([paths[0], paths[0]], tmp_path)
+        gather_runs([paths[0], paths[0]], tmp_path)

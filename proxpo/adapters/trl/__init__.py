@@ -1,9 +1,9 @@
-"""proxpo inside TRL: `ProxpoTrainer`, a GRPOTrainer that trains with any recipe."""
+"""Adapter to TRL: `ProxpoTrainer`, a GRPOTrainer that trains with any recipe."""
 
-from proxpo.adapters.trl._host import TESTED, changes, check_host
+from proxpo.adapters.trl._compatibility import TESTED_VERSION, check_trl, differences
 
-check_host()
+check_trl()
 
 from proxpo.adapters.trl._trainer import ProxpoTrainer  # noqa: E402
 
-__all__ = ["TESTED", "ProxpoTrainer", "changes", "check_host"]
+__all__ = ["TESTED_VERSION", "ProxpoTrainer", "check_trl", "differences"]

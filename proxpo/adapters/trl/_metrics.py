@@ -20,24 +20,24 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 @dataclass(kw_only=True)
-class Watch:
-    """The ratio and the advantages that the trust stage of a recipe saw last."""
+class ClipRecorder:
+    """A recipe, and the ratio and advantages that its trust stage was given last."""
 
     recipe: Recipe
     ratio: Float[Tensor, "seq tok"] | None = None
     advantages: Float[Tensor, "seq tok"] | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Watch":
-        """A copy of the recipe that remembers what its trust stage is given."""
-        watch, inner = cls(recipe=recipe), recipe.trust.apply
+    def of(cls, recipe: Recipe) -> "ClipRecorder":
+        """Wraps the trust stage of the recipe so that its inputs are recorded."""
+        recorder, inner = cls(recipe=recipe), recipe.trust.apply
 
-        def apply(ratio: Tensor, batch: Batch, *given: Any) -> Any:
-            watch.ratio, watch.advantages = ratio.detach(), batch.advantages
-            return inner(ratio, batch, *given)
+        def apply(ratio: Tensor, batch: Batch, *rest: Any) -> Any:
+            recorder.ratio, recorder.advantages = ratio.detach(), batch.advantages
+            return inner(ratio, batch, *rest)
 
-        watch.recipe = recipe.replace(trust=replace(recipe.trust, apply=apply))
-        return watch
+        recorder.recipe = recipe.replace(trust=replace(recipe.trust, apply=apply))
+        return recorder
 
     def clipped(self) -> dict[str, Bool[Tensor, "seq tok"]]:
         """Tokens on which the clip acts, by the name of TRL's metric; none without such a clip.
@@ -65,9 +65,9 @@ class Watch:
 
 
 def trl_metrics(
-    watch: Watch, batch: Batch, metrics: Metrics, *, total: Exchange, gather: Exchange
+    recorder: ClipRecorder, batch: Batch, metrics: Metrics, *, total: Exchange, gather: Exchange
 ) -> dict[str, float]:
-    """Numbers of a micro-batch over all processes.
+    """Metrics of a micro-batch over all processes.
 
     batch: with the numbers of the forward pass; metrics: of the recipe's loss
     total: the sum over processes; gather: their rows, one after another
@@ -79,10 +79,13 @@ def trl_metrics(
         means["kl"] = metrics.get("kl/ref", masked_mean(k3, mask))
     if batch.entropy is not None:
         means["entropy"] = masked_mean(batch.entropy.detach(), mask)
-    clipped = watch.clipped()
+    clipped = recorder.clipped()
     if not clipped and "trust/clipped" in metrics:
         means["clip_ratio/region_mean"] = metrics["trust/clipped"]
-    shares = {name: _share(where, mask, rows=watch.by_sequence) for name, where in clipped.items()}
+    shares = {
+        name: _clipped_share(where, mask, rows=recorder.by_sequence)
+        for name, where in clipped.items()
+    }
     tokens = mask.sum().float()
     sums = {name: torch.stack([mean.float() * tokens, tokens]) for name, mean in means.items()}
     sums |= {_mean_name(name): share.sums for name, share in shares.items()}
@@ -108,7 +111,9 @@ class Share:
     rows: Float[Tensor, " seq"]
 
 
-def _share(where: Bool[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], *, rows: bool) -> Share:
+def _clipped_share(
+    where: Bool[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], *, rows: bool
+) -> Share:
     if rows:
         each = (where & mask).any(dim=1).float()
         return Share(torch.stack([each.sum(), each.new_tensor(len(each))]), each)
@@ -120,7 +125,7 @@ def _mean_name(name: str) -> str:
     return f"{name}_mean" if name.startswith("clip_ratio/") else name
 
 
-class Lengths:
+class GradientLengths:
     """Mean lengths of the sequences' gradients in a transform, over layers and sequences."""
 
     def __init__(self) -> None:
@@ -133,9 +138,9 @@ class Lengths:
                 self._squares.setdefault(key, []).append(values[key].detach().reshape(-1))
 
     def take(self) -> Metrics:
-        """Means of what was seen since the last call, in few kernels however many layers."""
-        seen, self._squares = self._squares, {}
-        return {LENGTHS[key]: torch.cat(squares).sqrt().mean() for key, squares in seen.items()}
+        """Returns the means since the last call, in few kernels however many layers."""
+        layers, self._squares = self._squares, {}
+        return {LENGTHS[key]: torch.cat(squares).sqrt().mean() for key, squares in layers.items()}
 
 
-__all__ = ["Lengths", "Watch", "trl_metrics"]
+__all__ = ["ClipRecorder", "GradientLengths", "trl_metrics"]

@@ -1,78 +1,55 @@
-"""One generation batch as proxpo sees it: advantages and masks of whole groups, then its cuts.
+"""A generation batch of TRL as proxpo sees it: Batch fields, then the group logic of a recipe.
 
 TRL spreads the completions of a prompt over processes and shuffles them over micro-batches. What
 concerns a group is therefore settled before, on all processes alike: the few numbers it needs are
 gathered, `prepare` runs on the whole batch, and each process keeps its own rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from proxpo.compose import count, prepare, tokens_of_group
-from proxpo.ops.shapes import Int, Tensor
-from proxpo.types import Batch, Clock, Context, Denominators, Metrics, Recipe, States
+from proxpo.compose import prepare
+from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.types import Batch, Context, Metrics, Recipe
 
 Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """A prepared generation batch: `whole` to count with, `mine` to train on.
+    """A prepared generation batch: `whole` to count with, `local` to train on.
 
     whole: mask, rewards, groups and what stages with memory read, of all processes
-    mine: every field of this process's rows, the first of which is row `first` of the whole
+    local: every field of this process's rows, the first of which is row `first` of the whole
     version: optimizer steps the sampling policy had made
     """
 
     whole: Batch
-    mine: Batch
+    local: Batch
     first: int
     version: int
     metrics: Metrics
 
 
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """The rows of one optimizer step, on all processes, and the counts they are divided by."""
-
-    rollout: Rollout
-    denominators: Denominators
-    group_tokens: Int[Tensor, " seq"]
-
-    def part(self, rows: Int[Tensor, " row"]) -> Batch:
-        """A micro-batch of this process, by the numbers its rows have in the whole."""
-        batch = self.rollout.mine.rows(rows - self.rollout.first)
-        return batch.replace(group_tokens=self.group_tokens[rows])
-
-
-def early(recipe: Recipe) -> set[str]:
-    """Batch fields that are read before the update: by group logic and by stages with memory."""
-    advantage = [] if recipe.advantage is None else [recipe.advantage]
-    group_logic = [*recipe.reward, *recipe.filter, *advantage, *recipe.prune]
-    memory = [one for _, one in recipe.stages() if one.prepare or one.update]
-    return {name for stage in [*group_logic, *memory] for name in stage.needs}
-
-
 def prepared(
     recipe: Recipe,
     fields: Mapping[str, Tensor],
+    ctx: Context,
     *,
     rewards: Tensor,
     group_size: int,
     first: int,
     version: int,
     gather: Gather,
-    states: States,
-    noise: torch.Generator,
-    clock: Clock,
 ) -> Rollout:
-    """The recipe's view of a generation batch.
+    """Applies rewards, filters and advantages of a recipe to the generation batch of all processes.
 
     fields: rows of this process, by Batch name; rewards: of all processes, in the order of rows.
     """
-    shared = {n: gather(x) for n, x in fields.items() if n in early(recipe) | {"mask"}}
+    shared = {n: gather(x) for n, x in fields.items() if n in fields_before_update(recipe)}
     shape = shared["mask"].shape
     whole = Batch(
         logp=rewards.new_zeros(shape),
@@ -80,32 +57,98 @@ def prepared(
         group=torch.arange(len(rewards), device=rewards.device) // group_size,
         **shared,
     )
-    ready = prepare(recipe, whole, Context(states=states, generator=noise, clock=clock))
+    ready = prepare(recipe, whole, ctx)
     rows, tokens = fields["mask"].shape
-    mine = ready.batch.rows(slice(first, first + rows))
-    narrow = {n: x[:, :tokens] for n, x in mine.items() if x.dim() > 1}
-    local = {n: x for n, x in fields.items() if n not in shared}
-    mine = mine.replace(**narrow | local).clean(*local, "logp")
+    local = ready.batch.rows(slice(first, first + rows))
+    narrow = {n: x[:, :tokens] for n, x in local.items() if x.dim() > 1}
+    others = {n: x for n, x in fields.items() if n not in shared}
+    local = local.replace(**narrow | others).clean(*others, "logp")
     counted = {n: getattr(ready.batch, n) for n in ("logp", "mask", "rewards", "group")}
     kept = {n: getattr(ready.batch, n) for n in shared if n not in counted}
     return Rollout(
         whole=Batch(**counted, **kept),
-        mine=mine,
+        local=local,
         first=first,
         version=version,
         metrics=ready.metrics,
     )
 
 
-def window(rollout: Rollout, rows: Int[Tensor, " row"]) -> Window:
-    """The optimizer step on these rows of the whole: its counts, whatever they are cut into."""
-    cut = rollout.whole.rows(rows)
-    tokens = torch.zeros(len(rollout.whole.mask), dtype=torch.long, device=rows.device)
-    return Window(
-        rollout=rollout,
-        denominators=count(cut),
-        group_tokens=tokens.index_copy(0, rows, tokens_of_group(cut)),
-    )
+def fields_before_update(recipe: Recipe) -> set[str]:
+    """The mask, and batch fields that group logic and stages with memory read."""
+    advantage = [] if recipe.advantage is None else [recipe.advantage]
+    group_logic = [*recipe.reward, *recipe.filter, *advantage, *recipe.prune]
+    memory = [stage for _, stage in recipe.stages() if stage.prepare or stage.update]
+    return {"mask"}.union(*(stage.needs for stage in [*group_logic, *memory]))
 
 
-__all__ = ["Rollout", "Window", "early", "prepared", "window"]
+def batch_fields(
+    output: Mapping[str, Any],
+    *,
+    old: Float[Tensor, "seq tok"] | None,
+    entropy: Float[Tensor, "seq tok"] | None,
+    ends: Sequence[int],
+    proximal: bool,
+) -> dict[str, Tensor]:
+    """Completions of this process, as TRL returns them, by Batch name.
+
+    old, entropy: by the policy that starts the updates, where they are known; ends: tokens a whole
+    completion ends with; proximal: `old` is the proximal policy, the sampler's numbers are the old
+    """
+    mask = trained_tokens(output)
+    rollout: Any = output.get("sampling_per_token_logps")
+    fields = {
+        "mask": mask,
+        "tokens": output["completion_ids"],
+        "lag": torch.zeros_like(mask, dtype=torch.long),
+        "truncated": truncated(output, ends),
+        "old_logp": old,
+        "entropy": entropy,
+        "rollout_logp": rollout,
+        "ref_logp": output.get("ref_per_token_logps"),
+    }
+    if has_unscored_tokens(output):  # what vLLM could not score gets the trainer's own number
+        fields["rollout_logp"] = rollout.where(~rollout.isnan(), old)
+    if proximal:
+        fields["prox_logp"] = old
+        fields["old_logp"] = old if rollout is None else fields["rollout_logp"]
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def has_unscored_tokens(output: Mapping[str, Any]) -> bool:
+    """True if the sampler has left tokens without a log-probability."""
+    rollout = output.get("sampling_per_token_logps")
+    return rollout is not None and bool((rollout.isnan() & trained_tokens(output)).any())
+
+
+def trained_tokens(inputs: Mapping[str, Any]) -> Bool[Tensor, "seq tok"]:
+    """Mask of the tokens of completions that no tool has written."""
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def truncated(inputs: Mapping[str, Any], ends: Sequence[int]) -> Bool[Tensor, " seq"]:
+    """Completions whose last token is none of `ends`."""
+    ids, lengths = inputs["completion_ids"], inputs["completion_mask"].sum(dim=1)
+    last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+    return ~torch.isin(last, torch.tensor(ends, device=ids.device))
+
+
+def weighted_rewards(
+    scores: Float[Tensor, "seq function"], weights: Float[Tensor, " function"]
+) -> Float[Tensor, " seq"]:
+    """One reward per completion: the weighted sum of its scores, NaN where it has none."""
+    unscored = scores.isnan().all(dim=1)
+    total = (scores * weights.to(scores)).nansum(dim=1)
+    return total.masked_fill(unscored, torch.nan)
+
+
+__all__ = [
+    "Rollout",
+    "batch_fields",
+    "fields_before_update",
+    "has_unscored_tokens",
+    "prepared",
+    "trained_tokens",
+    "weighted_rewards",
+]

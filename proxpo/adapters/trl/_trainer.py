@@ -22,33 +22,46 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from proxpo.adapters.trl._fit import (
-    check_engine,
-    check_fit,
-    cut,
-    in_place,
-    keeps_groups,
-    made,
-)
-from proxpo.adapters.trl._memory import (
+from proxpo.adapters.trl._checkpoint import (
     read_memory,
     read_reference,
     write_memory,
     write_reference,
 )
-from proxpo.adapters.trl._metrics import Lengths, Watch, trl_metrics
-from proxpo.adapters.trl._order import EpochOrder
-from proxpo.adapters.trl._rollout import Rollout, early, prepared, window
-from proxpo.adapters.trl._step import ROW, Step, asks_for_sums, in_all_groups, in_order, now, scored
-from proxpo.adapters.trl._translate import IMAGES, fields_of, unscored, weighted
+from proxpo.adapters.trl._metrics import ClipRecorder, GradientLengths, trl_metrics
+from proxpo.adapters.trl._optimizer_step import (
+    ROW,
+    OptimizerStep,
+    counts_of_step,
+    groups_over_processes,
+    in_generation_order,
+)
+from proxpo.adapters.trl._refusals import (
+    check_engine,
+    check_recipe,
+    microbatch_dependence,
+    needs_whole_groups,
+    replaced_defaults,
+    resolve_recipe,
+)
+from proxpo.adapters.trl._rollout import (
+    Rollout,
+    batch_fields,
+    fields_before_update,
+    has_unscored_tokens,
+    prepared,
+    weighted_rewards,
+)
+from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.adapters.trl._vllm import mend_sync
-from proxpo.compose import policy_loss
+from proxpo.backward import backward_pass, policy_term, sums_over_step
 from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.logp import model_logp
 from proxpo.ops.metering import combined, joined
+from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
-from proxpo.ops.sums import over_microbatches, over_ranks
+from proxpo.ops.sums import over_ranks
 from proxpo.settings import Settings, at_length
-from proxpo.stages.gradient import objective, per_response
 from proxpo.stages.schedule import variants
 from proxpo.types import (
     MOST_SKIPPED,
@@ -56,15 +69,20 @@ from proxpo.types import (
     Batch,
     Clock,
     Context,
-    Loss,
     Metrics,
+    Reach,
     Recipe,
     States,
     local,
 )
 
+IMAGES = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),
+    *("num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
 
-class _BeforeStep(TrainerCallback):
+
+class _BeforeOptimizerStep(TrainerCallback):
     """Ends the update of a transform, between the last backward and the optimizer's step."""
 
     def __init__(self, trainer: "ProxpoTrainer") -> None:
@@ -92,7 +110,7 @@ class ProxpoTrainer(GRPOTrainer):
     args: GRPOConfig
     model: Any
     _buffered_inputs: Any
-    _state: States
+    _states: States
     _transform: Any
 
     def __init__(
@@ -106,34 +124,36 @@ class ProxpoTrainer(GRPOTrainer):
         recipe_options: Settings | None = None,
         **trl: Any,
     ) -> None:
-        self.recipe = made(recipe, recipe_options)
+        self.recipe = resolve_recipe(recipe, recipe_options)
         args = copy.copy(args) if args is not None else GRPOConfig(f"proxpo-{self.recipe.name}")
         self.recipe = at_length(self.recipe, args.max_completion_length)
-        speaks = args.use_vllm or trl.get("rollout_func") is not None
-        check_fit(self.recipe, args, reports_logp=speaks)
+        reports_logp = args.use_vllm or trl.get("rollout_func") is not None
+        check_recipe(self.recipe, args, reports_logp=reports_logp)
         self._needs = self.recipe.needs()
-        self._watches = [Watch.of(one) for one in variants(self.recipe) or (self.recipe,)]
-        self._variants = tuple(watch.recipe for watch in self._watches)
-        self._lengths = Lengths()
-        self._early = {name for one in self._variants for name in early(one)}
+        losses = variants(self.recipe) or (self.recipe,)
+        self._recorders = [ClipRecorder.of(loss) for loss in losses]
+        self._variants = tuple(recorder.recipe for recorder in self._recorders)
+        self._needs_before_update = set().union(*map(fields_before_update, self._variants))
+        self._gradient_lengths = GradientLengths()
         gradient = self.recipe.gradient
         self._transform = None if gradient is None else gradient.apply()
-        self._state = self.recipe.init_state()
+        self._states = self.recipe.init_state()
         self._rollouts: dict[str, list[Rollout]] = {}
-        self._current: Step | None = None
-        self._block = ExitStack()
-        line = in_place(self.recipe, args)
+        self._optimizer_step: OptimizerStep | None = None
+        self._block = ExitStack()  # holds the transform open until TRL's backward is done
+        self._skipped = 0
+        notices = [replaced_defaults(self.recipe, args)]
         if "ref_logp" in self._needs:
             args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
         super().__init__(model, reward_funcs, args, train_dataset, **trl)
-        self._skipped = 0
-        parts = args.gradient_accumulation_steps * self.accelerator.num_processes
-        for told in filter(None, (line, cut(self.recipe, parts))):
+        microbatches = args.gradient_accumulation_steps * self.accelerator.num_processes
+        notices.append(microbatch_dependence(self.recipe, microbatches))
+        for notice in filter(None, notices):
             if self.accelerator.is_main_process:
-                print(f"proxpo: {told}", file=sys.stderr, flush=True)
+                print(f"proxpo: {notice}", file=sys.stderr, flush=True)
         if self._transform is not None:
             check_engine(self.recipe, self)
-            self.add_callback(_BeforeStep(self))
+            self.add_callback(_BeforeOptimizerStep(self))
         if args.use_vllm:
             mend_sync(self.vllm_generation)
 
@@ -151,19 +171,21 @@ class ProxpoTrainer(GRPOTrainer):
         output[ROW] = torch.arange(first, first + rows, device=self.accelerator.device)
         fields = self._fields(output)
         size: Any = self.num_generations if mode == "train" else self.num_generations_eval
-        rewards = weighted(self._scores, self.reward_weights)
+        rewards = weighted_rewards(self._scores, self.reward_weights)
         self._rollouts[mode] = [
             prepared(
                 recipe,
                 fields,
+                Context(
+                    states=self._states,
+                    clock=self._clock(),
+                    generator=generator(self.args.seed, "rollout", self.state.global_step),
+                ),
                 rewards=rewards.to(torch.promote_types(self.model.dtype, torch.float32)),
                 group_size=size,
                 first=first,
                 version=self.state.global_step,
                 gather=self._gather,
-                states=self._state,
-                noise=generator(self.args.seed, "rollout", self.state.global_step),
-                clock=self._clock(),
             )
             for recipe in self._variants
         ]
@@ -172,65 +194,127 @@ class ProxpoTrainer(GRPOTrainer):
                 self._metrics[mode][f"proxpo/{name}"].append(float(value))
         return output
 
-    def _fields(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The completions of this process as Batch fields, scored where TRL did not and we must."""
-        old = output.get("old_per_token_logps")
-        wanted = unscored(output) or "old_logp" in self._early or "prox_logp" in self._needs
-        read = {}
-        if "entropy" in self._early or (old is None and wanted):
-            read = self._score(output)
-        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
-        return fields_of(
+    def _fields(self, output: dict[str, Any]) -> dict[str, Tensor]:
+        """Completions of this process as Batch fields, scored where TRL did not and we must."""
+        old, needs = output.get("old_per_token_logps"), self._needs_before_update
+        score = has_unscored_tokens(output) or "old_logp" in needs or "prox_logp" in self._needs
+        scored = {}
+        if "entropy" in needs or (old is None and score):
+            scored = self._score(output)
+        return batch_fields(
             output,
-            old=read.get("logp") if old is None else old,
-            entropy=read.get("entropy") if "entropy" in self._early else None,
-            ends=ends,
+            old=scored.get("logp") if old is None else old,
+            entropy=scored.get("entropy") if "entropy" in needs else None,
+            ends=[*self.eos_token_ids, self._tokenizer.pad_token_id],
             proximal="prox_logp" in self._needs,
         )
 
     @torch.no_grad()
-    def _score(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _score(self, output: dict[str, Any]) -> dict[str, Tensor]:
         """Log-probabilities of a generation batch, where TRL leaves them out, and entropies."""
         rows = self.args.per_device_train_batch_size
-        quiet: Any = self.args.gradient_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, quiet):
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, checkpointing):
             return self._forward(self.model, output, rows=rows)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        held = self._buffered_inputs
+        before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.model.training and self._buffered_inputs is not held and keeps_groups(self.recipe):
-            self._buffered_inputs = in_order(self._buffered_inputs)
-            inputs = self._buffered_inputs[self._step % self._held]
+        new = self.model.training and self._buffered_inputs is not before
+        if new and needs_whole_groups(self.recipe):
+            self._buffered_inputs = in_generation_order(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self._per_iteration]
         return inputs
 
-    # --- update
+    # --- update: one micro-batch, in the order in which TRL calls these
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """TRL's: `_compute_loss`, then backward; a transform that the loss opens sees both."""
         try:
-            with ExitStack() as self._block:  # a transform opened by the loss sees the backward
+            with ExitStack() as self._block:
                 loss = super().training_step(model, inputs, num_items_in_batch)
         except NotFiniteError:  # the gradient is not either, on any process: see `_end_update`
             if self.is_deepspeed_enabled:  # its engine has made the step already
                 raise
         if self._step % self._per_rollout == 0:
             for recipe, rollout in zip(self._variants, self._rollouts["train"]):
-                moved = recipe.update_state(self._state, rollout.whole, rollout.metrics)
-                self._state = moved or self._state
+                states = recipe.update_state(self._states, rollout.whole, rollout.metrics)
+                self._states = states or self._states
         return loss
 
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The recipe's loss of a micro-batch, for TRL to back-propagate.
+
+        Under a transform the value is still that of the loss; its gradient is the transform's
+        objective, and the transform stays open until TRL's backward is done.
+        """
+        mode = "train" if self.model.training else "eval"
+        step = self._step_of(mode, model, inputs)
+        batch, processes = step.microbatch(inputs), self.accelerator.num_processes
+        lag = self.state.global_step - step.rollout.version
+        batch = batch.replace(lag=torch.full_like(batch.mask, lag, dtype=torch.long))
+        transformed = self._transform is not None and torch.is_grad_enabled()
+        forward = partial(self._present, model, inputs, batch)
+        aux: list[Tensor] = []
+        with ExitStack() as block:
+            objective, loss, fields = block.enter_context(
+                backward_pass(
+                    step.recorder.recipe,
+                    batch,
+                    replace(step.ctx, generator=self._noise()),
+                    forward=partial(forward, entropy=True, aux=aux),
+                    forward_rest=forward,
+                    applied=self._applied(model, inputs, batch) if transformed else None,
+                    policy_sum=step.policy_sum,
+                    ranks=processes,  # engines average over processes
+                    backward=self._backward,
+                )
+            )
+            if transformed:
+                self._block.push(block.pop_all())
+        value = objective
+        if transformed:
+            value = processes * loss.value.detach() + objective - objective.detach()
+        for router_loss in aux:
+            parts = self.current_gradient_accumulation_steps if mode == "train" else 1
+            value = value + self.router_aux_loss_coef * router_loss / parts
+            mean = self.accelerator.gather_for_metrics(router_loss.detach()).mean()
+            self._metrics[mode]["aux_loss"].append(mean.item())
+        self._log(mode, step, loss.metrics, batch.replace(**fields))
+        return value
+
+    def _applied(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Any:
+        """The transform's block for a micro-batch, but for the advantages."""
+        attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+        number = torch.arange(len(attended), device=attended.device)[:, None]
+        return partial(
+            self._transform.applied,
+            self.accelerator.unwrap_model(model),
+            sequences=torch.where(attended, number, -1),
+            groups=batch.group,
+            observe=self._gradient_lengths,
+        )
+
+    def _backward(self, value: Tensor) -> None:
+        """Back-propagates terms that a transform leaves out; TRL's own backward adds to them."""
+        if self.is_deepspeed_enabled:  # its engine would make the optimizer step as well
+            engine = self.accelerator.deepspeed_engine_wrapped
+            engine.backward(value, sync_gradients=False, scale_wrt_gas=False)
+        else:
+            self.accelerator.backward(value)
+
     def _end_update(self) -> None:
-        """The transform after an update; one that is not finite is left out, without a trace."""
+        """Ends the transform's update; one that is not finite is skipped and leaves no trace."""
         optimizer: Any = self.optimizer
         trained = (p for group in optimizer.param_groups for p in group["params"])
         norm = get_total_norm([p.grad for p in trained if p.grad is not None])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        made = bool(torch.isfinite(norm))
-        self._skipped = 0 if made else self._skipped + 1
-        if not made:
+        finite = bool(torch.isfinite(norm))
+        self._skipped = 0 if finite else self._skipped + 1
+        if not finite:
             optimizer.zero_grad()  # without gradients an optimizer's step does nothing
             warnings.warn(
                 f"step {self.state.global_step}: an update was left out, its gradient was not "
@@ -238,98 +322,87 @@ class ProxpoTrainer(GRPOTrainer):
                 stacklevel=2,
             )
         self._metrics["train"]["proxpo/skipped"].append(float(self._skipped))
-        lengths = self._lengths.take()
-        for name, value in lengths.items() if made else ():
+        lengths = self._gradient_lengths.take()
+        for name, value in lengths.items() if finite else ():
             mean = self.accelerator.reduce(value, reduction="mean")
             self._metrics["train"][f"proxpo/{name}"].append(mean.item())
-        self._transform.step(skipped=not made)
+        self._transform.step(skipped=not finite)
         if self._skipped >= MOST_SKIPPED:
             raise ProxpoError(
                 f"step {self.state.global_step}: the gradient was not finite in {MOST_SKIPPED} "
                 "updates in a row; lower learning_rate or set max_grad_norm"
             )
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        mode = "train" if self.model.training else "eval"
-        step = self._step_of(mode, inputs)
-        batch = step.window.part(inputs[ROW])
-        lag = self.state.global_step - step.window.rollout.version
-        batch = batch.replace(lag=torch.full_like(batch.mask, lag, dtype=torch.long))
-        if self._transform is None or not torch.is_grad_enabled():
-            found = self._forward(model, inputs, aux=self.aux_loss_enabled, entropy=True)
-            aux = found.pop("aux_loss", None)
-            batch = now(batch, found)
-            value, metrics = self._loss(step, step.recipe, batch)
-            value = value * self.accelerator.num_processes  # engines average over processes
-            if aux is not None:
-                parts = self.current_gradient_accumulation_steps if mode == "train" else 1
-                value = value + self.router_aux_loss_coef * aux / parts
-                mean = self.accelerator.gather_for_metrics(aux.detach()).mean()
-                self._metrics[mode]["aux_loss"].append(mean.item())
-        else:
-            value, metrics, batch = self._transformed(model, inputs, step, batch)
-        self._note(mode, step, metrics, batch)
-        return value
+    # --- the optimizer step that a micro-batch belongs to
 
-    def _transformed(
-        self, model: nn.Module, inputs: dict[str, Any], step: Step, batch: Batch
-    ) -> tuple[torch.Tensor, Metrics, Batch]:
-        """The loss's value, with the objective of the gradient transform behind it."""
-        recipe, processes = step.recipe, self.accelerator.num_processes
-        bare = recipe.replace(regularisers=(), value=None)
-        extra, metrics = torch.zeros((), device=batch.mask.device), {}
-        if recipe.regularisers:  # terms without an advantage: a backward of their own
-            fresh = now(batch, self._forward(model, inputs))
-            whole = self._loss(step, recipe, fresh)
-            extra, metrics = whole.value - self._loss(step, bare, fresh).value, whole.metrics
-            self._backward(processes * extra)
-        ctx = self._context(step, bare)
-        attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
-        number = torch.arange(len(attended), device=attended.device)[:, None]
-        self._block.enter_context(
-            self._transform.applied(
-                self.accelerator.unwrap_model(model),
-                sequences=torch.where(attended, number, -1),
-                advantages=processes * per_response(recipe, batch),  # engines average
-                groups=batch.group,
-                observe=self._lengths,
-            )
+    def _step_of(self, mode: str, model: nn.Module, inputs: dict[str, Any]) -> OptimizerStep:
+        """The optimizer step of this micro-batch; every process enters it together."""
+        if mode == "eval":
+            return self._open_step(self.model, 0, mode, [inputs])
+        parts = self.args.gradient_accumulation_steps
+        iteration, place = divmod(self._step % self._per_rollout, self._per_iteration)
+        if self._optimizer_step is None or place % parts == 0:
+            variant = iteration * len(self._variants) // self.num_iterations
+            accumulated = self._buffered_inputs[place - place % parts :][:parts]
+            self._optimizer_step = self._open_step(self.model_wrapped, variant, mode, accumulated)
+        return self._optimizer_step
+
+    def _open_step(
+        self, model: nn.Module, variant: int, mode: str, inputs: list[dict[str, Any]]
+    ) -> OptimizerStep:
+        """Counts over all processes, and sums where the recipe takes statistics of the batch."""
+        recipe, rollout = self._variants[variant], self._rollouts[mode][variant]
+        rows = self._gather(torch.cat([part[ROW] for part in inputs]))
+        denominators, group_tokens = counts_of_step(rollout, rows)
+        ranks = over_ranks() if self.accelerator.num_processes > 1 else local
+        step = OptimizerStep(
+            recorder=self._recorders[variant],
+            rollout=rollout,
+            inputs=inputs,
+            group_tokens=group_tokens,
+            ctx=Context(
+                all_sum=ranks if needs_whole_groups(recipe) else groups_over_processes(ranks),
+                denominators=denominators,
+                states=self._states,
+                clock=self._clock(),
+            ),
         )
-        batch = now(batch, self._forward(model, inputs, entropy=True))
-        split = objective(recipe, batch, ctx)
-        descended = -(split.weights * batch.logp).sum()
-        value = processes * (split.loss.value + extra).detach()
-        return value + descended - descended.detach(), metrics | split.loss.metrics, batch
+        if len(inputs) > 1:
+            if self._transform is not None and policy_term(recipe) != recipe:
+                step.policy_sum = self._sums(step, policy_term(recipe), model)
+            step.ctx = replace(step.ctx, all_sum=self._sums(step, recipe, model))
+        return step
 
-    def _backward(self, value: torch.Tensor) -> None:
-        """Gradients that TRL's backward, which follows, will be added to."""
-        if self.is_deepspeed_enabled:  # its engine would make the optimizer step as well
-            engine = self.accelerator.deepspeed_engine_wrapped
-            engine.backward(value, sync_gradients=False, scale_wrt_gas=False)
-        else:
-            self.accelerator.backward(value)
+    def _sums(self, step: OptimizerStep, recipe: Recipe, model: nn.Module) -> AllSum:
+        """Sums over all processes, and over the micro-batches if the recipe asks for any."""
 
-    def _loss(self, step: Step, recipe: Recipe, batch: Batch) -> Loss:
-        return policy_loss(recipe, batch, self._context(step, recipe))
+        @torch.no_grad()
+        def microbatches() -> list[Batch]:
+            batches = [step.microbatch(part) for part in step.inputs]
+            fields = map(partial(self._present, model), step.inputs, batches)
+            return [batch.replace(**present) for batch, present in zip(batches, fields)]
 
-    def _context(self, step: Step, recipe: Recipe) -> Context:
-        """Context of a recipe's loss on the micro-batch in turn."""
-        place = (
-            self.state.global_step,
-            self._step % self.args.gradient_accumulation_steps,
-            self.accelerator.process_index,
+        first = step.microbatch(step.inputs[0])
+        made_up = {"logp": first.logp, "entropy": first.logp}
+        if first.old_logp is None:
+            made_up["old_logp"] = first.logp
+        scopes: tuple[Reach, ...] = ("batch", "rank")
+        return sums_over_step(
+            recipe,
+            first.replace(**made_up),
+            step.ctx,
+            microbatches=microbatches,
+            scopes=scopes[:1] if needs_whole_groups(recipe) else scopes,
         )
-        ctx = Context(
-            denominators=step.window.denominators, states=self._state, clock=self._clock()
-        )
-        whole = bool(recipe.regularisers)  # or the recipe without them, which asks for fewer sums
-        if whole not in step.sums:
-            step.sums[whole] = self._sums(step, recipe, ctx)
-        noise = generator(self.args.seed, "loss", *place)
-        return replace(ctx, all_sum=step.sums[whole], generator=noise)
+
+    def _noise(self) -> torch.Generator:
+        """Random numbers of a micro-batch's loss."""
+        part = self._step % self.args.gradient_accumulation_steps
+        process = self.accelerator.process_index
+        return generator(self.args.seed, "loss", self.state.global_step, part, process)
 
     def _clock(self) -> Clock:
-        """TRL counts optimizer steps; to a recipe that follows the run they are its steps."""
+        """TRL's optimizer steps, which are the steps of a recipe that follows the run."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return Clock(
             step=self.state.global_step,
@@ -337,63 +410,43 @@ class ProxpoTrainer(GRPOTrainer):
             learning_rate=groups[0]["lr"] if groups else None,
         )
 
-    def _sums(self, step: Step, recipe: Recipe, ctx: Context) -> AllSum:
-        """Statistics over all processes, and over the micro-batches if the recipe asks for any."""
-        ranks = over_ranks() if self.accelerator.num_processes > 1 else local
-        ranks = ranks if keeps_groups(recipe) else in_all_groups(ranks)
-
-        def run(piece: Batch, *, all_sum: AllSum) -> Loss:
-            return policy_loss(recipe, piece, replace(ctx, all_sum=all_sum))
-
-        if len(step.inputs) == 1 or not asks_for_sums(run, step, apart=not keeps_groups(recipe)):
-            return ranks
-        with torch.no_grad():
-            pieces = [
-                now(step.window.part(one[ROW]), self._forward(step.model, one))
-                for one in step.inputs
-            ]
-        return over_microbatches(run, pieces, ranks=ranks)
-
-    def _step_of(self, mode: str, inputs: dict[str, Any]) -> Step:
-        """The optimizer step this micro-batch belongs to; every process enters it together."""
-        if mode == "eval":
-            return self._open(self.model, 0, mode, [inputs])
-        parts = self.args.gradient_accumulation_steps
-        turn, place = divmod(self._step % self._per_rollout, self._held)
-        if self._current is None or place % parts == 0:
-            variant = turn * len(self._variants) // self.num_iterations
-            held = self._buffered_inputs[place - place % parts :][:parts]
-            self._current = self._open(self.model_wrapped, variant, mode, held)
-        return self._current
-
-    def _open(
-        self, model: nn.Module, variant: int, mode: str, inputs: list[dict[str, Any]]
-    ) -> Step:
-        rows = self._gather(torch.cat([one[ROW] for one in inputs]))
-        rollout = self._rollouts[mode][variant]
-        return Step(
-            recipe=self._variants[variant],
-            window=window(rollout, rows),
-            inputs=inputs,
-            model=model,
-        )
-
     @property
-    def _held(self) -> int:
+    def _per_iteration(self) -> int:
         """Micro-batches of a rollout."""
-        held: Any = self.args.steps_per_generation
-        return held
+        microbatches: Any = self.args.steps_per_generation
+        return microbatches
 
     @property
     def _per_rollout(self) -> int:
         """Micro-batches from one rollout to the next."""
-        return self._held * self.num_iterations
+        return self._per_iteration * self.num_iterations
 
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         padded = self.accelerator.pad_across_processes(x, dim=1) if x.dim() > 1 else x
         return self.accelerator.gather(padded)
 
     # --- log-probabilities
+
+    def _present(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        batch: Batch,
+        *,
+        entropy: bool = False,
+        aux: list[Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Batch fields of the current weights; on fresh data they are the old policy's as well.
+
+        aux: the list that gets the router's loss of a mixture of experts
+        """
+        wanted = aux is not None and self.aux_loss_enabled
+        fields = self._forward(model, inputs, aux=wanted, entropy=entropy)
+        if "aux_loss" in fields and aux is not None:
+            aux.append(fields.pop("aux_loss"))
+        if batch.old_logp is None:
+            fields["old_logp"] = fields["logp"].detach()
+        return fields
 
     def _forward(
         self,
@@ -403,8 +456,8 @@ class ProxpoTrainer(GRPOTrainer):
         aux: bool = False,
         entropy: bool = False,
         rows: int | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Numbers of the current weights for a micro-batch, by Batch name."""
+    ) -> dict[str, Tensor]:
+        """Log-probabilities of a micro-batch by Batch name, and entropies where they are needed."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         logp, entropies, aux_loss = self._get_per_token_logps_and_entropies(
@@ -417,8 +470,8 @@ class ProxpoTrainer(GRPOTrainer):
             compute_aux_loss=aux,
             **{name: inputs[name] for name in IMAGES if name in inputs},
         )
-        found = {"logp": logp, "entropy": entropies, "aux_loss": aux_loss}
-        return {name: value for name, value in found.items() if value is not None}
+        fields = {"logp": logp, "entropy": entropies, "aux_loss": aux_loss}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -431,7 +484,7 @@ class ProxpoTrainer(GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's; under a transform ours, because TRL's head is a function the transform cannot see.
+        """TRL's; under a transform proxpo's, since a transform cannot see TRL's fused head.
 
         Old and reference log-probabilities then come from the same code as the current ones.
         """
@@ -446,29 +499,36 @@ class ProxpoTrainer(GRPOTrainer):
                 compute_aux_loss=compute_aux_loss,
                 **images,
             )
-        how: Any = {"temperature": self.temperature, "entropy": compute_entropy}
+        parts: list[Any] = []
         with self.accelerator.autocast():
-            logp, entropy = scored(
-                model, input_ids, attention_mask, logits_to_keep, rows=batch_size, **how
-            )
-        return logp, entropy, None
+            for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):
+                part: Any = model_logp(  # type: ignore[call-overload]
+                    model,
+                    input_ids[rows],
+                    attention_mask[rows, -logits_to_keep:].bool(),
+                    attention_mask=attention_mask[rows],
+                    temperature=self.temperature,
+                    entropy=compute_entropy,
+                )
+                parts.append(part if compute_entropy else (part,))
+        logp, *entropies = (torch.cat(columns) for columns in zip(*parts))
+        return logp, entropies[0] if compute_entropy else None, None
 
-    # --- metrics and memory
+    # --- metrics and checkpoints
 
-    def _note(self, mode: str, step: Step, metrics: Metrics, batch: Batch) -> None:
-        """TRL's metrics of the micro-batch; ours of the optimizer step, when it is complete."""
-        watch = next(watch for watch in self._watches if watch.recipe is step.recipe)
-        total = partial(self.accelerator.reduce, reduction="sum")
-        known = trl_metrics(watch, batch, metrics, total=total, gather=self.accelerator.gather)
-        for name, number in known.items():
+    def _log(self, mode: str, step: OptimizerStep, metrics: Metrics, batch: Batch) -> None:
+        """Logs TRL's metrics of the micro-batch, and the recipe's once the step is complete."""
+        recorder, total = step.recorder, partial(self.accelerator.reduce, reduction="sum")
+        named = trl_metrics(recorder, batch, metrics, total=total, gather=self.accelerator.gather)
+        for name, number in named.items():
             self._metrics[mode][name].append(number)
-        share = batch.mask.sum() / step.window.denominators.tokens.clamp(min=1)
-        step.seen = combined(step.recipe, step.seen, metrics, share=share)
+        share = batch.mask.sum() / step.ctx.counts.tokens.clamp(min=1)
+        step.metrics = combined(recorder.recipe, step.metrics, metrics, share=share)
         step.done += 1
-        if step.done < len(step.inputs) or not step.seen:
+        if step.done < len(step.inputs) or not step.metrics:
             return
-        table = self.accelerator.gather(torch.stack(list(step.seen.values()))[None]).cpu()
-        for name, column in zip(step.seen, table.unbind(dim=1)):
+        table = self.accelerator.gather(torch.stack(list(step.metrics.values()))[None]).cpu()
+        for name, column in zip(step.metrics, table.unbind(dim=1)):
             value = float(joined(name, column.unbind()))
             self._metrics[mode][f"proxpo/{name}"].append(value)
 
@@ -477,7 +537,7 @@ class ProxpoTrainer(GRPOTrainer):
             step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             folder = Path(self._get_output_dir(trial=trial)) / step
             folder.mkdir(parents=True, exist_ok=True)
-            write_memory(folder, self.recipe, self._state, self._transform)
+            write_memory(folder, self.recipe, self._states, self._transform)
             if self.args.sync_ref_model and not self._shards_reference():
                 write_reference(folder, self.accelerator.unwrap_model(self.ref_model))
         super()._save_checkpoint(model, trial)
@@ -485,7 +545,7 @@ class ProxpoTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._state = read_memory(Path(checkpoint), self.recipe, self._transform)
+            self._states = read_memory(Path(checkpoint), self.recipe, self._transform)
             if self.args.sync_ref_model:
                 read_reference(Path(checkpoint), self.accelerator.unwrap_model(self.ref_model))
 

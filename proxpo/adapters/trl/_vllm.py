@@ -1,4 +1,4 @@
-"""vLLM's CPU build under TRL: new weights come through vLLM's own loader.
+"""Mends TRL's weight synchronisation for vLLM's CPU build: weights come through vLLM's own loader.
 
 That build packs the weights of its layers while it loads them and keeps no other copy. TRL writes
 new weights to where they were ("'Parameter' object has no attribute 'weight_loader'").
@@ -10,13 +10,14 @@ from typing import Any
 
 
 def mend_sync(generation: Any) -> None:
-    """Give TRL's VLLMGeneration a `sync_weights` that works, where its own does not."""
+    """Replaces `sync_weights` of TRL's VLLMGeneration where it does not work."""
     platform = importlib.import_module("vllm.platforms").current_platform
     if generation.mode == "colocate" and platform.is_cpu():
         generation.sync_weights = partial(_reload, generation)
 
 
 def _reload(generation: Any) -> None:
+    """Loads the present weights into vLLM."""
     weights = {"weights_iterator": generation._iter_named_params()}
     generation.llm.collective_rpc("reload_weights", kwargs=weights)
     generation.llm.apply_model(_repack_heads)
@@ -24,7 +25,7 @@ def _reload(generation: Any) -> None:
 
 
 def _repack_heads(model: Any) -> None:
-    """A head tied to the embedding has a packed copy of its own, which loading passes over."""
+    """Packs tied heads anew: they have copies of their own, which loading skips."""
     vocabulary = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
     for layer in model.modules():
         if isinstance(layer, vocabulary.ParallelLMHead):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trl_runs import Watched, losses, questions, seen, trainer
 
-from proxpo.adapters.trl._step import ROW
+from proxpo.adapters.trl._optimizer_step import ROW
 
 pytestmark = pytest.mark.long
 # Two updates on each rollout, so that ratios leave 1 and clips act.
@@ -123,7 +123,7 @@ def test_two_optimizer_steps_share_a_rollout(average, tmp_path):
     held = {"steps_per_generation": 3, "max_steps": 1, "gradient_accumulation_steps": 1}
     run = trainer(tmp_path, "dapo", options=options, kind=Watched, num_generations=4, **held)
     run.train()
-    first = run._rollouts["train"][0].mine.rows(run.parts[0][ROW])
+    first = run._rollouts["train"][0].local.rows(run.parts[0][ROW])
     groups = [first.group == g for g in first.group.unique()]
     means = [-first.advantages[g][first.mask[g]].mean() for g in groups]
     whole = -first.advantages[first.mask].mean()

@@ -15,8 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 
 import proxpo
-from proxpo.adapters.trl._fit import DECIDED, GIVEN, instead
-from proxpo.adapters.trl._translate import mask_of
+from proxpo.adapters.trl._refusals import DECIDED, PROVIDED, suggestion
+from proxpo.adapters.trl._rollout import trained_tokens
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.settings import at_length
@@ -24,7 +24,7 @@ from proxpo.stages.schedule import variants
 from proxpo.types import Clock
 
 REFUSED = {
-    slug for slug in methods() if proxpo.make_recipe(slug).needs() - GIVEN - {"rollout_logp"}
+    slug for slug in methods() if proxpo.make_recipe(slug).needs() - PROVIDED - {"rollout_logp"}
 }
 ONCE = ("opo",)  # one update per rollout, by definition
 SCHEDULED = ("mdpo", "rapid", "sfpo", "trpo")  # whose steps TRL makes by itself
@@ -74,7 +74,7 @@ def first_loss(run: Watched, slug: str) -> float:
     rows = run.parts[0]
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
     attended = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
-    mask = mask_of(rows)
+    mask = trained_tokens(rows)
     run.start.forward = type(run.start).forward.__get__(run.start)  # without TRL's fused head
     with torch.no_grad():
         logp, entropy = proxpo.model_logp(
@@ -109,7 +109,7 @@ def test_who_makes_the_steps_is_told(slug, tmp_path):
 
 @pytest.mark.parametrize("slug", sorted(REFUSED))
 def test_recipes_trl_cannot_feed_are_refused(slug, tmp_path):
-    missing = sorted(proxpo.make_recipe(slug).needs() - GIVEN)[0]
+    missing = sorted(proxpo.make_recipe(slug).needs() - PROVIDED)[0]
     with pytest.raises(ProxpoError, match=f"recipe {slug} needs '{missing}' in TRL: ") as caught:
         trainer(tmp_path, slug)
     assert "\n" not in str(caught.value)
@@ -232,7 +232,7 @@ def test_what_is_suggested_can_be_set(slug):
     """Options that exist, change the recipe, and hold the number that was asked for."""
     recipe = proxpo.make_recipe(slug)
     for name in ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high"):
-        advice = instead(recipe, name, 4.5)
+        advice = suggestion(recipe, name, 4.5)
         if "in recipe_options" not in advice:
             assert advice == DECIDED[name]
             continue

@@ -13,8 +13,8 @@ from trl.trainer.utils import RepeatSampler
 from trl_killed import RECIPE, RUN
 from trl_runs import losses, seen, trainer
 
-from proxpo.adapters.trl._memory import read_memory
-from proxpo.adapters.trl._order import EpochOrder
+from proxpo.adapters.trl._checkpoint import read_memory
+from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.errors import ProxpoError
 
 pytestmark = pytest.mark.long
@@ -68,7 +68,7 @@ def test_orders_of_epochs(shuffle):
     one = sampler()
     want = [list(one) for _ in range(3)]
     for epoch in (0, 1, 2):
-        order = EpochOrder(sampler(), lambda epoch=epoch: epoch)
+        order = EpochSampler(sampler(), lambda epoch=epoch: epoch)
         assert list(order) == list(order) == want[epoch]
         assert len(order) == len(want[epoch])
     assert (want[0] != want[1]) == shuffle

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from trl import GRPOConfig, GRPOTrainer
 
 from proxpo.adapters.trl import ProxpoTrainer
-from proxpo.adapters.trl._step import ROW
+from proxpo.adapters.trl._optimizer_step import ROW
 from proxpo.models import Policy, load_policy
 
 gc.freeze()  # every run of a Trainer ends with a collection, which need not look at the libraries

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.generation import vllm_generation
 from trl_runs import Watched, losses, seen, trainer
 
-from proxpo.adapters.trl._translate import mask_of
+from proxpo.adapters.trl._rollout import trained_tokens
 from proxpo.logp import model_logp
 from proxpo.models import load_policy
 
@@ -60,7 +60,7 @@ class Checked(Watched):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        mask, sampled = mask_of(inputs), inputs["sampling_per_token_logps"]
+        mask, sampled = trained_tokens(inputs), inputs["sampling_per_token_logps"]
         with torch.no_grad():
             for found, weights in ((self.gaps, self.model), (self.stale, self.start)):
                 logp = model_logp(weights, ids, mask, attention_mask=attended)

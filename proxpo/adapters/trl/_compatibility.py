@@ -1,0 +1,65 @@
+"""Check that the installed TRL has what this adapter overrides and calls."""
+
+import importlib.metadata
+import inspect
+from typing import Any
+
+from proxpo.adapters.trl._refusals import DECIDED
+
+TESTED_VERSION = "1.16"
+
+# Methods that ProxpoTrainer overrides or calls, with the parameters it relies on.
+METHODS: dict[str, tuple[str, ...]] = {
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("self", "model", "inputs"),
+    "_generate_and_score_completions": ("self", "inputs"),
+    "_get_per_token_logps_and_entropies": (
+        *("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
+        *("batch_size", "compute_entropy", "compute_aux_loss"),
+    ),
+    "_get_train_sampler": ("self", "dataset"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_prepare_inputs": ("self", "generation_batch"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+}
+
+
+def differences(trainer: Any, config: Any, options: tuple[str, ...] = ()) -> list[str]:
+    """Differences of a GRPOTrainer and its config from those of TRL 1.16, one line each."""
+    lines = []
+    for name, expected in METHODS.items():
+        method = getattr(trainer, name, None)
+        if method is None:
+            lines.append(f"GRPOTrainer.{name} is gone")
+            continue
+        names = tuple(inspect.signature(method).parameters)[: len(expected)]
+        if names != expected:
+            lines.append(
+                f"GRPOTrainer.{name}({', '.join(names)}) was ({', '.join(expected)}) before"
+            )
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not True:
+        lines.append("GRPOTrainer no longer scales its loss for accumulation by itself")
+    known = getattr(config, "__dataclass_fields__", {})
+    return lines + [f"GRPOConfig.{name} is gone" for name in options if name not in known]
+
+
+def check_trl() -> None:
+    """Raise ImportError, in one line, unless TRL is there and has what the adapter overrides."""
+    try:
+        version = importlib.metadata.version("trl")
+        from trl import GRPOConfig, GRPOTrainer
+    except ImportError as error:
+        raise ImportError(
+            f"proxpo.adapters.trl needs trl {TESTED_VERSION}.*, which cannot be imported "
+            f"({error}): pip install 'proxpo[trl]'"
+        ) from error
+    moved = differences(GRPOTrainer, GRPOConfig, tuple(DECIDED))
+    if moved:
+        raise ImportError(
+            f"proxpo.adapters.trl is written for trl {TESTED_VERSION}.*; in trl {version} "
+            f"{'; '.join(moved)}: pip install 'trl=={TESTED_VERSION}.*'"
+        )
+
+
+__all__ = ["METHODS", "TESTED_VERSION", "check_trl", "differences"]

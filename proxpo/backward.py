@@ -1,0 +1,225 @@
+"""The backward pass of one micro-batch, with or without a gradient transform, for any loop.
+
+A transform takes the gradient of a sum of log-probabilities, and the advantages apart. For a policy
+term L that sum is Σ u_it · log π(o_it) with u_it = -(∂L/∂log π_it)/A_i, held constant: 1 for
+REINFORCE, the ratio for an unclipped surrogate, 0 where a clip acts. So KPO's ratio with ISOPO's
+gradient and OPO's baseline is a setting.
+
+The other terms of a loss (regularisers, the critic's) carry no advantage: they are the whole loss
+minus its policy term, and get an ordinary forward and backward pass of their own before the
+transform's.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from proxpo.compose import policy_loss
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import row_mean
+from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.sums import over_microbatches
+from proxpo.types import AllSum, Batch, Context, Loss, Reach, Recipe
+
+Forward = Callable[[], Tensor | Mapping[str, Tensor]]
+
+
+class BackwardPass(NamedTuple):
+    """A micro-batch inside its backward pass.
+
+    objective: the scalar to back-propagate before the block ends
+    loss: value and metrics of the recipe on this micro-batch
+    fields: batch fields that `forward` computed for `objective`
+    """
+
+    objective: Float[Tensor, ""]
+    loss: Loss
+    fields: Mapping[str, Tensor]
+
+
+@contextmanager
+def backward_pass(
+    recipe: Recipe,
+    batch: Batch,
+    ctx: Context,
+    *,
+    forward: Forward,
+    applied: Callable[..., AbstractContextManager[Any]] | None = None,
+    forward_rest: Forward | None = None,
+    policy_sum: AllSum | None = None,
+    ranks: int = 1,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> Iterator[BackwardPass]:
+    """Opens the backward pass of a prepared micro-batch; the caller back-propagates `objective`.
+
+        batch, ctx, _ = proxpo.prepare(recipe, batch)
+        forward = partial(proxpo.model_logp, model, ids, batch.mask)
+        applied = partial(transform.applied, model, sequences=rows)   # None without a transform
+        with backward_pass(recipe, batch, ctx, forward=forward, applied=applied) as step:
+            step.objective.backward()
+
+    forward: runs the policy with gradient; returns `logp`, or all batch fields that it computes.
+    applied: `Transform.applied` with all its arguments but `advantages`.
+    forward_rest: the same as `forward` for the terms without an advantage, if they read more.
+    policy_sum: `all_sum` for the policy term alone, where `ctx.all_sum` replays sums of the whole
+        loss (`sums_over_step`).
+    ranks: processes over which the engine averages gradients that are to be added.
+    backward: back-propagates the terms without an advantage, for engines that do it themselves.
+    """
+    if applied is None:
+        fields = _computed(forward)
+        loss = policy_loss(recipe, batch.replace(**fields), ctx)
+        yield BackwardPass(ranks * loss.value, loss, fields)
+        return
+    policy_ctx = ctx if policy_sum is None else replace(ctx, all_sum=policy_sum)
+    whole = None
+    if policy_term(recipe) != recipe:
+        present = batch.replace(**_computed(forward_rest or forward))
+        whole, rest = without_policy_term(recipe, present, ctx, policy_ctx)
+        backward(ranks * rest)
+    with applied(advantages=ranks * advantages_per_response(recipe, batch)):
+        fields = _computed(forward)
+        weights, _, loss = objective(recipe, batch.replace(**fields), policy_ctx)
+        if whole is not None:
+            loss = Loss(whole.value, whole.metrics | loss.metrics)
+        yield BackwardPass(-(weights * fields["logp"]).sum(), loss, fields)
+
+
+class Objective(NamedTuple):
+    """A loss as -Σ weights·logp to descend inside `applied(..., advantages=advantages)`."""
+
+    weights: Float[Tensor, "seq tok"]
+    advantages: Float[Tensor, " seq"]
+    loss: Loss
+
+
+def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
+    """The recipe's policy term on a prepared batch, taken apart for a gradient transform.
+
+    Responses with advantage 0 get the weight of a token in the recipe's average, so that they
+    still take part in a transform's statistics. Regularisers and the critic are left out: they
+    carry no advantage and want a backward pass of their own.
+    """
+    logp = batch.logp.detach().requires_grad_()
+    averaged: list[Tensor] = []
+
+    def average(x: Tensor, batch: Batch, ctx: Context) -> Any:
+        averaged.append(x)
+        return recipe.aggregate.apply(x, batch, ctx)
+
+    loss = policy_loss(
+        policy_term(recipe).replace(aggregate=replace(recipe.aggregate, apply=average)),
+        batch.replace(logp=logp),
+        ctx,
+    )
+    slope, share = torch.autograd.grad(loss.value, [logp, averaged[0]])
+    advantages = advantages_per_response(recipe, batch)[:, None]
+    weights = torch.where(
+        advantages == 0, share, -slope / torch.where(advantages == 0, 1.0, advantages)
+    )
+    return Objective(torch.where(batch.mask, weights, 0.0), advantages[:, 0], loss)
+
+
+def advantages_per_response(recipe: Recipe, batch: Batch) -> Float[Tensor, " seq"]:
+    """The advantage of each response; refuses several inside a response."""
+    advantages = batch.require("advantages", by="a gradient transform")
+    rows = row_mean(advantages, batch.mask)
+    spread = torch.where(batch.mask, advantages - rows[:, None], 0.0).abs()
+    if bool((spread > 1e-6 * (1 + rows.abs()[:, None])).any()):
+        name = recipe.gradient.name if recipe.gradient else "none"
+        raise ProxpoError(
+            f"{recipe.name}: gradient={name} needs one advantage per response, but the advantages "
+            "differ inside a response"
+        )
+    return rows
+
+
+def policy_term(recipe: Recipe) -> Recipe:
+    """The recipe without the terms that carry no advantage."""
+    return recipe.replace(regularisers=(), value=None)
+
+
+def without_policy_term(
+    recipe: Recipe, batch: Batch, ctx: Context, policy_ctx: Context | None = None
+) -> tuple[Loss, Float[Tensor, ""]]:
+    """The loss, and the part of it that carries no advantage: regularisers and the critic's term.
+
+    policy_ctx: for the policy term, where its sums are others. Random draws are the same in both,
+    and `ctx.generator` stays as it is.
+    """
+    whole = policy_loss(recipe, batch, _same_draws(ctx))
+    policy = policy_loss(policy_term(recipe), batch, _same_draws(policy_ctx or ctx))
+    return whole, whole.value - policy.value
+
+
+def _computed(forward: Forward) -> Mapping[str, Tensor]:
+    result = forward()
+    return {"logp": result} if isinstance(result, Tensor) else result
+
+
+def _same_draws(ctx: Context) -> Context:
+    """The context with a copy of its generator."""
+    if ctx.generator is None:
+        return ctx
+    copy = torch.Generator(device=ctx.generator.device)
+    copy.set_state(ctx.generator.get_state())
+    return replace(ctx, generator=copy)
+
+
+def sums_over_step(
+    recipe: Recipe,
+    sample: Batch,
+    ctx: Context,
+    *,
+    microbatches: Callable[[], Sequence[Batch]],
+    scopes: Collection[Reach] = ("batch", "rank"),
+) -> AllSum:
+    """`all_sum` for the micro-batches of an optimizer step; `ctx.all_sum` if that is enough.
+
+    sample: any of the micro-batches, or all in one; numbers of the forward pass may be made up.
+    microbatches: runs the policy without gradient and returns all micro-batches; called only for a
+        recipe that takes sums over them.
+    scopes: sums that a single micro-batch cannot answer; without "rank" each holds whole groups.
+    """
+    if not asks_for_sums(recipe, sample, ctx, scopes=scopes):
+        return ctx.all_sum
+
+    def loss(batch: Batch, *, all_sum: AllSum) -> Loss:
+        return policy_loss(recipe, batch, replace(ctx, all_sum=all_sum))
+
+    return over_microbatches(loss, microbatches(), ranks=ctx.all_sum)
+
+
+@torch.no_grad()
+def asks_for_sums(
+    recipe: Recipe,
+    sample: Batch,
+    ctx: Context,
+    *,
+    scopes: Collection[Reach] = ("batch", "rank"),
+) -> bool:
+    """True if the recipe's loss takes sums of these scopes, found by computing it on a sample."""
+    asked: set[Reach] = set()
+
+    def record(x: Tensor, scope: Reach = "batch") -> Tensor:
+        asked.add(scope)
+        return x
+
+    policy_loss(recipe, sample, replace(ctx, all_sum=record))
+    return not asked.isdisjoint(scopes)
+
+
+__all__ = [
+    "BackwardPass",
+    "Objective",
+    "advantages_per_response",
+    "asks_for_sums",
+    "backward_pass",
+    "objective",
+    "policy_term",
+    "sums_over_step",
+    "without_policy_term",
+]

@@ -15,12 +15,18 @@ PACKAGE = Path(__file__).parents[1] / "proxpo"
 # Lowest first: a module imports its own layer and lower ones. The longest matching name decides, so
 # a module can lie in another layer than its package; "" is proxpo/__init__.py.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
-    ("ops", "fields", "conversion", "types"),
+    ("errors", "ops.shapes"),
+    ("fields",),
+    ("conversion",),
+    ("types",),
+    ("ops",),
     ("exact", "logp"),
     ("gradients",),
-    ("stages", "recipes", "settings", "compose"),  # `loss_fn` takes a recipe or its name
-    ("backward", "optimizers", "models", "sampler", "rewards"),
+    ("stages",),
+    ("recipes", "settings"),
+    ("compose",),
+    ("backward",),
+    ("optimizers", "models", "sampler", "rewards"),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),
     ("train", "adapters"),

@@ -53,7 +53,7 @@ class Sum(NamedTuple):
 
 
 def held_out(x: Sum, share: float) -> bool:
-    """Whether the problem belongs to the test split: a fixed share of all operand pairs."""
+    """True if the problem belongs to the test split: a fixed share of all operand pairs."""
     low, high = sorted((x.a, x.b))
     return derive(0, "held out", low, x.operation, high) < share * 2**63
 

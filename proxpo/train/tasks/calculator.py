@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def calculate(turn: str) -> Reply:
-    """What the calculator says to a turn: `=43` to `[17+26]`, nothing to anything else."""
+    """Reply of the calculator to a turn: `=43` to `[17+26]`, nothing to anything else."""
     call = _CALL.fullmatch(turn)
     if call is None:
         return Reply("", void=_NUMBER.fullmatch(turn) is None)

@@ -7,7 +7,7 @@ from typing import Any
 from proxpo.errors import ProxpoError
 from proxpo.fields import CORE
 from proxpo.settings import Settings, make_recipe
-from proxpo.stages import check
+from proxpo.stages import check_stages
 from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
@@ -90,7 +90,7 @@ def resolve_recipe(recipe: str | Recipe, options: Settings | None) -> Recipe:
         return make_recipe(recipe, options or {})
     if options:
         raise ProxpoError("recipe_options go with the name of a recipe; this one is already made")
-    return check(recipe)
+    return check_stages(recipe)
 
 
 def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:

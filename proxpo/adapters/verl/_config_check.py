@@ -10,7 +10,7 @@ from typing import Any
 
 from proxpo.adapters.verl._environment import notify
 from proxpo.adapters.verl._estimators import estimators
-from proxpo.adapters.verl._losses import AVERAGES, options_of
+from proxpo.adapters.verl._losses import AVERAGES, loss_options
 from proxpo.adapters.verl._recipes import (
     GROUP_KINDS,
     PREFIX,
@@ -85,7 +85,7 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
     slug = known_slug(str(actor.policy_loss.get("loss_mode", "")))
     if slug is None:
         return
-    options = as_builtins(options_of(actor))
+    options = as_builtins(loss_options(actor))
     recipe = loss_recipe(slug, options, changed_settings(actor))
     _check_explicit(recipe, actor, explicit)
     _check_options(recipe, options, actor)

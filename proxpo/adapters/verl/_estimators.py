@@ -19,7 +19,7 @@ from proxpo.ops.masked import last_valid
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.recipes import methods
 from proxpo.settings import at_length
-from proxpo.stages import STAGES, load_all
+from proxpo.stages import STAGES, load_stages
 from proxpo.types import Batch, Context, Recipe
 
 CARRIER = "reinforce"  # the recipe around an advantage stage that is named by itself
@@ -37,7 +37,7 @@ def register_estimators() -> None:
 
 def estimators() -> dict[str, Make]:
     """Functions that make the recipe of each estimator from algorithm.options, by verl's name."""
-    load_all()
+    load_stages()
     named = {verl_name(slug): _of_method(slug) for slug in methods()}
     for stage in STAGES["advantage"]:
         named.setdefault(PREFIX + stage, _of_stage(stage))

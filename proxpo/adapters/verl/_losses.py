@@ -96,7 +96,7 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
 
 def recipe_for(slug: str, config: Any) -> Recipe:
     """The recipe of a loss mode under an actor config: its options and verl's own settings."""
-    recipe = loss_recipe(slug, options_of(config), changed_settings(config))
+    recipe = loss_recipe(slug, loss_options(config), changed_settings(config))
     notify_of_differences(recipe, config)
     kl = getattr(config, "kl_loss_coef", 0.0) if getattr(config, "use_kl_loss", False) else 0.0
     if kl and "ref_logp" in recipe.needs():
@@ -294,7 +294,7 @@ def verl_metrics(loss: Loss, batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def options_of(config: Any) -> Mapping[str, Any]:
+def loss_options(config: Any) -> Mapping[str, Any]:
     """`policy_loss.options` of an actor config; none where verl's own PolicyLossConfig is used."""
     loss = getattr(config, "policy_loss", None)
     return getattr(loss, "options", None) or {}
@@ -308,7 +308,7 @@ __all__ = [
     "full_precision",
     "loss_batch",
     "loss_mode",
-    "options_of",
+    "loss_options",
     "recipe_for",
     "register_losses",
     "verl_metrics",

@@ -252,7 +252,7 @@ class ProxpoTrainer(GRPOTrainer):
         objective, and the transform stays open until TRL's backward is done.
         """
         mode = "train" if self.model.training else "eval"
-        step = self._step_of(mode, model, inputs)
+        step = self._step_of(mode, inputs)
         batch, processes = step.microbatch(inputs), self.accelerator.num_processes
         lag = self.state.global_step - step.rollout.version
         batch = batch.replace(lag=torch.full_like(batch.mask, lag, dtype=torch.long))
@@ -335,7 +335,7 @@ class ProxpoTrainer(GRPOTrainer):
 
     # --- the optimizer step that a micro-batch belongs to
 
-    def _step_of(self, mode: str, model: nn.Module, inputs: dict[str, Any]) -> OptimizerStep:
+    def _step_of(self, mode: str, inputs: dict[str, Any]) -> OptimizerStep:
         """The optimizer step of this micro-batch; every process enters it together."""
         if mode == "eval":
             return self._open_step(self.model, 0, mode, [inputs])

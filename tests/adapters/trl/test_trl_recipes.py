@@ -67,7 +67,7 @@ def test_twenty_steps(slug, tmp_path):
 
 
 def first_loss(run: Watched, slug: str) -> float:
-    """What proxpo alone makes of the first micro-batch, without TRL."""
+    """Loss of the first micro-batch by proxpo alone, without TRL."""
     made = proxpo.make_recipe(slug, OPTIONS.get(slug, {}))
     made = at_length(made, run.args.max_completion_length)
     made = (variants(made) or (made,))[0]
@@ -248,7 +248,7 @@ def test_options_belong_to_a_name(tmp_path):
 
 
 def test_lengths_are_trls_unless_set(tmp_path):
-    """What dr-grpo divides by and dapo penalises is max_completion_length, as in TRL's own losses.
+    """dr-grpo divides by max_completion_length and dapo penalises it, as TRL's own losses do.
 
     Also where the recipe comes ready made.
     """

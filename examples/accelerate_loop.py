@@ -35,16 +35,18 @@ def main():
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
     model, optimizer = accelerator.prepare(policy.model, optimizer)
     parts = torch.arange(len(PROBLEMS)).chunk(PARTS)[accelerator.process_index :: ranks]
-    mine = torch.cat(parts).tolist()
+    local_rows = torch.cat(parts).tolist()
     for step in range(STEPS):
-        seeds = [step * len(PROBLEMS) + row for row in mine]
-        (ids, seen), batch = sample(policy, sampler, [PROBLEMS[row] for row in mine], seeds)
+        seeds = [step * len(PROBLEMS) + row for row in local_rows]
+        (ids, attended), batch = sample(
+            policy, sampler, [PROBLEMS[row] for row in local_rows], seeds
+        )
         # Advantages belong to whole groups, which are all here; the counts are those of all ranks.
         batch, ctx, _ = proxpo.prepare(recipe, batch, proxpo.Context(all_sum=all_sum))
         ctx = proxpo.Context(denominators=ctx.denominators)  # refuses statistics of a micro-batch
         for _ in range(UPDATES):
-            for rows in torch.arange(len(mine)).chunk(len(parts)):
-                cut = (ids[rows], seen[rows], batch.rows(rows))
+            for rows in torch.arange(len(local_rows)).chunk(len(parts)):
+                cut = (ids[rows], attended[rows], batch.rows(rows))
                 backward(model, recipe, transform, *cut, ctx)
             for weight in model.parameters():
                 weight.grad *= ranks  # DDP took the mean; with shared counts the sum is meant

@@ -26,10 +26,10 @@ def sample(policy, sampler, problems, seeds):
     return inputs(drawn, policy.pad_id), proxpo.Batch(**known, rewards=rewards, group=group)
 
 
-def backward(model, recipe, transform, ids, seen, batch, ctx):
+def backward(model, recipe, transform, ids, attended, batch, ctx):
     """Gradients of one update: ISOPO acts inside the backward pass, most methods in the loss."""
-    rows = torch.arange(len(ids), device=ids.device)[:, None].where(seen, -1)
-    forward = partial(proxpo.model_logp, model, ids, batch.mask, attention_mask=seen)
+    rows = torch.arange(len(ids), device=ids.device)[:, None].where(attended, -1)
+    forward = partial(proxpo.model_logp, model, ids, batch.mask, attention_mask=attended)
     applied = partial(transform.applied, model, sequences=rows) if transform else None
     with proxpo.backward_pass(recipe, batch, ctx, forward=forward, applied=applied) as opened:
         opened.objective.backward()
@@ -42,10 +42,10 @@ def main():
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
     for step in range(STEPS):
         seeds = [step * len(PROBLEMS) + row for row in range(len(PROBLEMS))]
-        (ids, seen), batch = sample(policy, sampler, PROBLEMS, seeds)
+        (ids, attended), batch = sample(policy, sampler, PROBLEMS, seeds)
         batch, ctx, _ = proxpo.prepare(recipe, batch)
         for _ in range(UPDATES):
-            backward(policy.model, recipe, transform, ids, seen, batch, ctx)
+            backward(policy.model, recipe, transform, ids, attended, batch, ctx)
             optimizer.step()
             optimizer.zero_grad()
             if transform:

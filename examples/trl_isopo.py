@@ -20,13 +20,15 @@ from proxpo.models import load_policy
 
 
 def additions(count: int, seed: int = 0) -> Dataset:
-    draw = random.Random(seed)
-    pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(count)]
+    """Sums of two numbers of two digits."""
+    random_numbers = random.Random(seed)
+    pairs = [(random_numbers.randint(10, 99), random_numbers.randint(10, 99)) for _ in range(count)]
     return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs])
 
 
-def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    return [float(text.strip() == wanted) for text, wanted in zip(completions, answer)]
+def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Reward 1 for the right sum, else 0."""
+    return [float(text.strip() == target) for text, target in zip(completions, answer)]
 
 
 def main(argv: list[str] | None = None) -> ProxpoTrainer:
@@ -35,12 +37,12 @@ def main(argv: list[str] | None = None) -> ProxpoTrainer:
     parser.add_argument("--recipe", default="isopo")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default="runs/trl-isopo")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
 
-    policy = load_policy(given.model)
+    policy = load_policy(options.model)
     args = GRPOConfig(
-        given.out,
-        max_steps=given.steps,
+        options.out,
+        max_steps=options.steps,
         per_device_train_batch_size=32,
         num_generations=8,
         max_completion_length=6,
@@ -53,11 +55,11 @@ def main(argv: list[str] | None = None) -> ProxpoTrainer:
     )
     trainer = ProxpoTrainer(
         policy.model,
-        right,
+        exact_match,
         args,
         additions(512),
-        recipe=given.recipe,
-        recipe_options={"gradient.reg": 1.0} if given.recipe == "isopo" else None,
+        recipe=options.recipe,
+        recipe_options={"gradient.reg": 1.0} if options.recipe == "isopo" else None,
         processing_class=policy.tokenizer,
     )
     trainer.train()

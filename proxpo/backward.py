@@ -1,8 +1,13 @@
 """The backward pass of one micro-batch, with or without a gradient transform, for any loop.
 
-A transform takes the gradient of the policy term alone, weighted by advantages. The other terms of
-a loss (regularisers, the critic's) carry no advantage: they are the whole loss minus its policy
-term, and get an ordinary forward and backward pass of their own before the transform's.
+A transform takes the gradient of a sum of log-probabilities, and the advantages apart. For a policy
+term L that sum is Σ u_it · log π(o_it) with u_it = -(∂L/∂log π_it)/A_i, held constant: 1 for
+REINFORCE, the ratio for an unclipped surrogate, 0 where a clip acts. So KPO's ratio with ISOPO's
+gradient and OPO's baseline is a setting.
+
+The other terms of a loss (regularisers, the critic's) carry no advantage: they are the whole loss
+minus its policy term, and get an ordinary forward and backward pass of their own before the
+transform's.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from proxpo.compose import policy_loss
+from proxpo.errors import ProxpoError
+from proxpo.ops.masked import row_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.sums import over_microbatches
-from proxpo.stages.gradient import objective, per_response
 from proxpo.types import AllSum, Batch, Context, Loss, Reach, Recipe
 
 Forward = Callable[[], Tensor | Mapping[str, Tensor]]
@@ -74,12 +80,61 @@ def backward_pass(
         present = batch.replace(**_computed(forward_rest or forward))
         whole, rest = without_policy_term(recipe, present, ctx, policy_ctx)
         backward(ranks * rest)
-    with applied(advantages=ranks * per_response(recipe, batch)):
+    with applied(advantages=ranks * advantages_per_response(recipe, batch)):
         fields = _computed(forward)
         weights, _, loss = objective(recipe, batch.replace(**fields), policy_ctx)
         if whole is not None:
             loss = Loss(whole.value, whole.metrics | loss.metrics)
         yield BackwardPass(-(weights * fields["logp"]).sum(), loss, fields)
+
+
+class Objective(NamedTuple):
+    """A loss as -Σ weights·logp to descend inside `applied(..., advantages=advantages)`."""
+
+    weights: Float[Tensor, "seq tok"]
+    advantages: Float[Tensor, " seq"]
+    loss: Loss
+
+
+def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
+    """The recipe's policy term on a prepared batch, taken apart for a gradient transform.
+
+    Responses with advantage 0 get the weight of a token in the recipe's average, so that they
+    still take part in a transform's statistics. Regularisers and the critic are left out: they
+    carry no advantage and want a backward pass of their own.
+    """
+    logp = batch.logp.detach().requires_grad_()
+    averaged: list[Tensor] = []
+
+    def average(x: Tensor, batch: Batch, ctx: Context) -> Any:
+        averaged.append(x)
+        return recipe.aggregate.apply(x, batch, ctx)
+
+    loss = policy_loss(
+        policy_term(recipe).replace(aggregate=replace(recipe.aggregate, apply=average)),
+        batch.replace(logp=logp),
+        ctx,
+    )
+    slope, share = torch.autograd.grad(loss.value, [logp, averaged[0]])
+    advantages = advantages_per_response(recipe, batch)[:, None]
+    weights = torch.where(
+        advantages == 0, share, -slope / torch.where(advantages == 0, 1.0, advantages)
+    )
+    return Objective(torch.where(batch.mask, weights, 0.0), advantages[:, 0], loss)
+
+
+def advantages_per_response(recipe: Recipe, batch: Batch) -> Float[Tensor, " seq"]:
+    """The advantage of each response; refuses several inside a response."""
+    advantages = batch.require("advantages", by="a gradient transform")
+    rows = row_mean(advantages, batch.mask)
+    spread = torch.where(batch.mask, advantages - rows[:, None], 0.0).abs()
+    if bool((spread > 1e-6 * (1 + rows.abs()[:, None])).any()):
+        name = recipe.gradient.name if recipe.gradient else "none"
+        raise ProxpoError(
+            f"{recipe.name}: gradient={name} needs one advantage per response, but the advantages "
+            "differ inside a response"
+        )
+    return rows
 
 
 def policy_term(recipe: Recipe) -> Recipe:
@@ -159,8 +214,11 @@ def asks_for_sums(
 
 __all__ = [
     "BackwardPass",
+    "Objective",
+    "advantages_per_response",
     "asks_for_sums",
     "backward_pass",
+    "objective",
     "policy_term",
     "sums_over_step",
     "without_policy_term",

@@ -30,7 +30,7 @@ SAMPLE = Path(__file__).parent / "data" / "sample_batch.json"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFile:
-    """A batch as it was written: `text` keeps the words of fields that had words for numbers."""
+    """A batch and, in `text`, the words of fields that had words for numbers."""
 
     batch: Batch
     text: dict[str, list[str]]
@@ -42,7 +42,7 @@ def load_batch(path: str | Path) -> Batch:
 
 
 def read_batch(path: str | Path) -> BatchFile:
-    """`load_batch`, with the words behind the numbers."""
+    """The batch in a file, and the words that stand behind its numbers."""
     path = SAMPLE if str(path) == "sample" else Path(path)
     readers: dict[str, Callable[[Path], dict[str, Any]]] = {
         ".json": _read_json,
@@ -53,15 +53,15 @@ def read_batch(path: str | Path) -> BatchFile:
     if path.suffix.lower() not in readers:
         raise ProxpoError(f"batch {path}: expected a .json or .safetensors file, or 'sample'")
     try:
-        found = readers[path.suffix.lower()](path)
+        fields = readers[path.suffix.lower()](path)
         text: dict[str, list[str]] = {}
-        return BatchFile(batch=_checked(found, text), text=text)
+        return BatchFile(batch=_batch(fields, text), text=text)
     except ProxpoError as error:
         raise ProxpoError(f"batch {path}: {error}") from None
 
 
 def save_batch(batch: Batch, path: str | Path) -> None:
-    """Write the fields that are there; `load_batch` gives them back. NaN is null in JSON."""
+    """Writes the fields that are present, for `load_batch`. NaN is null in JSON."""
     path = Path(path)
     tensors = {name: value.detach().cpu().contiguous() for name, value in batch.items()}
     if path.suffix.lower() == ".safetensors":
@@ -81,7 +81,7 @@ def _plain(value: Tensor) -> Any:
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_nan(one) for one in value]
+        return [_without_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -109,12 +109,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in fields:
             raise ProxpoError(f"the field '{name}' is given twice")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -133,11 +133,11 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         raise ProxpoError(f"not a safetensors file: {error}") from None
 
 
-def _checked(found: dict[str, Any], text: dict[str, list[str]]) -> Batch:
-    for name in found:
-        find_field(name)  # refuses an unknown one
+def _batch(fields: dict[str, Any], text: dict[str, list[str]]) -> Batch:
+    for name in fields:
+        find_field(name)  # refuses an unknown name
     tensors = {
-        name: as_tensor(name, value, text) for name, value in found.items() if value is not None
+        name: as_tensor(name, value, text) for name, value in fields.items() if value is not None
     }
     if 0 in tensors.get("logp", torch.ones(1)).shape:
         raise ProxpoError("the batch is empty: logp holds no tokens")

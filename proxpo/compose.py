@@ -21,7 +21,7 @@ from proxpo.ops.masked import spread
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.settings import make_recipe
-from proxpo.stages import check
+from proxpo.stages import check_stages
 from proxpo.types import (
     AllSum,
     Batch,
@@ -36,13 +36,13 @@ from proxpo.types import (
     whole,
 )
 
-AROUND = {  # stages that act around the loss, and how
+AROUND = {  # kinds of stages that act around the loss, and their effect
     "budget": "decides how many responses are sampled and how long they may be",
     "prompts": "decides which prompts are trained on and draws others",
     "gradient": "acts on the gradients of the model's layers (proxpo.gradients)",
     "schedule": "decides over the optimizer steps of a rollout",
 }
-_TOLD: set[str] = set()  # warnings given by this process
+_WARNED: set[str] = set()  # lines that this process has warned with
 
 
 class Prepared(NamedTuple):
@@ -56,11 +56,11 @@ class Prepared(NamedTuple):
 def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
     """The recipe as one function of a whole batch: `loss_fn("grpo")(batch).value.backward()`.
 
-    A name stands for the method with its defaults. What a recipe does around its loss is not in
-    it; one warning says what that is (`left_out`).
+    A name stands for the method with its defaults. A warning lists what the recipe does around its
+    loss, which is left out (`left_out`).
     """
-    recipe = check(_made(recipe))
-    _tell(recipe)
+    recipe = check_stages(_as_recipe(recipe))
+    _warn_left_out(recipe)
 
     def loss(batch: Batch, ctx: Context = Context()) -> Loss:
         if ctx.all_sum is whole:  # and `batch` is: nothing to verify
@@ -73,7 +73,7 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
 
 
 def left_out(recipe: Recipe) -> dict[str, str]:
-    """What the recipe does around its loss, by place, as clauses of a sentence."""
+    """Parts of the recipe that act around its loss, by place, as clauses of a sentence."""
     return {
         place: f"{stage.kind}={stage.name}, which {AROUND[stage.kind]}"
         for place, stage in recipe.stages()
@@ -81,22 +81,22 @@ def left_out(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _tell(recipe: Recipe) -> None:
+def _warn_left_out(recipe: Recipe) -> None:
     parts = "; ".join(left_out(recipe).values())
     line = f"{recipe.name}: this loss is without {parts}. `proxpo train` applies all of it"
-    if parts and line not in _TOLD:
+    if parts and line not in _WARNED:
         warnings.warn(line, stacklevel=3)
-        _TOLD.add(line)
+        _WARNED.add(line)
 
 
 def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Prepared:
-    """What is fixed for all updates on a rollout: mask, advantages, denominators.
+    """Computes what is fixed for all updates on a rollout: mask, advantages, denominators.
 
     Groups must be whole in `batch`; ranks may hold different groups (`ctx.all_sum` adds over them).
     Advantages given with the batch are used as they are. Numbers at valid tokens must be finite.
     """
-    recipe, batch = _made(recipe), _given(batch)
-    run = _Run(recipe, ctx)
+    recipe, batch = _as_recipe(recipe), _as_batch(batch)
+    run = _StageRunner(recipe, ctx)
     batch = batch.clean()
     check_rollout(batch.items(), batch.mask)
     earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
@@ -108,11 +108,11 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
             keep = run(f"filter.{stage.name}", stage, batch.replace(rewards=earned))
             batch = batch.replace(mask=batch.mask & keep)
         if batch.advantages is None:
-            found = batch.logp.new_zeros(batch.logp.shape)
+            advantages = batch.logp.new_zeros(batch.logp.shape)
             if recipe.advantage is not None:
-                found = run("advantage", recipe.advantage, batch)
+                advantages = run("advantage", recipe.advantage, batch)
                 batch = refreshed(batch) if recipe.advantage.live else batch
-            batch = batch.replace(advantages=found)
+            batch = batch.replace(advantages=advantages)
         for stage in recipe.prune:  # rows that leave now have had their say in the advantages
             batch = batch.replace(mask=batch.mask & run(f"prune.{stage.name}", stage, batch))
     batch = batch.replace(advantages=as_tokens(batch.advantages, batch)).clean()
@@ -133,18 +133,18 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
     a recipe that compares responses or takes statistics of the batch is refused on a cut that
     cannot answer: `proxpo.over_microbatches` makes the sums of all cuts.
     """
-    recipe, batch = _made(recipe), _given(batch)
+    recipe, batch = _as_recipe(recipe), _as_batch(batch)
     if ctx.all_sum is whole:
         ctx = replace(ctx, all_sum=_uncut(recipe, batch, ctx.counts))
-    run = _Run(recipe, ctx)
+    run = _StageRunner(recipe, ctx)
     read = {"logp"}.union(*(stage.needs for _, stage in recipe.stages()))
     batch = batch.clean(*(name for name in read if find_field(name).source == "policy"))
     # Bounds on a ratio would hide an infinite log-probability; NaN comes through to the loss.
     batch = batch.replace(logp=batch.logp.masked_fill(batch.logp.isinf(), torch.nan))
     if recipe.advantage is not None and recipe.advantage.live and batch.refresh is not None:
         with torch.no_grad():
-            found = as_tokens(run("advantage", recipe.advantage, batch), batch)
-        batch = batch.replace(advantages=found.masked_fill(~batch.mask, 0.0))
+            advantages = as_tokens(run("advantage", recipe.advantage, batch), batch)
+        batch = batch.replace(advantages=advantages.masked_fill(~batch.mask, 0.0))
     ratio = run("ratio", recipe.ratio, batch)
     token_loss = run("trust", recipe.trust, batch, ratio)
     for stage in recipe.weights:
@@ -159,11 +159,11 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
         value_loss = run("aggregate", recipe.aggregate, batch, value_terms)
         run.metrics["loss/value"] = value_loss.detach()
         loss = loss + value_loss
-    return Loss(loss, {name: seen.detach() for name, seen in run.metrics.items()})
+    return Loss(loss, {name: value.detach() for name, value in run.metrics.items()})
 
 
 def _uncut(recipe: Recipe, batch: Batch, counts: Denominators) -> AllSum:
-    """The sum over a batch that lacks nothing of what is summed; an error for any other."""
+    """An `all_sum` that returns its argument, and refuses a batch that lacks part of the sum."""
 
     @functools.cache  # a loss may ask many times, and the answer waits for the device
     def check_cut(scope: Reach) -> None:
@@ -185,7 +185,7 @@ def _uncut(recipe: Recipe, batch: Batch, counts: Denominators) -> AllSum:
 
 
 def _holds_groups(batch: Batch, counts: Denominators) -> bool:
-    """Every response to these prompts is in the batch, and so is every empty one of the step."""
+    """True if the batch has every response to its prompts and every empty response of the step."""
     rows, filled = len(batch.mask), int(batch.mask.any(dim=1).sum())
     if batch.group_tokens is None:
         return rows == int(counts.rows)
@@ -193,7 +193,7 @@ def _holds_groups(batch: Batch, counts: Denominators) -> bool:
     return complete and rows - filled == int(counts.rows - counts.sequences)
 
 
-def _made(recipe: Recipe | str) -> Recipe:
+def _as_recipe(recipe: Recipe | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str):
@@ -202,13 +202,13 @@ def _made(recipe: Recipe | str) -> Recipe:
     raise ProxpoError(f"expected a recipe or the name of a method, got {recipe!r}{hint}")
 
 
-def _given(batch: Batch) -> Batch:
+def _as_batch(batch: Batch) -> Batch:
     if not isinstance(batch, Batch):
         raise ProxpoError(f"expected a proxpo.Batch, got {type(batch).__name__}: Batch(logp=...)")
     return batch
 
 
-class _Run:
+class _StageRunner:
     """Applies stages of a recipe, each with its own state, and gathers their metrics."""
 
     def __init__(self, recipe: Recipe, ctx: Context) -> None:
@@ -253,6 +253,7 @@ def as_tokens(advantages: Tensor, batch: Batch) -> Float[Tensor, "seq tok"]:
 
 
 def require(recipe: Recipe, stage: Stage, batch: Batch) -> None:
+    """Refuses a batch without a field that the stage reads."""
     for name in stage.needs:
         if name in stage.instead and getattr(batch, stage.instead[name]) is not None:
             continue

@@ -1,4 +1,4 @@
-"""Conversion of what a user gives for a batch field to a tensor of its shape and dtype.
+"""Conversion of a user's lists, arrays and tensors to batch fields of the right shape and dtype.
 
 `Batch` and the batch files share this code: the same mistake gets the same line. What has one
 meaning is converted: lists, numpy arrays, whole numbers as 0/1 masks or rewards, floats that are
@@ -19,14 +19,14 @@ from proxpo.ops.shapes import Tensor
 WORDS = {"vocab": "vocabulary", "dim": "units", "latent": "units"}  # axes in error messages
 
 
-def fits(given: Mapping[str, Any]) -> bool:
+def fits(values: Mapping[str, Any]) -> bool:
     """True if all fields are tensors of their dtypes and shapes on one device; reads no value."""
-    logp = given.get("logp")
-    if not isinstance(logp, Tensor) or logp.dim() != 2 or "mask" not in given:
+    logp = values.get("logp")
+    if not isinstance(logp, Tensor) or logp.dim() != 2 or "mask" not in values:
         return False
     shape, device = logp.shape, logp.device
     rows, sizes = shape[:1], dict[str, int]()
-    for name, value in given.items():
+    for name, value in values.items():
         field = FIELDS.get(name)
         if field is None or not isinstance(value, Tensor) or value.device != device:
             return False
@@ -45,22 +45,22 @@ def fits(given: Mapping[str, Any]) -> bool:
     return True
 
 
-def fitted(given: Mapping[str, Any]) -> dict[str, Tensor]:
+def fitted(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """The fields as tensors that fit; those that fit already are left untouched.
 
     Python's numbers and integers get the floating dtype of `logp`, which as a list has float64.
     """
-    declared = {name: find_field(name) for name in given}
+    declared = {name: find_field(name) for name in values}
     for name in REQUIRED:
-        if name not in given:
+        if name not in values:
             raise ProxpoError(f"the field '{name}' is missing; every batch needs logp and mask")
-    logp = floating(as_tensor("logp", given["logp"]), torch.float64)
+    logp = floating(as_tensor("logp", values["logp"]), torch.float64)
     shape = tuple(logp.shape)
     if len(shape) != 2:
         raise ProxpoError(f"logp is {shown(shape)}, expected responses x tokens")
     dtype = torch.promote_types(logp.dtype, torch.float32)
     tensors = {"logp": logp}
-    for name, value in given.items():
+    for name, value in values.items():
         if name == "logp":
             continue
         tensor = as_tensor(name, value).to(logp.device)
@@ -118,7 +118,7 @@ def as_tensor(name: str, value: Any, text: dict[str, list[str]] | None = None) -
 
 
 def _stacked(value: Any, place: str) -> Tensor:
-    """A list of tensors as one, with its gradient."""
+    """A list of tensors as one tensor, differentiable."""
     rows = []
     for i, row in enumerate(value):
         rows.append(row if isinstance(row, Tensor) else _entry(row, f"{place}[{i}]"))
@@ -137,7 +137,7 @@ def _entry(value: Any, place: str) -> Tensor:
 
 
 def _flatten(value: Any, place: str) -> tuple[list[int | float], tuple[int, ...]]:
-    """Numbers in order and the shape; ragged or foreign content is named by its place."""
+    """Numbers in order, and their shape; refuses ragged or foreign content by its place."""
     if not any(isinstance(entry, (list, tuple)) for entry in value):
         if not set(map(type, value)) <= {int, float, bool, type(None)}:
             value = [_number(entry, f"{place}[{i}]") for i, entry in enumerate(value)]
@@ -156,55 +156,55 @@ def _flatten(value: Any, place: str) -> tuple[list[int | float], tuple[int, ...]
 
 
 def _number(value: Any, place: str) -> int | float | None:
-    """A number of Python or numpy."""
+    """The value as a Python number, or None; refuses anything else."""
     plain = value.item() if hasattr(value, "__array__") and hasattr(value, "item") else value
     if plain is None or isinstance(plain, (int, float)):
         return plain
     raise ProxpoError(f"{place} is {kind(plain)}, expected a number")
 
 
-def _ragged(place: str, row: int, given: tuple[int, ...], first: tuple[int, ...]) -> ProxpoError:
+def _ragged(place: str, row: int, shape: tuple[int, ...], first: tuple[int, ...]) -> ProxpoError:
     return ProxpoError(
-        f"{place} is ragged: row {row} has {_count(given)}, row 0 has {_count(first)}; "
+        f"{place} is ragged: row {row} has {_count(shape)}, row 0 has {_count(first)}; "
         "pad the rows and set mask to 0 there"
     )
 
 
 def _any(value: Any, sort: type) -> bool:
-    """Some entry of nested lists is of this type."""
+    """True if an entry of the nested lists is of this type."""
     return any(
         isinstance(entry, sort) or (isinstance(entry, (list, tuple)) and _any(entry, sort))
         for entry in value
     )
 
 
-def _numbered(value: Any, words: list[str], seen: dict[str, int]) -> list[Any]:
-    """Each distinct entry's number, by first appearance, collected in `words`; null stays."""
+def _numbered(value: Any, words: list[str], numbers: dict[str, int]) -> list[Any]:
+    """The entries numbered by first appearance and collected in `words`; null stays."""
     out: list[Any] = []
     for entry in value:
         if isinstance(entry, (list, tuple)):
-            out.append(_numbered(entry, words, seen))
+            out.append(_numbered(entry, words, numbers))
         elif entry is None or isinstance(entry, dict):
             out.append(entry)
         else:
-            if str(entry) not in seen:
-                seen[str(entry)] = len(words)
+            if str(entry) not in numbers:
+                numbers[str(entry)] = len(words)
                 words.append(str(entry))
-            out.append(seen[str(entry)])
+            out.append(numbers[str(entry)])
     return out
 
 
 def check_shape(field: Field, value: Tensor, shape: tuple[int, ...]) -> None:
     """Refuses a value whose shape does not go with log-probabilities of this shape."""
-    given, outer = tuple(value.shape), shape if field.per_token else shape[:1]
+    size, outer = tuple(value.shape), shape if field.per_token else shape[:1]
     if field.last:
-        fitting = given[:-1] == outer
+        fitting = size[:-1] == outer
         expected = f"{shown(outer)} x {WORDS.get(field.last, field.last)}"
     else:
         allowed = (outer, shape[:1]) if field.axes == "seq [tok]" else (outer,)
-        fitting, expected = given in allowed, " or ".join(map(shown, allowed))
+        fitting, expected = size in allowed, " or ".join(map(shown, allowed))
     if not fitting:
-        raise ProxpoError(f"{field.name} is {shown(given)}, expected {expected} to go with logp")
+        raise ProxpoError(f"{field.name} is {shown(size)}, expected {expected} to go with logp")
 
 
 def typed(field: Field, value: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -311,7 +311,7 @@ def _count(shape: tuple[int, ...]) -> str:
 
 
 def kind(value: Any) -> str:
-    """The sort of a value that is no list of numbers, in words."""
+    """Words for a value that is no list of numbers."""
     if isinstance(value, (int, float)):
         return f"the number {value}"
     names = {dict: "an object", list: "a list", tuple: "a list", str: "text", type(None): "null"}

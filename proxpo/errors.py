@@ -28,7 +28,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     folded = {fold(v): v for v in valid}
     close = difflib.get_close_matches(fold(name), list(folded), n=5, cutoff=0.6)
     if close:
-        best = max(close, key=lambda one: _likeness(fold(name), one))
+        best = max(close, key=lambda candidate: _likeness(fold(name), candidate))
         return f"; did you mean '{folded[best]}'?"
     return f"; valid: {', '.join(valid)}" if valid else ""
 
@@ -42,11 +42,12 @@ def resolve(name: str, valid: Iterable[str], *, what: str) -> str:
     raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid)}")
 
 
-def _likeness(given: str, name: str) -> tuple[float, bool]:
-    """Of names equally close the one with the same letters: `gpso` is `gspo`, not `pspo`."""
-    ratio = difflib.SequenceMatcher(None, name, given).ratio()
-    return ratio, sorted(given) == sorted(name)
+def _likeness(text: str, name: str) -> tuple[float, bool]:
+    """Closeness of two names; equal letters decide a tie: `gpso` is `gspo`, not `pspo`."""
+    ratio = difflib.SequenceMatcher(None, name, text).ratio()
+    return ratio, sorted(text) == sorted(name)
 
 
 def fold(name: str) -> str:
+    """The name in lower case with `_` for `-`."""
     return name.lower().replace("-", "_")

@@ -67,7 +67,7 @@ class Field:
         FIELDS[name] = self
 
     def __get__(self, batch: Any, owner: type) -> "Field | None":
-        return self if batch is None else None  # a value is found in the batch before this
+        return self if batch is None else None  # a present value hides this
 
     @functools.cached_property
     def dtypes(self) -> frozenset[torch.dtype]:

@@ -1,4 +1,4 @@
-"""What a method does with a batch: its loss, the gradient on every token, and what drove it."""
+"""Inspection of a method on a batch: loss, gradient on every token, advantages and metrics."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from proxpo.compose import Prepared, left_out, policy_loss, prepare
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
-from proxpo.stages.schedule.clipping_bias import clipping_bias_of, logp_norm
+from proxpo.stages.schedule.clipping_bias import ClippingBias, clipping_bias_of
 from proxpo.stages.trust.ess import ess
 from proxpo.types import Batch, Context, Recipe
 
@@ -29,7 +29,7 @@ class Inspection:
 
     @property
     def notes(self) -> list[str]:
-        """What these numbers do not show of the method, and lengths that a trainer would set."""
+        """Parts of the method that the numbers leave out, and lengths that a trainer would set."""
         after = ("gradient", "schedule")
         parts = [
             f"shown {'before' if place in after else 'without'} {what}"
@@ -43,7 +43,7 @@ class Inspection:
 
     @property
     def mass(self) -> Float[Tensor, " seq"]:
-        """Σ_t |∂L/∂log π| per response: how loudly it speaks in the update."""
+        """Σ_t |∂L/∂log π| per response: its share in the update."""
         return self.dloss_dlogp.abs().sum(dim=1)
 
     @property
@@ -53,28 +53,27 @@ class Inspection:
 
 
 def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0) -> Inspection:
-    """Run `recipe` on the whole batch in float64. Stages that draw at random draw from `seed`.
+    """Runs `recipe` on the whole batch in float64. Random stages draw from `seed`.
 
-    `advantages` has the shape the batch gave them in. Where the recipe computed them it has one
-    value per response if all valid tokens of each response share one, else one per token.
+    `advantages` has the shape of those in the batch. Where the recipe computed them it has one
+    value per response if all valid tokens of each response share it, else a value per token.
     """
-    given = batch.advantages
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     logp = doubled.pop("logp").detach().clone().requires_grad_()
     ctx = Context(generator=torch.Generator().manual_seed(seed))
     ready = prepare(recipe, Batch(logp=logp, **doubled), ctx)
-    loss, seen = policy_loss(recipe, ready.batch, ready.ctx)
+    loss, loss_metrics = policy_loss(recipe, ready.batch, ready.ctx)
     gradient = torch.zeros_like(logp)
     if loss.requires_grad:
-        found = torch.autograd.grad(loss, logp, allow_unused=True)[0]
-        gradient = gradient if found is None else found.masked_fill(~batch.mask, 0.0)
-    metrics = {key: float(value) for key, value in {**ready.metrics, **seen}.items()}
+        slope = torch.autograd.grad(loss, logp, allow_unused=True)[0]
+        gradient = gradient if slope is None else slope.masked_fill(~batch.mask, 0.0)
+    metrics = {key: float(value) for key, value in {**ready.metrics, **loss_metrics}.items()}
     return Inspection(
         method=name or recipe.name,
         recipe=recipe,
         loss=float(loss.detach()),
         dloss_dlogp=gradient,
-        advantages=_shaped(ready.batch, given),
+        advantages=_advantages_shown(ready.batch, batch.advantages),
         mask=ready.batch.mask,
         metrics=metrics | _measured(recipe, ready, gradient),
     )
@@ -96,18 +95,19 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return value if math.isfinite(value) else None
 
 
-def _shaped(batch: Batch, given: Tensor | None) -> Tensor:
-    found = _advantages(batch)
-    top = torch.where(batch.mask, found, -torch.inf).amax(dim=1)
-    bottom = torch.where(batch.mask, found, torch.inf).amin(dim=1)
-    per_response = bool((top <= bottom).all()) if given is None else given.dim() == 1
-    return torch.where(batch.mask.any(dim=1), top, 0.0) if per_response else found
+def _advantages_shown(batch: Batch, original: Tensor | None) -> Tensor:
+    """The prepared advantages, per response if the original ones are or might have been."""
+    advantages = _advantages(batch)
+    top = torch.where(batch.mask, advantages, -torch.inf).amax(dim=1)
+    bottom = torch.where(batch.mask, advantages, torch.inf).amin(dim=1)
+    per_response = bool((top <= bottom).all()) if original is None else original.dim() == 1
+    return torch.where(batch.mask.any(dim=1), top, 0.0) if per_response else advantages
 
 
 def _advantages(batch: Batch) -> Tensor:
@@ -123,8 +123,8 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
         "advantage": masked_mean(_advantages(batch).abs(), mask),
     }
     bias = clipping_bias_of(recipe)
-    if bias is not None:  # over tokens in place of parameters: there is no model here
-        norm = logp_norm(recipe, batch, ready.ctx)
+    if bias is not None:  # over tokens in place of parameters: there is no model
+        norm = _bias_norm(bias, recipe, ready)
         measured["rescale_norm_logp"] = norm
         measured["rescale_factor_logp"] = norm.new_tensor(bias.factor(float(norm)))
     with torch.no_grad():
@@ -136,6 +136,16 @@ def _measured(recipe: Recipe, ready: Prepared, gradient: Tensor) -> dict[str, fl
             # The tokens were drawn from the old policy, so this direction is the unbiased one.
             measured["kl_old"] = masked_mean(kl_estimate(batch.old_logp, batch.logp), mask)
     return {f"inspect/{key}": float(value) for key, value in measured.items()}
+
+
+def _bias_norm(bias: ClippingBias, recipe: Recipe, ready: Prepared) -> Float[Tensor, ""]:
+    """‖∂C/∂log π‖ over tokens: a proxy for the norm over parameters where no model is at hand."""
+    logp = ready.batch.logp.detach().requires_grad_()
+    value = policy_loss(bias.measured(recipe), ready.batch.replace(logp=logp), ready.ctx).value
+    if not value.requires_grad:
+        return torch.zeros_like(value)
+    slope = torch.autograd.grad(value, logp, allow_unused=True)[0]
+    return torch.zeros_like(value) if slope is None else slope.norm()
 
 
 __all__ = ["Inspection", "as_json", "inspect_batch"]

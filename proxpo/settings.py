@@ -1,4 +1,4 @@
-"""A recipe from names and settings: what `--set`, YAML and keyword arguments all come down to.
+"""Recipes from names and settings, as `--set`, YAML files and keyword arguments give them.
 
 make_recipe("grpo", {"clip_high": 0.28})                      an option of the method
 make_recipe("grpo", {"ratio": "kalman", "ratio.q": 1e-6})     another stage, and its options
@@ -12,7 +12,7 @@ from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
 from proxpo.recipes._registry import Method, method
-from proxpo.stages import STAGES, check, load_all, make_stage
+from proxpo.stages import STAGES, check_stages, load_stages, make_stage
 from proxpo.stages._options import parameters, variations
 from proxpo.types import KINDS, MANY, Recipe, Stage
 
@@ -33,8 +33,8 @@ def make_recipe(name: str, settings: Settings = ()) -> Recipe:
 
 
 def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
-    """Stages replaced first, then their options, whatever the order they were written in."""
-    load_all()
+    """Replaces stages first, then their options, in whatever order they were written."""
+    load_stages()
     swaps = [pair for key, value in swaps for pair in _unfold(key, value)]
     for key, value in swaps:
         if "." not in key:
@@ -42,7 +42,7 @@ def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
     for key, value in swaps:
         if "." in key:
             recipe = _adjust(recipe, key, value)
-    return check(recipe)
+    return check_stages(recipe)
 
 
 def at_length(recipe: Recipe, tokens: int | None) -> Recipe:
@@ -57,14 +57,14 @@ def at_length(recipe: Recipe, tokens: int | None) -> Recipe:
     for kind in KINDS:
         stages = getattr(recipe, kind)
         if kind in MANY:
-            fitted = fitted.replace(**{kind: tuple(_at_length(one, tokens) for one in stages)})
+            fitted = fitted.replace(**{kind: tuple(_at_length(stage, tokens) for stage in stages)})
         elif stages is not None:
             fitted = fitted.replace(**{kind: _at_length(stages, tokens)})
     return fitted
 
 
 def lengths(recipe: Recipe) -> dict[str, float | None]:
-    """The length in use at each place that has one; none where it is left to the host."""
+    """The response length assumed at each place that has one; None where the host decides."""
     return {
         f"{place}.max_tokens": stage.options["max_tokens"]
         for place, stage in recipe.stages()
@@ -73,7 +73,7 @@ def lengths(recipe: Recipe) -> dict[str, float | None]:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`key=value` from the command line; numbers, true/false and none are read as such."""
+    """Key and value of `key=value`; numbers, true/false and none are read as such."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise ProxpoError(f"--set takes option=value, got '{text}'")
@@ -81,6 +81,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_value(text: str) -> Any:
+    """The number, truth value or None that the text spells; else the text."""
     plain = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in plain:
         return plain[text.lower()]
@@ -121,7 +122,7 @@ def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, opt
 
 
 def _matters(entry: Method, options: Mapping[str, Any], option: str) -> bool:
-    """Whether the recipe with these options differs from the one without this option."""
+    """True if the recipe with these options differs from the recipe without this option."""
     try:
         recipe = entry.make(**options)
     except ProxpoError:
@@ -134,7 +135,7 @@ def _matters(entry: Method, options: Mapping[str, Any], option: str) -> bool:
 
 
 def _same(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes have equal stages; stages that are not registered are compared by id."""
+    """True if two recipes have equal stages; unregistered stages are compared by id."""
     return len(a.stages()) == len(b.stages()) and all(
         x == y and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
         for x, y in zip(a.stages(), b.stages())
@@ -162,11 +163,11 @@ def _unfold(key: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         return [(key, value)]
     kind = key.rstrip("+")
-    rest = {option: given for option, given in value.items() if option != "name"}
+    rest = {option: setting for option, setting in value.items() if option != "name"}
     if "name" not in value:
-        return [(f"{kind}.{option}", given) for option, given in rest.items()]
+        return [(f"{kind}.{option}", setting) for option, setting in rest.items()]
     place = f"{kind}.{value['name']}" if kind in MANY else kind
-    return [(key, value["name"]), *((f"{place}.{option}", given) for option, given in rest.items())]
+    return [(key, value["name"]), *((f"{place}.{option}", rest[option]) for option in rest)]
 
 
 def _swap(recipe: Recipe, key: str, value: Any, swaps: Swaps) -> Recipe:
@@ -180,22 +181,22 @@ def _swap(recipe: Recipe, key: str, value: Any, swaps: Swaps) -> Recipe:
                 raise ProxpoError(f"{recipe.name}: the {kind} stage cannot be left out")
             if kind in optional:
                 return recipe.replace(**{kind: None})
-        return recipe.replace(**{kind: _made(kind, "none" if value is None else value, swaps)})
+        return recipe.replace(**{kind: _stage(kind, "none" if value is None else value, swaps)})
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",")]
     names = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-    made = tuple(_made(kind, name, swaps) for name in names)
-    return recipe.replace(**{kind: (*getattr(recipe, kind), *made) if add else made})
+    stages = tuple(_stage(kind, name, swaps) for name in names)
+    return recipe.replace(**{kind: (*getattr(recipe, kind), *stages) if add else stages})
 
 
-def _made(kind: str, value: Any, swaps: Swaps) -> Stage:
+def _stage(kind: str, value: Any, swaps: Swaps) -> Stage:
     if isinstance(value, Stage):
         return value
     if not isinstance(value, Mapping):
         return make_stage(kind, str(value), **_required(kind, str(value), swaps))
     if "name" not in value:
         raise ProxpoError(f"{kind}: a stage is NAME or a table with a 'name', got {dict(value)}")
-    options = {option: given for option, given in value.items() if option != "name"}
+    options = {option: setting for option, setting in value.items() if option != "name"}
     return make_stage(kind, str(value["name"]), **options)
 
 
@@ -218,14 +219,15 @@ def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
             )
         return recipe.replace(**{kind: _with_option(stages, path[0], value)})
     named = path[0] if len(path) == 2 else None
-    fitting = [one for one in stages if named is None or fold(one.name) == fold(named)]
+    fitting = [stage for stage in stages if named is None or fold(stage.name) == fold(named)]
     if len(fitting) != 1:
-        present = ", ".join(one.name for one in stages) or "none"
+        present = ", ".join(stage.name for stage in stages) or "none"
         raise ProxpoError(
             f"{recipe.name}: '{key}' should read {kind}.STAGE.OPTION; {kind} stages: {present}"
         )
     changed = _with_option(fitting[0], path[-1], value)
-    return recipe.replace(**{kind: tuple(changed if one is fitting[0] else one for one in stages)})
+    swapped = tuple(changed if stage is fitting[0] else stage for stage in stages)
+    return recipe.replace(**{kind: swapped})
 
 
 def _at_length(stage: Stage, tokens: int) -> Stage:

@@ -1,4 +1,4 @@
-"""The vocabulary: Batch in, Loss out, and what a stage and a recipe are.
+"""The vocabulary: Batch, Context, Stage, Recipe and Loss.
 
     budget -> prompts -> reward -> filter -> advantage -> prune -> weights -> ratio -> trust
            -> regularisers -> select -> aggregate -> backward [gradient]
@@ -21,6 +21,7 @@ from proxpo.fields import CORE, FIELDS, REQUIRED, BatchFields, find_field
 from proxpo.ops.shapes import Float, Int, Num, Shaped, Tensor
 
 Metrics = dict[str, Tensor]
+PerToken = tuple[Float[Tensor, "seq tok"], Metrics]  # most stages return it
 State = dict[str, Tensor]
 States = Mapping[str, State]
 Scope = Literal["batch", "microbatch"]
@@ -55,8 +56,8 @@ def _default(name: str) -> Any:
 class Batch(BatchFields):
     """B responses of up to T tokens. Values at masked positions are arbitrary, NaN included.
 
-    `Batch(logp=..., mask=..., rewards=...)` takes every declared field (proxpo/fields.py); one that
-    is absent reads as None. Lists, numpy arrays and numbers of another dtype are converted where
+    `Batch(logp=..., mask=..., rewards=...)` takes every declared field (proxpo/fields.py); an
+    absent field reads as None. Lists, numpy arrays and numbers of another dtype are converted where
     they have one meaning; wrong shapes are refused as in a batch file.
     """
 
@@ -67,8 +68,8 @@ class Batch(BatchFields):
 
     if not TYPE_CHECKING:  # type checkers and editors see the declared fields as arguments
 
-        def __init__(self, **given):
-            present = {name: value for name, value in given.items() if value is not None}
+        def __init__(self, **fields):
+            present = {name: value for name, value in fields.items() if value is not None}
             vars(self).update(present if fits(present) else fitted(present))
 
     def __getattr__(self, name: str) -> Any:
@@ -86,7 +87,7 @@ class Batch(BatchFields):
 
     @property
     def extra(self) -> dict[str, Tensor]:
-        """The fields that stages have declared for themselves."""
+        """The present fields that stages have declared for themselves."""
         return {name: x for name, x in self.items() if name not in CORE}
 
     def replace(self, **changes: Any) -> "Batch":
@@ -146,7 +147,7 @@ class Denominators:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Where the run is: rollouts trained on so far, how many there will be, the rate in use.
+    """Progress of a run: rollouts trained on so far, their planned number, the learning rate.
 
     `updates` counts optimizer steps.
     """
@@ -176,6 +177,7 @@ class Context:
 
     @property
     def counts(self) -> Denominators:
+        """The denominators, which must be there."""
         if self.denominators is None:
             raise ProxpoError("the loss needs the denominators of the step: call proxpo.prepare")
         return self.denominators
@@ -183,7 +185,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the next rollout will draw: how many responses to each prompt, and how long they may be.
+    """Plan of the next rollout: number of responses to each prompt and their longest length.
 
     A `budget` stage takes one and returns another: `apply(budget, ctx) -> (budget, metrics)`.
     """
@@ -200,16 +202,19 @@ class Budget:
 class Stage:
     """One step of a recipe: a pure function, its name and the options it was built with.
 
-    `apply` takes what its kind is given by compose.py and returns (value, metrics). `needs` lists
-    the batch fields it reads, `instead` those that do in their place. `prepare` returns fields to
-    add to the batch, once per rollout. `live` marks an advantage that follows the current policy:
-    each update computes it anew. `length` is the longest response assumed while the option
-    max_tokens is none; a host replaces it by its own limit. `decides` names what a schedule settles
-    whatever the host's settings. `adds` names metrics that micro-batches add up, because a count of
-    the step divides them. A stage with memory has `init`, which makes its state, and one of two
-    that make the next: `update`, once per rollout, from the state, the batch and its metrics; or
-    `step`, after every optimizer step, from the mini-batch with the numbers that the step was made
-    from, its metrics and a context.
+    apply: takes the arguments of its kind (see compose.py) and returns (value, metrics)
+    needs, instead: the batch fields it reads, and those that do in place of one of them
+    takes, gives: what it works on and what it returns ("ratio", "loss", ...), where that varies
+    whole_batch: False if it looks at each micro-batch by itself
+    live: an advantage that follows the current policy, computed anew by each update
+    length: the longest response assumed while the option max_tokens is none; a host has its own
+    decides: what a schedule settles whatever the host's settings
+    adds: metrics that micro-batches add up, because a count of the step divides them
+    prepare: returns fields to add to the batch, once per rollout
+    init: makes the state of a stage with memory, and one of two makes the next state:
+    update: once per rollout, from the state, the batch and its metrics
+    step: after every optimizer step, from the mini-batch with the numbers of that step, its
+        metrics and a context
     """
 
     kind: str
@@ -242,7 +247,7 @@ class Stage:
 
 
 def finite(moved: State, before: State) -> State:
-    """A stage's next state, or the one before if that would hold NaN or infinity for good."""
+    """The next state of a stage, or the one before if the next holds NaN or infinity."""
     return moved if all(bool(x.isfinite().all()) for x in moved.values()) else before
 
 
@@ -275,11 +280,11 @@ class Recipe:
         """Every stage with its place, in pipeline order: ("regularisers.kl_to_ref", Stage)."""
         places: list[tuple[str, Stage]] = []
         for kind in KINDS:
-            found = getattr(self, kind)
-            if isinstance(found, tuple):
-                places += [(f"{kind}.{stage.name}", stage) for stage in found]
-            elif found is not None:
-                places.append((kind, found))
+            value = getattr(self, kind)
+            if isinstance(value, tuple):
+                places += [(f"{kind}.{stage.name}", stage) for stage in value]
+            elif value is not None:
+                places.append((kind, value))
         return places
 
     def needs(self) -> set[str]:
@@ -291,7 +296,7 @@ class Recipe:
         return {place: stage.init() for place, stage in self.stages() if stage.init is not None}
 
     def update_state(self, states: States, batch: Batch, metrics: Metrics) -> dict[str, State]:
-        """The states after a rollout: each stage with memory sees the batch and the metrics."""
+        """The states after a rollout, from its batch and its metrics."""
         return {
             place: finite(stage.update(states[place], batch, metrics), states[place])
             if stage.update
@@ -337,7 +342,7 @@ MANY = ("budget", "prompts", "reward", "filter", "prune", "weights", "regularise
 
 
 class Loss(NamedTuple):
-    """A scalar to minimise and what was seen on the way."""
+    """A scalar to minimise, and metrics."""
 
     value: Float[Tensor, ""]
     metrics: Metrics
@@ -355,6 +360,7 @@ __all__ = [
     "Denominators",
     "Loss",
     "Metrics",
+    "PerToken",
     "Reach",
     "Recipe",
     "Scope",

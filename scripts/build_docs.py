@@ -17,7 +17,7 @@ from pathlib import Path
 from proxpo import sparsity
 from proxpo.ops import kl
 from proxpo.recipes import Method, methods
-from proxpo.stages import STAGES, aggregate, load_all
+from proxpo.stages import STAGES, aggregate, load_stages
 from proxpo.stages.schedule import variants
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ def split_docstring(text: str) -> tuple[str, str, str]:
 
 def tested_statements() -> dict[str, list[str]]:
     """slug -> statements of the tests marked `checks(slug, statement)`."""
-    found: dict[str, list[str]] = {}
+    statements: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         tree = ast.parse(path.read_text())
         named = _constants(tree)
@@ -123,8 +123,8 @@ def tested_statements() -> dict[str, list[str]]:
             if ast.unparse(call.func) == "pytest.mark.checks":
                 slug, statement = (_value(argument, named) for argument in call.args)
                 if slug is not None and statement is not None:
-                    found.setdefault(slug, []).append(statement)
-    return found
+                    statements.setdefault(slug, []).append(statement)
+    return statements
 
 
 def _constants(tree: ast.Module) -> dict[str, str]:
@@ -146,7 +146,7 @@ def _value(argument: ast.expr, named: dict[str, str]) -> str | None:
 
 
 def stages_page() -> str:
-    load_all()
+    load_stages()
     parts = [
         "# Stages\n\nAny of them can be swapped in: `--set KIND=NAME --set KIND.OPTION=VALUE`.\n"
     ]

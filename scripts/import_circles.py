@@ -12,15 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "proxpo"
-# Lowest first: a module may import its own layer and those above this line. The longest matching
-# name decides, so a module can lie in another layer than its package.
+# Lowest first: a module imports its own layer and lower ones. The longest matching name decides, so
+# a module can lie in another layer than its package; "" is proxpo/__init__.py.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "ops"),
-    ("fields", "types"),
-    ("stages", "compose"),
+    ("errors", "ops.shapes"),
+    ("fields",),
+    ("conversion",),
+    ("types",),
+    ("ops",),
+    ("exact", "logp"),
+    ("gradients",),
+    ("stages",),
     ("recipes", "settings"),
-    ("gradients", "logp"),
-    ("exact",),
+    ("compose",),
+    ("backward",),
     ("optimizers", "models", "sampler", "rewards"),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),

@@ -213,6 +213,12 @@ def crafted(log_ratio: Any, advantages: Any, *, mask: Any = None, **fields: Any)
     )
 
 
+def mismatch(q: list[list[float]], **fields: Any) -> Batch:
+    """A batch with log π_old - log π_roll = q."""
+    batch = crafted(torch.zeros_like(f64(q)), [1.0] * len(q), **fields)
+    return batch.replace(rollout_logp=batch.old_logp - f64(q))
+
+
 def on_policy(batch: Batch) -> Batch:
     """The batch as if drawn from the current policy: every other log-probability equals logp."""
     names = ("old_logp", "rollout_logp", "prox_logp")

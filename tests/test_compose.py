@@ -122,7 +122,7 @@ def test_state_reaches_the_stage_and_is_updated_by_it() -> None:
 
 def test_a_loss_without_its_transform_schedule_or_budget_says_so() -> None:
     """One line, once for each recipe; a recipe that is all loss says nothing."""
-    compose._TOLD.clear()
+    compose._WARNED.clear()
     parts = {
         "isopo": "gradient=isopo",
         "isopo-ntk": "gradient=isopo_ntk",

@@ -9,7 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 import proxpo
-from proxpo.stages import STAGES, load_all
+from proxpo.stages import STAGES, load_stages
 
 PINNED = Path(__file__).with_name("signatures.txt")
 
@@ -34,7 +34,7 @@ def default(value: object) -> str:
 
 def signatures() -> list[str]:
     """Functions and classes of the package, stages by kind, methods by slug."""
-    load_all()
+    load_stages()
     public = {name: getattr(proxpo, name) for name in sorted(proxpo.__all__)}
     del public["ProxpoError"]  # a ValueError like any other
     lines = [f"proxpo.{name}{parameters(one)}" for name, one in public.items()]

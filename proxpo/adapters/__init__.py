@@ -1,1 +1,1 @@
-"""proxpo inside the engines people already run; each adapter imports its host only when used."""
+"""Adapters of proxpo to TRL and verl; each imports its host only when used."""

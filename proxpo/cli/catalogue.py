@@ -27,6 +27,7 @@ DIAGNOSTICS = {
 
 
 def show_methods(*, as_json: bool) -> None:
+    """Prints the catalogue."""
     if as_json:
         print(json.dumps({slug: _brief(entry) for slug, entry in methods().items()}))
         return
@@ -45,6 +46,7 @@ def show_methods(*, as_json: bool) -> None:
 
 
 def show_method(name: str, *, as_json: bool) -> None:
+    """Prints one method in full."""
     if name in DIAGNOSTICS and not as_json:
         import proxpo.sparsity
 

@@ -70,7 +70,7 @@ def run_comparison(options: CompareOptions) -> int:
 
 
 def list_studies() -> None:
-    """The shipped studies and their questions."""
+    """Prints the shipped studies and their questions."""
     console = Console(highlight=False)
     for name in studies():
         request = read_study(name)

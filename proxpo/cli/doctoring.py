@@ -37,6 +37,7 @@ def run_doctor(*, as_json: bool) -> int:
 
 
 def table(findings: Sequence[Finding]) -> Table:
+    """A row for each host: version, state, purpose and detail."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("what", "version", "state"):
         made.add_column(heading, no_wrap=True)

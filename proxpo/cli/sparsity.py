@@ -23,6 +23,7 @@ def show_sparsity(
     rank: bool,
     as_json: bool,
 ) -> None:
+    """Prints the sparsity of an update, and with `other` the overlap of two."""
     kind = cast(Dtype, resolve(dtype, get_args(Dtype), what="dtype"))
     old, new = stored_weights(before), stored_weights(after)
     update = compare(old, new, dtype=kind, tol=tol, only=only, rank=rank)

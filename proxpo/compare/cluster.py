@@ -24,7 +24,7 @@ def _task(entry: str, argv: list[str], folder: str, threads: int, directory: str
 
 
 class RayPool:
-    """Runs as Ray tasks; Ray decides when and where, `jobs` limits how many are handed to it."""
+    """Makes runs as Ray tasks, at most `jobs` at a time; Ray decides when and where."""
 
     def __init__(
         self, entry: str, *, jobs: int | None = None, threads: int = 1, gpus: float = 0.0

@@ -107,7 +107,7 @@ class Speed:
 
 
 def overview(plan: Plan, states: Mapping[str, RunState], speed: Speed) -> str:
-    """`7 of 15 runs done, 2 running, 1 failed; about 6 min left`."""
+    """The line `7 of 15 runs done, 2 running, 1 failed; about 6 min left`."""
     counts = Counter(state.status for state in states.values())
     words = [f"{counts['done']} of {len(plan.runs)} runs done"]
     words += [f"{counts[name]} {name}" for name in ("running", "failed") if counts[name]]

@@ -29,7 +29,7 @@ PRELOAD = (
 
 
 class LocalPool:
-    """At most `jobs` runs at a time, with `threads` threads each, dealt out over the GPUs.
+    """Makes at most `jobs` runs at a time, with `threads` threads each, spread over the GPUs.
 
     entry: MODULE:FUNCTION, called with the arguments of each run; preload: modules it imports.
     """

@@ -1,4 +1,4 @@
-"""Progress of a run, read from its files alone, so that any process can tell."""
+"""Progress of a run, read from its files alone."""
 
 from dataclasses import dataclass
 from pathlib import Path

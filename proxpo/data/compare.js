@@ -178,7 +178,7 @@ function cloud(fig, width, height) {
   return {svg, frame: f, near: "xy", targets: targets.sort((a, b) => a.x - b.x)};
 }
 
-function spots(fig, width, height) {
+function means(fig, width, height) {
   const seen = fig.data.filter(s => shown(s.arm));
   if (!seen.length) return null;
   const groups = [...new Set(seen.filter(s => s.at).map(s => s.group))];
@@ -191,7 +191,7 @@ function spots(fig, width, height) {
     const y = f.Y(s.mean);
     if (s.low !== null) svg += `<rect class="band" fill="${colour(s.arm)}" x="${f.left}" width="${f.right - f.left}" y="${f.Y(s.high)}" height="${f.Y(s.low) - f.Y(s.high)}"/>`;
     svg += `<line x1="${f.left}" x2="${f.right}" y1="${y}" y2="${y}" stroke="${colour(s.arm)}" stroke-width="2" stroke-dasharray="6 4"/><text class="name" x="${f.right}" y="${y - 5}" text-anchor="end">${escape(s.group)}</text>`;
-    targets.push({x: f.right - 20, y, marks: () => [], html: () => spotText(fig, s)});
+    targets.push({x: f.right - 20, y, marks: () => [], html: () => meanText(fig, s)});
   }
   groups.forEach((group, g) => {
     const own = seen.filter(s => s.group === group && s.at).map(s => ({...s, x: f.X(fig.ticks.indexOf(s.at)) + (g - (groups.length - 1) / 2) * 9})).sort((a, b) => a.x - b.x);
@@ -202,14 +202,14 @@ function spots(fig, width, height) {
       if (s.low !== null) svg += `<line x1="${s.x}" x2="${s.x}" y1="${f.Y(s.low)}" y2="${f.Y(s.high)}" stroke="${colour(arm)}" stroke-width="1.6"/>`;
       if (s.chosen) svg += `<circle cx="${s.x}" cy="${y}" r="10" fill="none" stroke="${colour(arm)}" stroke-width="1.8"/>`;
       svg += marker(arm, s.x, y, 5);
-      targets.push({x: s.x, y, marks: () => [[arm, s.x, y]], html: () => spotText(fig, s)});
+      targets.push({x: s.x, y, marks: () => [[arm, s.x, y]], html: () => meanText(fig, s)});
     }
     const last = own.at(-1);
     if (groups.length > 1 || seen.some(s => !s.at)) svg += `<text class="name" x="${last.x + 12}" y="${f.Y(last.mean) + 4}">${escape(group)}</text>`;
   });
   return {svg, frame: f, near: "xy", targets: targets.sort((a, b) => a.x - b.x)};
 }
-const spotText = (fig, s) => `<b>${swatchRow(s.arm)}</b><table>${s.at ? `<tr><td>${escape(fig.x)}</td><td>${escape(s.at)}</td></tr>` : ""}<tr><td>${escape(fig.y)}</td><td>${withUnit(s.mean, fig.share)}</td></tr>${s.low === null ? "" : `<tr><td>95 % interval</td><td>${digits(s.low, fig.share)} to ${digits(s.high, fig.share)}</td></tr>`}${s.chosen ? "<tr><td>taken</td><td></td></tr>" : ""}</table>`;
+const meanText = (fig, s) => `<b>${swatchRow(s.arm)}</b><table>${s.at ? `<tr><td>${escape(fig.x)}</td><td>${escape(s.at)}</td></tr>` : ""}<tr><td>${escape(fig.y)}</td><td>${withUnit(s.mean, fig.share)}</td></tr>${s.low === null ? "" : `<tr><td>95 % interval</td><td>${digits(s.low, fig.share)} to ${digits(s.high, fig.share)}</td></tr>`}${s.chosen ? "<tr><td>taken</td><td></td></tr>" : ""}</table>`;
 
 function forest(fig, width) {
   const rows = fig.data.filter(r => shown(r.arm));
@@ -259,7 +259,7 @@ function bars(fig, width) {
 }
 
 // ---- drawing and pointing
-const KINDS = {curves, cloud, spots, forest, bars};
+const KINDS = {curves, cloud, means, forest, bars};
 const plots = data.figures.map(fig => ({fig, box: document.querySelector(`#fig-${fig.key} .plot`), words: document.querySelector(`#fig-${fig.key} .caption`)}));
 function draw(plot) {
   const width = Math.max(280, plot.box.clientWidth), tall = plot.box.closest(".lead-figure") ? 350 : 262;

@@ -22,7 +22,7 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.gradients._engine import measure
 from proxpo.gradients._engine.cost import PATHS
 from proxpo.gradients._engine.layout import Layout
-from proxpo.gradients._engine.measure import LengthRule, Lengths, Measurement
+from proxpo.gradients._engine.measure import LengthRule, Measurement, SquaredLengths
 from proxpo.gradients._engine.position_gradients import AnyGradients
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.transform import Transform
@@ -50,9 +50,11 @@ def scale(
     """s_i = reg2(F_i)^p · reg2(N_i)^q · reg2(R_i)^r,   reg2(x)² = x² + ρ E[x²] + ε.
 
     F2, N2, R2: F_i², N_i², R_i²; None where the exponent is 0. R2 follows from F2 and N2.
-    reg: ρ of F, N and R.   mean: the trailing averages E[x²] of F, N and R.
-    history: E[x²] before the first average: the mean over these sequences ("microbatch"), or each
-        sequence's own x² ("own").
+    reg: ρ of F, N and R.
+    mean: E[x²] of F, N and R, trailing over earlier mini-batches: after each of them
+        E ← 0.9 E + 0.1 · (mean of its x²), the first time E ← its mean. None before that.
+    history: E[x²] then: the mean over these sequences ("microbatch"), or each sequence's own x²
+        ("own").
     keep_small: reg2 divided by √(ρ E[x²]), which leaves short gradients as they are.
     defined: False where every gradient of J is 0, so that F is unknown and its factors are 1.
     times: A_i, multiplied from the left: the result is then A_i s_i.
@@ -160,7 +162,7 @@ class Isopo(LengthRule):
     def length_weights(
         self,
         handle: ParameterHandle,
-        lengths: Lengths,
+        lengths: SquaredLengths,
         sequences: Int[Tensor, " some"] | slice = slice(None),
     ) -> Float[Tensor, " some"]:
         """w_i = A_i s_i (/ m) of some sequences of this layer; their lengths are collected."""

@@ -1,4 +1,4 @@
-"""The extremes of a batch that is cut over ranks, from sums alone."""
+"""Largest and smallest entry of a batch that is cut over ranks, from sums alone."""
 
 import torch
 
@@ -13,7 +13,7 @@ def batch_max(
 ) -> Float[Tensor, ""]:
     """Largest entry over all parts of the batch, exactly; 0 if no part has any.
 
-    Ranks can only add, so the answer is found digit by digit: each part counts the leading digits
+    Ranks can only add, so the answer is built digit by digit: each part counts the leading digits
     of its candidates, the largest digit that any part counted is the next digit of the answer.
     """
     key = _ordered(x.double())
@@ -22,10 +22,10 @@ def batch_max(
         digit = (key >> place) & (2**DIGIT - 1)
         if place == 64 - DIGIT:
             digit = digit ^ 2 ** (DIGIT - 1)  # the sign bit: negative numbers come first
-        found = all_sum(torch.bincount(digit, minlength=2**DIGIT).double(), scope).nonzero()
-        if not len(found):
+        counted = all_sum(torch.bincount(digit, minlength=2**DIGIT).double(), scope).nonzero()
+        if not len(counted):
             return torch.zeros((), dtype=x.dtype, device=x.device)
-        best = found.max()
+        best = counted.max()
         key = key[digit == best]
         top = best ^ 2 ** (DIGIT - 1) if place == 64 - DIGIT else best
         answer = answer | (top << place)

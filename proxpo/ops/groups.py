@@ -55,7 +55,7 @@ def group_range(
     A group without any has ∞ and -∞.
     """
     _, index = group.unique(return_inverse=True)
-    top, bottom = (torch.where(counted, one, -torch.inf) for one in (x, -x))
+    top, bottom = (torch.where(counted, values, -torch.inf) for values in (x, -x))
     return -_largest(bottom, index), _largest(top, index)
 
 

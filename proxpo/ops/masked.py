@@ -46,8 +46,10 @@ def row_quantile(
     place = q * last.double()
     low = place.floor().long()
     high = torch.minimum(low + 1, last)
-    found = torch.lerp(ordered.gather(1, low), ordered.gather(1, high), (place - low).to(x.dtype))
-    return found[:, 0].masked_fill(~mask.any(dim=1), 0.0)
+    quantiles = torch.lerp(
+        ordered.gather(1, low), ordered.gather(1, high), (place - low).to(x.dtype)
+    )
+    return quantiles[:, 0].masked_fill(~mask.any(dim=1), 0.0)
 
 
 def spread(
@@ -74,7 +76,7 @@ def suffix_sum(
 
 
 def is_packed(mask: Bool[Tensor, "seq tok"]) -> bool:
-    """Whether every row's valid tokens come first, without holes or padding on the left."""
+    """True if every row's valid tokens come first, without holes or padding on the left."""
     return not bool((mask[:, 1:] & ~mask[:, :-1]).any())
 
 

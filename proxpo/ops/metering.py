@@ -28,8 +28,8 @@ def combined(
     adds = set(LOSSES).union(*(stage.adds for _, stage in recipe.stages()))
     together = dict(totals)
     for name, value in metrics.items():
-        seen = value.detach().float()
-        part = seen if name in adds or is_largest(name) else share * seen
+        number = value.detach().float()
+        part = number if name in adds or is_largest(name) else share * number
         together[name] = joined(name, [totals[name], part]) if name in totals else part
     return together
 
@@ -40,7 +40,7 @@ def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def is_largest(name: str) -> bool:
-    """True for the largest value of a micro-batch."""
+    """True if the metric is the largest value of a micro-batch."""
     return name.endswith("_max")
 
 

@@ -1,4 +1,4 @@
-"""Right or wrong: the outcome of a response as a yes or no."""
+"""Outcome of a response, right or wrong."""
 
 import torch
 
@@ -8,7 +8,7 @@ from proxpo.types import Batch
 
 
 def solved(batch: Batch, *, by: str) -> Bool[Tensor, " seq"]:
-    """`correct` where it is given; else the rewards, which must be 1, 0 or -1 (or missing).
+    """True for right responses, from `correct` or from rewards of 1, 0 or -1 (or missing).
 
     A missing reward counts as wrong: callers leave such responses out.
     """

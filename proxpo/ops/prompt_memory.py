@@ -1,7 +1,7 @@
-"""What a stage remembers about prompts: columns of its state, one row per prompt seen so far.
+"""A stage's memory of prompts: columns of its state, with a row per prompt met so far.
 
 The rows are sorted by `prompt_id`, and the table grows. Each process remembers the prompts that it
-has seen.
+has met.
 """
 
 import torch
@@ -19,12 +19,12 @@ def blank(*columns: str) -> State:
 def recall(
     state: State, column: str, prompt_id: Int[Tensor, " row"], *, default: float = 0.0
 ) -> Float[Tensor, " row"]:
-    """The column's entry for each prompt, in float64; `default` for prompts not seen before."""
+    """The column's entry for each prompt, in float64; `default` for new prompts."""
     place, known = find(state["prompt_id"].to(prompt_id.device), prompt_id)
     column_values = state[column].to(prompt_id.device)
-    found = torch.full(prompt_id.shape, default, dtype=torch.float64, device=prompt_id.device)
-    found[known] = column_values[place[known]]
-    return found
+    entries = torch.full(prompt_id.shape, default, dtype=torch.float64, device=prompt_id.device)
+    entries[known] = column_values[place[known]]
+    return entries
 
 
 def remember(
@@ -34,10 +34,10 @@ def remember(
 
     Columns not named keep their entries, and are 0 for new prompts.
     """
-    given = prompt_id.cpu()
-    prompts = torch.cat([state["prompt_id"], given]).unique()
+    updated = prompt_id.cpu()
+    prompts = torch.cat([state["prompt_id"], updated]).unique()
     before, _ = find(prompts, state["prompt_id"])
-    now, _ = find(prompts, given)
+    now, _ = find(prompts, updated)
     table: State = {"prompt_id": prompts}
     for name in state.keys() - {"prompt_id"}:
         table[name] = torch.zeros(len(prompts), dtype=torch.float64)
@@ -50,7 +50,7 @@ def remember(
 def find(
     known: Int[Tensor, " n"], wanted: Int[Tensor, "*shape"]
 ) -> tuple[Int[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """Row of each wanted number among the known ones, which are sorted, and whether it is there."""
+    """Row of each wanted number among the known, sorted ones, and True where it is among them."""
     if not len(known):
         return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
     place = torch.searchsorted(known, wanted).clamp(max=len(known) - 1)

@@ -1,4 +1,4 @@
-"""Derived random streams: one seed, and a number of its own for every use of chance.
+"""Random streams derived from one seed, a separate stream for every use of chance.
 
     derive(seed, "sample", step, prompt, sample)
 
@@ -29,9 +29,7 @@ def turn_seed(path: tuple[int | str, ...], turn: int) -> int:
 
 def generator(seed: int, *path: int | str, device: str | torch.device = "cpu") -> torch.Generator:
     """A torch generator seeded with `derive(seed, *path)`."""
-    made = torch.Generator(device=device)
-    made.manual_seed(derive(seed, *path))
-    return made
+    return torch.Generator(device=device).manual_seed(derive(seed, *path))
 
 
 __all__ = ["derive", "generator", "turn_seed"]

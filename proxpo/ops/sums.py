@@ -33,19 +33,19 @@ def over_microbatches(
     """An `all_sum` that knows the totals of all `microbatches`, for statistics of the whole batch.
 
     `loss(batch, all_sum=...)` is run without gradient over the micro-batches, once for every
-    statistic a recipe asks for, each time with the totals found so far; the k-th call inside a
+    statistic a recipe asks for, each time with the totals known so far; the k-th call inside a
     loss then answers with the k-th total. Recipes without batch statistics cost one such run.
     """
     totals: list[Tensor] = []
     with torch.no_grad():
         while True:
-            found = [_Probe(totals, ranks) for _ in microbatches]
-            for probe, microbatch in zip(found, microbatches):
+            probes = [_Probe(totals, ranks) for _ in microbatches]
+            for probe, microbatch in zip(probes, microbatches):
                 loss(microbatch, all_sum=probe)
-            if any(probe.next_sum is None for probe in found):
+            if any(probe.next_sum is None for probe in probes):
                 return _Replay(totals, ranks)
-            parts = [probe.next_sum for probe in found if probe.next_sum is not None]
-            totals.append(ranks(torch.stack(parts).sum(0), found[0].scope))
+            parts = [probe.next_sum for probe in probes if probe.next_sum is not None]
+            totals.append(ranks(torch.stack(parts).sum(0), probes[0].scope))
 
 
 class _Probe:

@@ -6,11 +6,12 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.fields import LOADERS
-from proxpo.stages import check
+from proxpo.stages import check_stages
 from proxpo.stages._options import bind, parameters
 from proxpo.types import KINDS, Recipe
 
@@ -102,11 +103,11 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
             raise ProxpoError(f"{slug}: the factory needs a docstring with the method's formula")
 
         @functools.wraps(factory)
-        def make(**given: Any) -> Recipe:
-            options = bind(make, given, what=slug)
+        def make(**settings: Any) -> Recipe:
+            options = bind(make, settings, what=slug)
             arguments = {k: options[k] for k in declared if k not in groups}
             arguments |= {name: {k: options[k] for k in group} for name, group in groups.items()}
-            return check(replace(factory(**arguments), name=slug, options=options))
+            return check_stages(replace(factory(**arguments), name=slug, options=options))
 
         cast(Any, make).__signature__ = inspect.Signature(
             list(public.values()), return_annotation=Recipe
@@ -118,24 +119,22 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
 
 
 @functools.cache
-def load_all() -> None:
-    """Import the package's recipes, then those other packages announce as entry points."""
+def load_recipes() -> None:
+    """Imports the package's recipes, then those that other packages announce as entry points."""
     from importlib.metadata import entry_points
 
-    import proxpo.recipes
-
-    for module in pkgutil.iter_modules(proxpo.recipes.__path__):
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         importlib.import_module(f"proxpo.recipes.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
 
 
-LOADERS.append(load_all)  # packages with recipes of their own may declare batch fields
+LOADERS.append(load_recipes)  # packages with recipes of their own may declare batch fields
 
 
 def methods() -> dict[str, Method]:
     """The whole catalogue, by slug."""
-    load_all()
+    load_recipes()
     return dict(sorted(METHODS.items()))
 
 
@@ -150,7 +149,7 @@ __all__ = [
     "METHODS",
     "Method",
     "Options",
-    "load_all",
+    "load_recipes",
     "method",
     "methods",
     "options_of",

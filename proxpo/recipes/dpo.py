@@ -1,7 +1,7 @@
 from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.aggregate import pairwise_logistic
 from proxpo.stages.ratio import log_ratio_to_ref
-from proxpo.stages.trust import log_ratio
+from proxpo.stages.trust import plain_log_ratio
 from proxpo.types import Recipe
 
 
@@ -21,6 +21,6 @@ def dpo(*, aggregate: Options = options_of(pairwise_logistic)) -> Recipe:
     """
     return Recipe(
         ratio=log_ratio_to_ref(),
-        trust=log_ratio(),
+        trust=plain_log_ratio(),
         aggregate=pairwise_logistic(**aggregate),
     )

@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import token
@@ -16,9 +16,7 @@ def lopti(
     *,
     variant: Literal["both", "ar", "lopti"] = "both",
     alpha: float = 0.3,
-    threshold: float = 0.5,
-    rule: Literal["probability", "quantile"] = "probability",
-    high_first: bool = False,
+    schedule: Options = options_of(split_passes),
     clip_low: float = 0.2,
     clip_high: float = 0.24,
     dual: float | None = 10.0,
@@ -38,7 +36,6 @@ def lopti(
 
     Reference: Yang et al., arXiv:2505.12929.
     """
-    split = split_passes(threshold=threshold, rule=rule, high_first=high_first)
     return Recipe(
         advantage=group_relative(),
         weights=() if variant == "lopti" else (probability_reweight(alpha=alpha),),
@@ -46,5 +43,5 @@ def lopti(
         trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
         regularisers=(kl_to_ref(coef=kl_coef),) if kl_coef else (),
         aggregate=token_mean(),
-        schedule=None if variant == "ar" else split,
+        schedule=None if variant == "ar" else split_passes(**schedule),
     )

@@ -3,8 +3,8 @@ from typing import Literal
 from proxpo.recipes._registry import Options, options_of, register
 from proxpo.stages.advantage import signed_labels
 from proxpo.stages.aggregate.labelled import labelled_scores
-from proxpo.stages.ratio import log_ratio as against_old
-from proxpo.stages.trust import log_ratio
+from proxpo.stages.ratio import log_ratio
+from proxpo.stages.trust import plain_log_ratio
 from proxpo.types import Recipe
 
 
@@ -33,7 +33,7 @@ def pacs(
     """
     return Recipe(
         advantage=signed_labels(**advantage),
-        ratio=against_old(anchor="old" if proxy == "log_ratio" else "none"),
-        trust=log_ratio(),
+        ratio=log_ratio(anchor="old" if proxy == "log_ratio" else "none"),
+        trust=plain_log_ratio(),
         aggregate=labelled_scores(per="sum" if proxy == "log_ratio" else "mean", **aggregate),
     )

@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.ppo import ppo
 from proxpo.stages.advantage import group_relative
 from proxpo.stages.aggregate import seq_mean_token_mean, token_mean
@@ -16,8 +16,7 @@ def st_ppo(
     variant: Literal["st-ppo", "s-ppo", "turn-ppo"] = "st-ppo",
     clip: float = 0.2,
     split: Literal["turn", "mask"] = "turn",
-    norm_floor: float = 0.0,
-    when_unclipped: Literal["identity", "floor"] = "identity",
+    schedule: Options = options_of(clipping_bias, "norm_floor", "when_unclipped"),
     critic: bool = True,
     kl_coef: float = 0.0,
     average: Literal["sequence", "token"] = "sequence",
@@ -39,9 +38,7 @@ def st_ppo(
     Reference: arXiv:2511.20718 eqs 7-8 as quoted in public reviews.
     """
     base = ppo(clip_low=clip, clip_high=clip)
-    bias = clipping_bias(
-        low=clip, high=clip, norm_floor=norm_floor, when_unclipped=when_unclipped
-    )  # fmt: skip
+    bias = clipping_bias(low=clip, high=clip, **schedule)
     return base.replace(
         advantage=base.advantage if critic else group_relative(),
         ratio=token() if variant == "s-ppo" else turn(split=split),

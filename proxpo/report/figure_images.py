@@ -148,7 +148,7 @@ def _cloud(axis: Any, figure: Figure, style: Style) -> None:
         )
 
 
-def _points(axis: Any, figure: Figure, style: Style) -> None:
+def _means(axis: Any, figure: Figure, style: Style) -> None:
     points: list[MeanPoint] = figure.data
     groups = list(dict.fromkeys(point.group for point in points if point.at))
     for number, group in enumerate(groups):
@@ -213,7 +213,7 @@ def _bars(axis: Any, figure: Figure, style: Style) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
 
 
-KINDS = {"curves": _curves, "cloud": _cloud, "spots": _points, "forest": _forest, "bars": _bars}
+KINDS = {"curves": _curves, "cloud": _cloud, "means": _means, "forest": _forest, "bars": _bars}
 
 
 __all__ = ["PALETTE", "draw_figure"]

@@ -47,7 +47,7 @@ class MeanPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure; `kind` (curves, cloud, spots, forest or bars) decides what `data` holds."""
+    """One figure; `kind` (curves, cloud, means, forest or bars) decides what `data` holds."""
 
     key: str
     title: str

@@ -75,7 +75,7 @@ def _along(key: str, analysis: Analysis) -> Figure:
     return Figure(
         key="robust-" + re.sub(r"[^A-Za-z0-9_]+", "-", key),
         title=f"Robustness to {key.replace('_', ' ').replace('+', ' and ')}",
-        kind="spots",
+        kind="means",
         caption=f"Final score. {WHISKER}{others}",
         x=key,
         y=analysis.variant.label,
@@ -132,7 +132,7 @@ def tuning_figure(analysis: Analysis) -> list[Figure]:
     figure = Figure(
         key="tuning",
         title="Settings tried",
-        kind="spots",
+        kind="means",
         caption=f"Mean final score on the tuning seeds ({', '.join(map(str, seeds))}), which are "
         "not reported. Ringed: taken to the reported seeds.",
         x=", ".join(swept),

@@ -5,7 +5,7 @@
     jsonlines   metrics.jsonl and samples.jsonl
     sinks       metrics to metrics.jsonl, TensorBoard, trackio and wandb
     status      summary.json and failure.json, and the status that follows from them
-    checkpoint  checkpoints/step-N, in the format of trees
+    checkpoint  checkpoints/step-N, in the format of trees; stop ends a run between steps
     yaml_file   config.yaml, plans and every other YAML file
     page        report.html and every other page
 

@@ -16,10 +16,8 @@ import json
 import os
 import re
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -265,71 +263,13 @@ def _reason(error: Exception) -> str:
     return reason[1] if reason else " ".join(str(error).split()) or type(error).__name__
 
 
-@dataclass
-class StopRequest:
-    """A signal's request to save and stop."""
-
-    requested: bool = False
-    by: str = field(default="")
-
-
-class Overdue(BaseException):
-    """Raised in work that has no safe point within the seconds allowed after a stop signal."""
-
-
-@contextlib.contextmanager
-def stop_on_signal(
-    *signals: signal.Signals,
-    grace: float | None = None,
-    may_end: Callable[[], bool] = lambda: True,
-) -> Iterator[StopRequest]:
-    """Sets a flag on SIGTERM, to be read between steps; a second one ends the process at once.
-
-    With `grace`, a block that still runs so many seconds after the signal gets Overdue, wherever
-    it is, unless `may_end` returns False at that moment; it is called again every second.
-    Outside the main thread, where Python takes no signals, the flag stays down.
-    """
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    handlers: dict[signal.Signals, Any] = {}
-    inside = True
-
-    def request_stop(number: int, frame: Any) -> None:
-        request.requested, request.by = True, signal.Signals(number).name
-        signal.signal(number, handlers[signal.Signals(number)])
-        # An alarm that was set elsewhere stays.
-        if grace is not None and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-            handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, end)
-            signal.setitimer(signal.ITIMER_REAL, max(grace, 0.01), 1.0)
-
-    def end(number: int, frame: Any) -> None:
-        if inside and may_end():
-            raise Overdue
-
-    for number in signals or (signal.SIGTERM,):
-        handlers[number] = signal.signal(number, request_stop)
-    try:
-        yield request
-    finally:
-        inside = False
-        if signal.SIGALRM in handlers:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 __all__ = [
     "DAMAGE",
     "Checkpoint",
-    "Overdue",
-    "StopRequest",
     "checkpoints",
     "load_latest",
     "read_info",
     "save_checkpoint",
     "step_of",
-    "stop_on_signal",
     "verify",
 ]

@@ -103,8 +103,8 @@ def stage(
         label = name or factory.__name__
 
         @functools.wraps(factory)
-        def make(**given: Any) -> Stage:
-            options = bind(factory, given, what=f"{kind}={label}")
+        def make(**settings: Any) -> Stage:
+            options = bind(factory, settings, what=f"{kind}={label}")
             made = factory(**options)
             parts = made if isinstance(made, Parts) else Parts(apply=made)
             own = {field: part for field, part in parts._asdict().items() if part is not None}
@@ -118,13 +118,13 @@ def stage(
 
 def make_stage(kind: str, name: str, **options: Any) -> Stage:
     """Makes the stage `name` of this kind, e.g. make_stage("ratio", "kalman", q=1e-6)."""
-    load_all()
+    load_stages()
     if kind not in STAGES:
         raise ProxpoError(f"unknown kind of stage '{kind}'{nearest(kind, KINDS)}")
     return STAGES[kind][resolve(name, STAGES[kind], what=f"{kind} stage")](**options)
 
 
-def check(recipe: Recipe) -> Recipe:
+def check_stages(recipe: Recipe) -> Recipe:
     """Returns the recipe if its stages fit together; else raises with the reason."""
     for kind in KINDS:
         member = getattr(recipe, kind)
@@ -156,12 +156,12 @@ def check(recipe: Recipe) -> Recipe:
 
 
 @functools.cache
-def load_all() -> None:
+def load_stages() -> None:
     """Imports every module below `proxpo.stages`, and so registers every stage."""
     for module in pkgutil.walk_packages(__path__, prefix=f"{__name__}."):
         importlib.import_module(module.name)
 
 
-LOADERS.append(load_all)  # stages declare batch fields of their own
+LOADERS.append(load_stages)  # stages declare batch fields of their own
 
-__all__ = ["STAGES", "Parts", "check", "load_all", "make_stage", "stage"]
+__all__ = ["STAGES", "Parts", "check_stages", "load_stages", "make_stage", "stage"]

@@ -28,10 +28,10 @@ def parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def bind(factory: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """`given` in the factory's spelling and types, defaults filled in, unknown names refused."""
+def bind(factory: Callable[..., Any], settings: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+    """`settings` in the factory's spelling and types, defaults filled in, unknown names refused."""
     known = parameters(factory)
-    named = {resolve(k, known, what=f"option of {what}"): v for k, v in given.items()}
+    named = {resolve(k, known, what=f"option of {what}"): v for k, v in settings.items()}
     options = {k: named.get(k, p.default) for k, p in known.items()}
     missing = [k for k, v in options.items() if v is inspect.Parameter.empty]
     if missing:
@@ -46,18 +46,18 @@ def coerce(value: Any, kind: Any, *, option: str) -> Any:
     """`value` as one of the types `kind` allows; a clear line if it is none of them."""
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     allowed = typing.get_args(kind) if union else (kind,)
-    for one in allowed:
-        fits, converted = _as(value, one)
+    for accepted in allowed:
+        fits, converted = _as(value, accepted)
         if fits:
             return converted
-    words = [word for one in allowed for word in _words(one)]
+    words = [word for accepted in allowed for word in _words(accepted)]
     word = _READ_AS_VALUE.get(str(value), value)
     for known in words:
         if isinstance(word, str) and fold(known) == fold(word):
             return known
     if words and isinstance(word, str):
         raise ProxpoError(f"{option}: unknown value {_quoted(word)}{nearest(word[:80], words)}")
-    names = " or ".join(_name(one) for one in allowed)
+    names = " or ".join(_name(accepted) for accepted in allowed)
     raise ProxpoError(f"{option} takes {names}, got {brief(value)}")
 
 
@@ -81,19 +81,23 @@ def variations(kind: Any, value: Any) -> list[Any]:
     """
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     allowed = typing.get_args(kind) if union else (kind,)
-    found: list[Any] = []
-    for one in allowed:
-        if one is type(None):
-            found.append(None)
-        elif one is bool:
-            found += [True, False]
-        elif one in (int, float):
+    others: list[Any] = []
+    for accepted in allowed:
+        if accepted is type(None):
+            others.append(None)
+        elif accepted is bool:
+            others += [True, False]
+        elif accepted in (int, float):
             near = value if _as(value, float)[0] and math.isfinite(value) else 0
-            found += [one(near + 1), one(near * 2), one(near // 2 if one is int else near / 2)]
-            found += [1, 3] if one is int else [0.05, 0.5, 1.5]
+            others += [
+                accepted(near + 1),
+                accepted(near * 2),
+                accepted(near // 2 if accepted is int else near / 2),
+            ]
+            others += [1, 3] if accepted is int else [0.05, 0.5, 1.5]
         else:
-            found += _words(one)
-    return [x for i, x in enumerate(found) if x != value and x not in found[:i]]
+            others += _words(accepted)
+    return [x for i, x in enumerate(others) if x != value and x not in others[:i]]
 
 
 def _name(kind: Any) -> str:

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
-from proxpo.runs.checkpoint import (
-    Checkpoint,
-    Overdue,
-    StopRequest,
-    load_latest,
-    stop_on_signal,
-)
+from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.jsonlines import JsonLines
 from proxpo.runs.sinks import Sinks, make_sinks, public_names
 from proxpo.runs.status import clear_end
+from proxpo.runs.stop import Overdue, StopRequest, stop_on_signal
 from proxpo.sampler import agreement
 from proxpo.train.collect import Collected, Collector, SamplingOptions, collect
 from proxpo.train.config import (

@@ -24,7 +24,7 @@ def proxpo(capsys):
 
 @pytest.fixture
 def refused(proxpo):
-    """The one line a wrong call earns: exit code 2, nothing on stdout, no traceback."""
+    """The line that refuses a wrong call: exit code 2, nothing on stdout, no traceback."""
 
     def run(*arguments):
         code, out, err = proxpo(*arguments)

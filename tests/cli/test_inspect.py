@@ -1,4 +1,4 @@
-"""`proxpo inspect`: the library's numbers, the contract, and mistakes named in one line."""
+"""`proxpo inspect`: the library's numbers, its JSON, and mistakes refused in one line."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ NOTED = {
 
 
 def strict(text):
-    """JSON as the standard has it: no NaN, no Infinity."""
+    """Parses JSON of the standard: no NaN, no Infinity."""
     return json.loads(text, parse_constant=lambda token: pytest.fail(f"{token} is not JSON"))
 
 

@@ -1,4 +1,4 @@
-"""The program as a process: start-up, exit codes, what goes to which stream."""
+"""The program as a process: start-up time, exit codes, streams."""
 
 import io
 import json

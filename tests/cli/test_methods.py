@@ -1,4 +1,4 @@
-"""`proxpo methods`: the catalogue and its entries say what the code says."""
+"""`proxpo methods`: the catalogue and its entries agree with the code."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_one_method_in_full(proxpo):
 
 
 def test_formulas_in_brackets_survive(proxpo):
-    """rich reads [x] as markup unless told not to; formulas are full of brackets."""
+    """rich reads [x] as markup unless that is switched off; formulas are full of brackets."""
     for slug, one in library.methods().items():
         shown = "".join(proxpo("methods", slug).out.split())
         assert "".join(one.text.split()) in shown, slug

@@ -1,4 +1,4 @@
-"""Comparisons small enough to run in a test: the model in the box, a few rows, a few steps."""
+"""Comparisons small enough to run in a test: the included model, a few rows, a few steps."""
 
 import json
 import multiprocessing
@@ -27,7 +27,7 @@ SMALL = (
     "checkpoint.every=1",
     "reward_workers=1",
 )
-TIMES = ("time", "step_time", "seconds", "tokens_per_second")  # what no two runs share
+TIMES = ("time", "step_time", "seconds", "tokens_per_second")  # differ between equal runs
 
 
 def arguments(
@@ -45,8 +45,8 @@ class Started:
     """A command in a process of its own, forked from a server that has imported torch already."""
 
     def __init__(self, argv: list[str], folder: Path) -> None:
-        self.said, self.errors = folder / "stdout.txt", folder / "stderr.txt"
-        self.process = SERVER.Process(target=_command, args=(argv, self.said, self.errors))
+        self.stdout, self.errors = folder / "stdout.txt", folder / "stderr.txt"
+        self.process = SERVER.Process(target=_command, args=(argv, self.stdout, self.errors))
         self.process.start()
 
     def send(self, number: signal.Signals) -> None:
@@ -55,11 +55,11 @@ class Started:
     def wait(self, timeout: float = 120) -> tuple[int | None, str, str]:
         """Its exit code, stdout and stderr."""
         self.process.join(timeout)
-        return self.process.exitcode, self.said.read_text(), self.errors.read_text()
+        return self.process.exitcode, self.stdout.read_text(), self.errors.read_text()
 
 
-def _command(argv: list[str], said: Path, errors: Path) -> None:
-    for stream, path in ((1, said), (2, errors)):
+def _command(argv: list[str], stdout: Path, errors: Path) -> None:
+    for stream, path in ((1, stdout), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     sys.exit(main(argv))
 
@@ -70,13 +70,13 @@ def folder_of(out: Path, arm: str, seed: int) -> Path:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without what depends on the clock."""
+    """The metrics of a run, without times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [_timeless(json.loads(line)) for line in lines]
 
 
 def data_of(folder: Path) -> dict[str, Any]:
-    """All that a report is drawn from, by run, without what depends on the clock."""
+    """All that a report is drawn from, by run, without times."""
     found = {}
     for run in sorted((folder / "runs").iterdir()):
         summary = json.loads((run / "summary.json").read_text())

@@ -9,7 +9,7 @@ from comparisons import arguments
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A finished comparison of two methods on two seeds, made by the real command; what it said."""
+    """A finished comparison of two methods on two seeds, made by the real command; its output."""
     out = tmp_path_factory.mktemp("comparison") / "straight"
     argv = arguments(out, "grpo", "isopo:overlap=4", seeds="2", jobs="2")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What one sees while runs are being made, on a terminal and in a log."""
+"""The display of a comparison that runs, on a terminal and in a log."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What is asked for becomes a plan; mistakes cost one line and leave nothing behind."""
+"""Plans from command lines and studies; mistakes are refused in one line and leave no file."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How a run stands and which setting is best, read from files alone."""
+"""State of a run and choice of the best setting, from files alone."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from proxpo.compare.state import last_line, state_of
 
 
 def written(folder: Path, *, steps: int, score: float | None, end: str = "done") -> None:
-    """The files of a run that has come so far."""
+    """Writes the files of a run after so many steps."""
     folder.mkdir(parents=True)
     rows = [{"step": step, "reward": 0.5} for step in range(steps + 1)]
     rows[-1] |= {SCORE: score, "proxpo/eval/kl": 0.25}

@@ -101,7 +101,7 @@ def test_interrupted_it_stops_its_runs_which_save(tmp_path, capsys):
 
 
 def test_failing_runs_are_kept_with_their_reason_and_spoil_nothing(tmp_path, capsys):
-    """One arm diverges, one is killed as for want of memory; the third is reported all the same."""
+    """One arm diverges, one is killed as by the out-of-memory killer; the third is reported."""
     out = tmp_path / "failing"
 
     def kill() -> None:
@@ -139,7 +139,7 @@ def score(prompts, completions, **_):
 
 
 def test_a_failed_run_is_tried_again_when_asked(tmp_path, capsys):
-    """A reward file that raises fails every run; mended, the runs go on and are whole."""
+    """A reward file that raises fails every run; corrected, the runs continue and finish."""
     out, file = tmp_path / "failing", tmp_path / "reward.py"
     file.write_text(REWARDS)
     small = (*SMALL, f"task.reward={file}:score", "reward_max_failed=0")

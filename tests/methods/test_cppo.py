@@ -20,7 +20,6 @@ from methods.loops import (
     z_scores,
 )
 from proxpo import Batch
-from proxpo.stages.prune.largest import keep_best
 from proxpo.types import Context
 
 
@@ -144,15 +143,6 @@ def test_divisor() -> None:
         close(found, loss_and_gradients(base, alone)[0])
 
 
-@pytest.mark.parametrize(
-    ("size", "rate", "most"),
-    [(6, 2 / 3, 2), (16, 0.9375, 1), (10, 0.9, 1), (3, 0.5, 1), (2, 0.6, 0)],
-)
-def test_counts_survive_rounding(size: int, rate: float, most: int) -> None:
-    present, group = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.int64)
-    assert keep_best(torch.rand(size), present, group, rate=rate).sum() == most
-
-
 def test_one_released_version_rounds_what_it_removes() -> None:
     """Of 3 at P = 0.5, ⌊1.5⌋ = 1 is kept, or 1 is removed; whole numbers leave no choice."""
     batch = make_batch(1)  # three groups of three
@@ -160,13 +150,6 @@ def test_one_released_version_rounds_what_it_removes() -> None:
         made = method("cppo", rate=rate, floor="removed")
         assert proxpo.prepare(made, batch).ctx.counts.sequences == left
     assert proxpo.prepare(method("cppo", rate=0.5), batch).ctx.counts.sequences == 3
-
-
-def test_ties_go_to_the_earlier_row_and_empty_rows_do_not_count() -> None:
-    group = torch.tensor([5, 2, 5, 2, 5, 2])
-    present = torch.tensor([True, True, True, True, False, True])
-    found = keep_best(torch.ones(6), present, group, rate=0.5)
-    assert found.tolist() == [True, True, False, False, False, False]
 
 
 def test_pooled_pruning_drops_equal_rewards_first() -> None:

@@ -107,10 +107,6 @@ def test_soft_overlong_punishment() -> None:
     close(linear, f64([0.0, -1.0, -1.5]))
 
 
-def test_no_soft_zone() -> None:
-    close(penalties([19, 20, 21], max_tokens=20, cache=0), f64([0.0, 0.0, -1.0]))
-
-
 @pytest.mark.checks("dapo", "token mean: every token weighs 1/N whatever its response's length")
 def test_token_mean() -> None:
     batch = on_policy(make_batch(1))

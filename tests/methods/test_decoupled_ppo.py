@@ -133,15 +133,6 @@ def test_interpolation() -> None:
     close(p, batch.logp, rtol=1e-8)
 
 
-def test_lag_zero_differs_between_article_and_code() -> None:
-    p, batch = prox_at(0, "a3po")
-    close(p, batch.logp)
-    p, batch = prox_at(0, "areal")
-    close(p, batch.old_logp)
-    for lag in (1, 2, 5):
-        close(prox_at(lag, "a3po")[0], prox_at(lag, "areal")[0])
-
-
 @pytest.mark.checks(SLUG, "α = 1/4 brings a log-ratio of 0.6 inside ε = 0.2 (u = e^0.15)")
 def test_interpolation_widens_the_clip() -> None:
     fresh = crafted([[0.6]], [1.0], lag=torch.tensor([[1]]))

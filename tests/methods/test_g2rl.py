@@ -210,27 +210,12 @@ def test_readings(batch: Batch) -> None:
     close(shaped(batch), shaped(batch, reading="described"), atol=0.0)
 
 
-def test_small_groups_keep_their_rewards() -> None:
-    for size in (1, 2):
-        batch = make_batch(1, groups=3, size=size)
-        for reading in ("printed", "described", "signed"):
-            close(shaped(batch, reading=reading), batch.rewards, atol=0.0)
-
-
 def test_equal_rewards_get_a_gradient_unless_unwanted(batch: Batch) -> None:
     same = batch.replace(rewards=torch.ones(9).double(), correct=None)
     bare = method("g2rl", kl_coef=0.0)
     assert loss_and_gradients(bare, same)[1]["logp"].abs().max() > 1e-3
     careful = method("g2rl", kl_coef=0.0, skip_uniform=True)
     assert loss_and_gradients(careful, same)[1]["logp"].eq(0).all()
-
-
-def test_unscored_responses_are_nobodys_other(batch: Batch) -> None:
-    rewards = batch.rewards.clone()
-    rewards[0] = math.nan
-    found = shaped(batch.replace(rewards=rewards))
-    assert found[0].isnan()
-    close(found[1:3], rewards[1:3])  # two are left, whose novelties agree
 
 
 def test_what_is_missing_is_said(batch: Batch) -> None:

@@ -1,5 +1,4 @@
 import math
-import time
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import proxpo
 from methods._case import Case
 from methods.loops import Numbers, centred, exp, groups, mean, number, row, tokens
 from proxpo import Batch
-from proxpo.stages.weights.conflict import conflict_runs
 
 
 def run_length(mine: list[int], good: list[list[int]], bad: list[list[int]]) -> int:
@@ -214,20 +212,6 @@ def test_missing_fields_are_named() -> None:
         proxpo.loss_fn(method(SLUG))(batch.replace(tokens=None))
     with pytest.raises(ValueError, match="'entropy'"):
         proxpo.loss_fn(method(SLUG))(batch.replace(entropy=None))
-
-
-def test_a_million_tokens_take_seconds() -> None:
-    """256 x 4,096 in a few operations on whole tensors."""
-    g = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 3, (256, 4096), generator=g)
-    group = torch.arange(32).repeat_interleave(8)
-    start = time.perf_counter()
-    lead, trail = conflict_runs(
-        tokens, torch.ones_like(tokens, dtype=torch.bool), group, torch.randn(256, generator=g)
-    )
-    assert time.perf_counter() - start < 20
-    assert lead.max() > 0
-    assert trail.max() > 0
 
 
 def test_advantages_keep_the_penalty_where_rewards_are_equal() -> None:

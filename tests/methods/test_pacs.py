@@ -20,7 +20,7 @@ from methods._case import Case
 from methods.loops import exp, groups, log_ratio, mean, row, tokens
 from proxpo import Batch
 from proxpo.stages.aggregate.labelled import Members
-from proxpo.stages.aggregate.labelled import scores as supervised_scores
+from proxpo.stages.aggregate.labelled import group_scores as supervised_scores
 from proxpo.types import local
 
 

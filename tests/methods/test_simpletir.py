@@ -23,7 +23,7 @@ from methods.loops import (
 )
 from proxpo import Batch
 from proxpo.stages.prompts import within_reach
-from proxpo.stages.prune import has_void, is_void
+from proxpo.stages.prune import is_void
 from proxpo.types import Context
 
 
@@ -164,12 +164,6 @@ def test_everything_void(batch: Batch) -> None:
 @pytest.mark.checks("simpletir", "a complete code block or \\boxed{ is not void; all else is")
 def test_detector(turn: str, void: bool) -> None:
     assert is_void(turn) is void
-
-
-def test_one_void_turn_is_enough() -> None:
-    assert has_void(["```python\nx\n```", "hm"])
-    assert not has_void(["```python\nx\n```", r"\boxed{2}"])
-    assert not has_void([])
 
 
 def keeps(correct: list[int], **options: object) -> bool:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from proxpo import Context, ProxpoError, Recipe, make_recipe, methods
 from proxpo.compose import policy_loss, prepare
 from proxpo.settings import _same, parse_setting
-from proxpo.stages import STAGES, load_all
+from proxpo.stages import STAGES, load_stages
 from proxpo.stages._options import parameters, variations
 from proxpo.train.config import load_config
 from proxpo.types import KINDS, MANY
 
 pytestmark = pytest.mark.long
-load_all()
+load_stages()
 JUNK: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**70, -(2**70), 0.0, -0.5, 1e-300, 1e300, -1e300),
     *(float("inf"), float("-inf"), float("nan"), "", "none", "?", "1_2", "a.b=c", "é\x00", "1e400"),

@@ -14,12 +14,12 @@ from helpers import method
 from properties.effects import WATCHED, Watched, hosts, of_loss, stage_of, with_stage
 from proxpo import ProxpoError, Recipe, Stage, make_recipe, methods
 from proxpo.settings import _same, parse_setting
-from proxpo.stages import STAGES, check, load_all, make_stage
+from proxpo.stages import STAGES, check_stages, load_stages, make_stage
 from proxpo.stages._options import parameters, variations
 from proxpo.types import Context
 
 pytestmark = pytest.mark.long
-load_all()
+load_stages()
 
 # Options whose effect is seen in a run: what a rollout does with its prompt filters.
 ELSEWHERE = {
@@ -115,7 +115,7 @@ def watchers(kind: str, name: str) -> Iterator[tuple[Stage, Any]]:
         return
     for host in hosts(kind, name) or [method("grpo")]:
         stage = stage_of(host, kind, name) or make_stage(kind, name, **_required(kind, name))
-        check(with_stage(host, stage))
+        check_stages(with_stage(host, stage))
         if name in RICH:
             stage = STAGES[kind][name](**{**stage.options, **RICH[name]})
         yield stage, lambda one, host=host: of_loss(with_stage(host, one))

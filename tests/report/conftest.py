@@ -1,4 +1,4 @@
-"""A headless Chromium for all pages, and what a page must never do: complain or ask the network."""
+"""A headless Chromium; a page must log no error and request nothing from the network."""
 
 import shutil
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Opened(NamedTuple):
 
 @pytest.fixture
 def opened(browser):
-    """Opens files; at the end none may have complained or asked for anything but itself."""
+    """Opens files; at the end none may have logged an error or requested another file."""
     every = []
 
     def open_page(path, **options):

@@ -1,4 +1,4 @@
-"""What a comparison says, and what it must not say."""
+"""Results of a comparison, and verdicts that it must not give."""
 
 import csv
 import itertools

@@ -1,4 +1,4 @@
-"""The pages in a real browser: drawn, alive, readable in light, dark and print, and offline."""
+"""The pages in a real browser: drawn, interactive, readable in light, dark and print, offline."""
 
 import json
 import re

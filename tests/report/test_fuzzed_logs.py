@@ -57,8 +57,8 @@ def fuzz(count):
     )
 
 
-def told(analysis):
-    """Everything that is said of an analysis, made as the command makes it."""
+def rendered(analysis):
+    """The page of an analysis; also makes all other texts, as the command does."""
     drawn = all_figures(analysis)
     page = comparison_page(analysis, drawn)
     page.encode(errors="replace")
@@ -124,7 +124,7 @@ def reported(folder, paths, logs):
         analysis = analyse(gather_runs([str(path) for path in paths], folder / "out"))
     except ProxpoError:
         return None
-    told(analysis)
+    rendered(analysis)
     check_numbers(analysis, logs)
     return analysis
 
@@ -194,7 +194,7 @@ def test_run_folders(compared, left, right, ended, failed, planned):
     (runs[1] / "summary.json").write_text('{"steps": 4}')
     (runs[1] / "failure.json").write_text(json.dumps(failed))
     if planned:
-        told(analyse(gather_runs([str(compared)], compared)))
+        rendered(analyse(gather_runs([str(compared)], compared)))
     else:
         analysis = reported(compared, runs, {str(run): rows for run in runs})
         assert analysis is None or not claims(analysis)  # one seed
@@ -267,7 +267,7 @@ def test_plans(plan_tree, data):
         return
     folders = [run.folder for run in plan.runs]
     assert len(set(folders)) == len(folders)
-    told(analysis)
+    rendered(analysis)
 
 
 STUDY = {
@@ -309,7 +309,7 @@ def test_names_that_mean_something_to_a_drawing_or_a_page(name, tmp_path):
         rows = made.rows(0.3, run.seed, steps=2, every=1, bare=True)
         made.write_run(tmp_path / run.folder, made.config("grpo", run.seed, 2), rows)
     analysis = analyse(gather_runs([str(tmp_path)], tmp_path))
-    told(analysis)
+    rendered(analysis)
     score = next(one for one in all_figures(analysis) if one.key == "score")
     image = draw_figure(score, arm_names(analysis))["svg"].decode()
     assert html.escape(name, quote=False) in image

@@ -29,7 +29,7 @@ def one_run(folder, *, steps=10, every=5, method="grpo", seed=1, bare=False, **k
 
 
 def trl_history(steps, every):
-    """What transformers keeps: training rows, evaluation rows of the same step, an end."""
+    """A log of transformers: training rows, evaluation rows of the same step, an end."""
     history = []
     for step in range(every, steps + 1, every):
         history.append(

@@ -1,4 +1,4 @@
-"""Which weights changed: counts, overlaps, ranks, training of a part, and the command."""
+"""Weights that changed: counts, overlaps, ranks, training of a part, and the command."""
 
 import json
 import math

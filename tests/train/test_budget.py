@@ -9,7 +9,7 @@ from train_runs import batch_of, job_of, options_of, sample
 import proxpo.train.scoring as module
 from proxpo.errors import ProxpoError
 from proxpo.stages import STAGES, stage
-from proxpo.stages.budget.visits import visits
+from proxpo.stages.budget.responses import responses_by_prompt
 from proxpo.stages.schedule import Rescale
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.config import load_config
@@ -185,7 +185,7 @@ def test_lengths_of_several_turns_are_those_of_the_longest(tmp_path) -> None:
     job = job_of(tmp_path, "task=calculator", method="palu")
     rows = sample(job).experience
     assert int(rows.turn.max()) > 0
-    seen = visits(batch_of(job, rows), by="test")
+    seen = responses_by_prompt(batch_of(job, rows), by="test")
     assert float(seen.length.max()) <= 8
     assert int(rows.mask.sum(1).max()) > 8
     job.close()

@@ -11,7 +11,7 @@ from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.settings import make_recipe
-from proxpo.stages import STAGES, load_all
+from proxpo.stages import STAGES, load_stages
 from proxpo.train.config import load_config
 from proxpo.train.job import _learner, build_job
 from proxpo.train.loop import collect_rollout
@@ -57,7 +57,7 @@ def _stage(draw: random.Random, kind: str) -> dict:
 
 def legal(task, count: int) -> list[tuple[str, dict]]:
     """The first combinations that the library itself accepts for this task."""
-    load_all()
+    load_stages()
     draw, found = random.Random(SEED), []
     while len(found) < count:
         slug, settings = drawn(draw)

@@ -1,4 +1,4 @@
-"""proxpo inside TRL: `ProxpoTrainer`, a GRPOTrainer that trains with any recipe."""
+"""Adapter to TRL: `ProxpoTrainer`, a GRPOTrainer that trains with any recipe."""
 
 from proxpo.adapters.trl._compatibility import TESTED_VERSION, check_trl, differences
 

@@ -7,7 +7,7 @@ from typing import Any
 from proxpo.errors import ProxpoError
 from proxpo.fields import CORE
 from proxpo.settings import Settings, make_recipe
-from proxpo.stages import check
+from proxpo.stages import check_stages
 from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
@@ -19,8 +19,9 @@ HOST_KINDS = {
 _NO_CRITIC = "GRPOTrainer trains no critic"
 _NO_LOGITS = "TRL's fused head keeps no logits"
 _NO_STATES = "TRL hands over no hidden states"
-UNKNOWN = "TRL has no such field"
-WHY = {
+_UNKNOWN = "TRL has no such field"
+# Fields that TRL does not provide, and why.
+NOT_PROVIDED = {
     "values": _NO_CRITIC,
     "old_values": _NO_CRITIC,
     "returns": _NO_CRITIC,
@@ -34,7 +35,7 @@ WHY = {
     "token_rewards": "a TRL reward function gives one number per completion",
     "step_end": "a TRL reward function gives one number per completion",
     "turn": "TRL does not number the turns of a completion",
-    "void": "TRL does not tell which turns neither call nor answer",
+    "void": "TRL does not mark turns that neither call a tool nor answer",
     "prompt_id": "TRL does not number the prompts of its dataset",
     "duration": "TRL does not time a completion's environment",
     "span_rewards": "a TRL reward function gives one number per completion",
@@ -46,7 +47,7 @@ WHY = {
         "a language model's policy is not Gaussian",
     ),
 }
-GIVEN = CORE - WHY.keys()
+PROVIDED = CORE - NOT_PROVIDED.keys()
 
 _TIS = "use {'weights+': 'tis'} in recipe_options"
 _SAPO = "they are options of recipe='sapo'"
@@ -89,7 +90,7 @@ def resolve_recipe(recipe: str | Recipe, options: Settings | None) -> Recipe:
         return make_recipe(recipe, options or {})
     if options:
         raise ProxpoError("recipe_options go with the name of a recipe; this one is already made")
-    return check(recipe)
+    return check_stages(recipe)
 
 
 def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
@@ -97,9 +98,11 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
 
     reports_logp: the sampler returns log-probabilities of its tokens
     """
-    missing = recipe.needs() - GIVEN - ({"rollout_logp"} if reports_logp else set())
+    missing = recipe.needs() - PROVIDED - ({"rollout_logp"} if reports_logp else set())
     for name in sorted(missing):
-        raise ProxpoError(f"recipe {recipe.name} needs '{name}' in TRL: {WHY.get(name, UNKNOWN)}")
+        raise ProxpoError(
+            f"recipe {recipe.name} needs '{name}' in TRL: {NOT_PROVIDED.get(name, _UNKNOWN)}"
+        )
     for _, stage in recipe.stages():
         if stage.kind in HOST_KINDS:
             raise ProxpoError(
@@ -315,8 +318,8 @@ def needs_whole_groups(recipe: Recipe) -> bool:
 
 __all__ = [
     "DECIDED",
-    "GIVEN",
-    "WHY",
+    "NOT_PROVIDED",
+    "PROVIDED",
     "check_engine",
     "check_recipe",
     "microbatch_dependence",

@@ -273,7 +273,8 @@ class ProxpoTrainer(GRPOTrainer):
                     backward=self._backward,
                 )
             )
-            self._block.push(block.pop_all()) if transformed else None
+            if transformed:
+                self._block.push(block.pop_all())
         value = objective
         if transformed:
             value = processes * loss.value.detach() + objective - objective.detach()

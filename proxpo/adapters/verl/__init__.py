@@ -1,4 +1,4 @@
-"""proxpo inside verl: every recipe as a loss mode, its group logic as an advantage estimator.
+"""Adapter to verl: every recipe as a loss mode, its group logic as an advantage estimator.
 
     actor_rollout_ref.actor.policy_loss.loss_mode=proxpo_p3o
     algorithm.adv_estimator=proxpo_p3o
@@ -17,12 +17,12 @@ actor_rollout_ref.actor.strategy=fsdp2. Averages are verl's: actor.loss_agg_mode
 import importlib
 from typing import Any
 
-_WHERE = {"LossConfig": "config", "ProxpoEngine": "engine"}
+_MODULES = {"LossConfig": "config", "ProxpoEngine": "engine"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

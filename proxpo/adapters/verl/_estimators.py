@@ -1,4 +1,4 @@
-"""Advantage estimators: rewards, filters and advantages of a recipe, where groups are whole."""
+"""verl's advantage estimators from recipes: rewards, filters and advantages of whole groups."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,48 +6,55 @@ from typing import Any
 import numpy as np
 import torch
 
-from proxpo.adapters.verl._host import tell
-from proxpo.adapters.verl._recipes import NO_CLOCK, PREFIX, group_recipe, plain, verl_name
+from proxpo.adapters.verl._environment import notify
+from proxpo.adapters.verl._recipes import (
+    NO_CLOCK,
+    PREFIX,
+    as_builtins,
+    estimator_recipe,
+    verl_name,
+)
 from proxpo.compose import prepare
 from proxpo.ops.masked import last_valid
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.recipes import methods
 from proxpo.settings import at_length
-from proxpo.stages import STAGES, load_all
+from proxpo.stages import STAGES, load_stages
 from proxpo.types import Batch, Context, Recipe
 
-CARRIER = "reinforce"  # the recipe that carries an advantage stage asked for by its own name
+CARRIER = "reinforce"  # the recipe around an advantage stage that is named by itself
+Make = Callable[[Mapping[str, Any]], Recipe]
 
 
-def register() -> None:
-    """`algorithm.adv_estimator=proxpo_<slug>`, and `proxpo_<stage>` for a stage by itself."""
+def register_estimators() -> None:
+    """Registers `algorithm.adv_estimator=proxpo_<slug>`, and `proxpo_<stage>` for single stages."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
-    for name, find in by_name().items():
+    for name, make in estimators().items():
         if name not in ADV_ESTIMATOR_REGISTRY:  # verl refuses a second registration
-            register_adv_est(name)(estimator(name, find))
+            register_adv_est(name)(estimator(name, make))
 
 
-def by_name() -> dict[str, Callable[[Mapping[str, Any]], Recipe]]:
-    """Every estimator's recipe, made from algorithm.options."""
-    load_all()
-    chosen = {verl_name(slug): _of_method(slug) for slug in methods()}
+def estimators() -> dict[str, Make]:
+    """Functions that make the recipe of each estimator from algorithm.options, by verl's name."""
+    load_stages()
+    named = {verl_name(slug): _of_method(slug) for slug in methods()}
     for stage in STAGES["advantage"]:
-        chosen.setdefault(PREFIX + stage, _of_stage(stage))
-    return chosen
+        named.setdefault(PREFIX + stage, _of_stage(stage))
+    return named
 
 
-def _of_method(slug: str) -> Callable[[Mapping[str, Any]], Recipe]:
-    return lambda options: group_recipe(slug, options)
+def _of_method(slug: str) -> Make:
+    return lambda options: estimator_recipe(slug, options)
 
 
-def _of_stage(stage: str) -> Callable[[Mapping[str, Any]], Recipe]:
-    return lambda options: group_recipe(CARRIER, {"advantage": {"name": stage, **plain(options)}})
+def _of_stage(stage: str) -> Make:
+    return lambda options: estimator_recipe(
+        CARRIER, {"advantage": {"name": stage, **as_builtins(options)}}
+    )
 
 
-def estimator(
-    name: str, find: Callable[[Mapping[str, Any]], Recipe]
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def estimator(name: str, make: Make) -> Callable[..., tuple[Tensor, Tensor]]:
     """A recipe's advantages with the arguments and results of verl's estimators."""
 
     def estimate(
@@ -57,49 +64,49 @@ def estimator(
         config: Any = None,
         reward_baselines: Float[Tensor, " seq"] | None = None,
     ) -> tuple[Float[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
-        recipe = find((config.get("options", None) or {}) if config is not None else {})
+        recipe = make((config.get("options", None) or {}) if config is not None else {})
         recipe = at_length(recipe, response_mask.shape[1])  # verl pads to its response length
-        batch = make_batch(recipe, token_level_rewards, response_mask.bool(), index)
+        batch = reward_batch(recipe, token_level_rewards, response_mask.bool(), index)
         ready = prepare(recipe.replace(value=None), batch, Context(clock=NO_CLOCK))
         advantages = ready.batch.advantages
         assert advantages is not None
         if recipe.filter:
             dropped = ", ".join(stage.name for stage in recipe.filter)
-            tell(f"{recipe.name}: what filter={dropped} drops gets advantage 0; verl counts it")
+            notify(f"{recipe.name}: what filter={dropped} drops gets advantage 0; verl counts it")
         return advantages, advantages
 
     estimate.__name__ = estimate.__qualname__ = name
     return estimate
 
 
-def make_batch(
+def reward_batch(
     recipe: Recipe,
     token_level_rewards: Float[Tensor, "seq tok"],
     mask: Shaped[Tensor, "seq tok"],
     index: Any,
 ) -> Batch:
-    """A batch of rewards: verl's token rewards, their sum per response, the prompts' numbers.
+    """Batch of verl's token rewards, their sum per response, and the prompts' numbers.
 
     Our token rewards come on top of the response's reward at its last token, so a recipe that
     does not ask for step rewards gets what verl's differ from that, and nothing where they do not.
     """
     rewards = torch.where(mask, token_level_rewards, 0.0)
     total, steps = rewards.sum(dim=1), rewards
-    if not any("token_rewards" in stage.needs for _, stage in recipe.stages()):
+    if "token_rewards" not in recipe.needs():
         steps = rewards - torch.where(last_valid(mask), total[:, None], 0.0)
     return Batch(
         logp=torch.zeros_like(rewards),
         mask=mask,
         rewards=total,
         token_rewards=steps if bool(steps.any()) else None,
-        group=None if index is None else numbered(index).to(mask.device),
+        group=None if index is None else prompt_numbers(index).to(mask.device),
     )
 
 
-def numbered(index: Any) -> Int[Tensor, " seq"]:
+def prompt_numbers(index: Any) -> Int[Tensor, " seq"]:
     """verl's prompt ids (any objects) as numbers."""
-    _, numbers = np.unique(np.asarray([str(one) for one in index]), return_inverse=True)
+    _, numbers = np.unique(np.asarray([str(prompt) for prompt in index]), return_inverse=True)
     return torch.as_tensor(numbers)
 
 
-__all__ = ["by_name", "estimator", "register"]
+__all__ = ["estimator", "estimators", "register_estimators"]

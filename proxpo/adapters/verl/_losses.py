@@ -1,17 +1,18 @@
-"""Loss modes: a recipe's policy loss on verl's tensors, averaged by verl's global counts."""
+"""verl's loss modes from recipes: policy losses on verl's tensors, averaged by its counts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from proxpo.adapters.verl._host import tell
+from proxpo.adapters.verl._environment import notify
 from proxpo.adapters.verl._recipes import LOSS_KINDS, NO_CLOCK, loss_recipe, verl_name
-from proxpo.adapters.verl._settings import changed, tell_own_numbers
+from proxpo.adapters.verl._settings import changed_settings, notify_of_differences
+from proxpo.backward import without_policy_term
 from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
@@ -31,32 +32,34 @@ SHARDED = ("fsdp", "fsdp2")  # engines in which every rank computes a loss for e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
-    """What proxpo's engine adds to the arguments of a policy loss.
+class EngineInputs:
+    """Inputs of a policy loss that only proxpo's engine provides.
 
-    rest: the policy term has a backward of its own, so the loss is the recipe's other terms.
+    fields: batch fields beyond verl's arguments
+    rest: the policy term has a backward of its own, so the loss is the recipe's other terms
     """
 
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     rest: bool = False
 
 
-_CUT: set[str] = set()  # recipes whose first micro-batch has been looked at
-_SUMMED: set[str] = set()  # recipes whose first batch statistic has been looked at
-_OFFER: ContextVar[Offer | None] = ContextVar("proxpo_verl_offer", default=None)
+_CUT: set[str] = set()  # recipes whose first micro-batch has been checked
+_SUMMED: set[str] = set()  # recipes whose first batch statistic has been checked
+_ENGINE_INPUTS: ContextVar[EngineInputs | None] = ContextVar("proxpo_engine_inputs", default=None)
 
 
 @contextmanager
-def offering(offer: Offer) -> Iterator[None]:
-    token = _OFFER.set(offer)
+def engine_inputs(inputs: EngineInputs) -> Iterator[None]:
+    """Gives the inputs to loss modes that verl calls inside the block."""
+    token = _ENGINE_INPUTS.set(inputs)
     try:
         yield
     finally:
-        _OFFER.reset(token)
+        _ENGINE_INPUTS.reset(token)
 
 
-def register() -> None:
-    """Every method of the catalogue as `policy_loss.loss_mode=proxpo_<slug>`."""
+def register_losses() -> None:
+    """Registers every method of the catalogue as `policy_loss.loss_mode=proxpo_<slug>`."""
     from verl.trainer.ppo.core_algos import register_policy_loss
 
     for slug in methods():
@@ -75,19 +78,17 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
         config: Any = None,
         rollout_is_weights: Float[Tensor, "seq tok"] | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        recipe, offer = recipe_for(slug, config), _OFFER.get()
-        if recipe.gradient is not None and (offer is None or not offer.rest):
+        recipe, inputs = recipe_for(slug, config), _ENGINE_INPUTS.get() or EngineInputs()
+        if recipe.gradient is not None and not inputs.rest:
             raise ProxpoError(
                 f"verl: {slug}: gradient={recipe.gradient.name} needs proxpo's engine, and "
                 "actor.strategy has chosen another: use fsdp2 with VERL_ENGINE_VENDOR=proxpo"
             )
-        batch = make_batch(
-            recipe, old_log_prob, log_prob, advantages, response_mask, offer.fields if offer else {}
-        )
+        batch = loss_batch(recipe, old_log_prob, log_prob, advantages, response_mask, inputs.fields)
         with full_precision(log_prob):
-            step = Step.of(recipe, batch, loss_agg_mode, config, rollout_is_weights)
-            found = step.rest(batch) if recipe.gradient is not None else step.loss(batch)
-        return found.value, report(found, batch)
+            actor = ActorLoss.of(recipe, batch.mask, loss_agg_mode, config, rollout_is_weights)
+            result = actor.rest(batch) if recipe.gradient is not None else actor.whole(batch)
+        return result.value, verl_metrics(result, batch)
 
     loss.__name__ = loss.__qualname__ = verl_name(slug)
     return loss
@@ -95,11 +96,11 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
 
 def recipe_for(slug: str, config: Any) -> Recipe:
     """The recipe of a loss mode under an actor config: its options and verl's own settings."""
-    recipe = loss_recipe(slug, options_of(config), changed(config))
-    tell_own_numbers(recipe, config)
+    recipe = loss_recipe(slug, loss_options(config), changed_settings(config))
+    notify_of_differences(recipe, config)
     kl = getattr(config, "kl_loss_coef", 0.0) if getattr(config, "use_kl_loss", False) else 0.0
-    if kl and any("ref_logp" in stage.needs for _, stage in recipe.stages()):
-        tell(
+    if kl and "ref_logp" in recipe.needs():
+        notify(
             f"{recipe.name} reads the reference policy, and verl adds a KL term of its own: "
             f"actor.kl_loss_coef={kl}; 0 leaves the method alone"
         )
@@ -107,11 +108,11 @@ def recipe_for(slug: str, config: Any) -> Recipe:
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[None]:
-    """verl calls losses under autocast, which would run a stage's matrix products in bfloat16."""
+    """Block without verl's autocast, under which matrix products of a stage run in bfloat16."""
     return torch.autocast(like.device.type, enabled=False)
 
 
-def make_batch(
+def loss_batch(
     recipe: Recipe,
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -119,58 +120,66 @@ def make_batch(
     response_mask: Tensor,
     fields: Mapping[str, Tensor],
 ) -> Batch:
-    """verl's tensors under our names.
+    """Batch of verl's tensors.
 
     verl's old policy is the learner at the start of the step. A recipe with a proximal policy
     takes it as that, and the sampler's numbers as those of the behaviour policy.
     """
     known = {"old_logp": old_log_prob, **fields}
-    if any("prox_logp" in stage.needs for _, stage in recipe.stages()) and "rollout_logp" in fields:
+    if "prox_logp" in recipe.needs() and "rollout_logp" in fields:
         known |= {"old_logp": fields["rollout_logp"], "prox_logp": old_log_prob}
     mask = response_mask.bool()
     return Batch(logp=log_prob, mask=mask, advantages=advantages, **known).clean()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One micro-batch of a step: the recipe with verl's average, and the counts of the step."""
+class ActorLoss:
+    """A recipe's loss on a micro-batch under verl's actor config.
+
+    recipe: with verl's average and verl's rollout correction
+    ctx: verl's counts of the mini-batch, and sums over ranks
+    ranks: data-parallel ranks over which verl averages gradients
+    """
 
     recipe: Recipe
-    counts: Denominators
-    all_sum: AllSum
+    ctx: Context
     ranks: int
 
     @classmethod
     def of(
-        cls, recipe: Recipe, batch: Batch, mode: str, config: Any, weights: Tensor | None
-    ) -> "Step":
+        cls,
+        recipe: Recipe,
+        mask: Bool[Tensor, "seq tok"],
+        mode: str,
+        config: Any,
+        weights: Tensor | None,
+    ) -> "ActorLoss":
         info = dict(getattr(config, "global_batch_info", None) or {})
         ranks = int(info.get("dp_size") or 1)
-        recipe = averaged(recipe, mode, length(recipe, info, batch.mask.shape[1]))
+        recipe = with_verl_average(recipe, mode, response_length(recipe, info, mask.shape[1]))
         if weights is not None:
-            recipe = recipe.replace(weights=(*recipe.weights, given_weights(weights)))
-        counts = denominators(batch.mask, info, mode)
-        tell_of_cuts(recipe, batch.mask, counts)
+            recipe = recipe.replace(weights=(*recipe.weights, rollout_correction(weights)))
+        counts = denominators(mask, info, mode)
+        notify_of_cuts(recipe, mask, counts)
         strategy = str(getattr(config, "strategy", "") or "")
-        all_sum = sums(recipe, batch.mask, counts, ranks=ranks, strategy=strategy)
-        return cls(recipe=recipe, counts=counts, all_sum=all_sum, ranks=ranks)
+        all_sum = sums_over_ranks(recipe, mask, counts, ranks=ranks, strategy=strategy)
+        ctx = Context(all_sum=all_sum, denominators=counts, states={}, clock=NO_CLOCK)
+        return cls(recipe=recipe, ctx=ctx, ranks=ranks)
 
-    def loss(self, batch: Batch) -> Loss:
+    def whole(self, batch: Batch) -> Loss:
         """The share of this micro-batch, times the ranks verl averages gradients over."""
-        ctx = Context(denominators=self.counts, states={}, all_sum=self.all_sum, clock=NO_CLOCK)
-        found = policy_loss(self.recipe, batch, ctx)
-        return Loss(found.value * self.ranks, found.metrics)
+        loss = policy_loss(self.recipe, batch, self.ctx)
+        return Loss(loss.value * self.ranks, loss.metrics)
 
     def rest(self, batch: Batch) -> Loss:
-        """What the recipe adds to its policy term."""
+        """The recipe's terms besides its policy term."""
         if not self.recipe.regularisers:
             return Loss(0.0 * batch.logp.sum(), {})
-        bare = replace(self, recipe=self.recipe.replace(regularisers=()))
-        whole = self.loss(batch)
-        return Loss(whole.value - bare.loss(batch).value, whole.metrics)
+        whole, rest = without_policy_term(self.recipe, batch, self.ctx)
+        return Loss(rest * self.ranks, whole.metrics)
 
 
-def length(recipe: Recipe, info: Mapping[str, Any], width: int) -> float:
+def response_length(recipe: Recipe, info: Mapping[str, Any], width: int) -> float:
     """The constant that stands for a response's length: the recipe's, verl's, the padded width."""
     own, factor = recipe.aggregate.options.get("max_tokens"), info.get("loss_scale_factor")
     if own is not None and factor and float(own) != float(factor):
@@ -181,14 +190,14 @@ def length(recipe: Recipe, info: Mapping[str, Any], width: int) -> float:
     return float(own or factor or width)
 
 
-def averaged(recipe: Recipe, mode: str, width: int | float) -> Recipe:
+def with_verl_average(recipe: Recipe, mode: str, width: int | float) -> Recipe:
     """The recipe under actor.loss_agg_mode, as every loss and penalty of verl is averaged."""
     if mode not in AVERAGES:
         raise ProxpoError(f"verl: unknown loss_agg_mode '{mode}'; valid: {', '.join(AVERAGES)}")
     if recipe.aggregate.name != AVERAGES[mode]:
         own = {name: key for key, name in AVERAGES.items()}.get(recipe.aggregate.name)
         advice = f"; its own is actor.loss_agg_mode={own}" if own else ""
-        tell(f"{recipe.name} is averaged by verl's loss_agg_mode={mode}{advice}")
+        notify(f"{recipe.name} is averaged by verl's loss_agg_mode={mode}{advice}")
     options = {"max_tokens": float(width)} if mode == "seq-mean-token-sum-norm" else {}
     return recipe.replace(aggregate=getattr(aggregate, AVERAGES[mode])(**options))
 
@@ -202,27 +211,27 @@ def denominators(mask: Bool[Tensor, "seq tok"], info: Mapping[str, Any], mode: s
             f"verl: loss_agg_mode={mode} over several ranks needs the counts of the global batch"
         )
     local_rows = mask.any(dim=1).sum()
-    found = [mask.sum() if tokens is None else tokens, local_rows if rows is None else rows]
-    counts = [torch.as_tensor(x, dtype=torch.float64, device=mask.device) for x in found]
+    numbers = [mask.sum() if tokens is None else tokens, local_rows if rows is None else rows]
+    counts = [torch.as_tensor(x, dtype=torch.float64, device=mask.device) for x in numbers]
     return Denominators(tokens=counts[0], sequences=counts[1], rows=counts[1])
 
 
-def tell_of_cuts(recipe: Recipe, mask: Bool[Tensor, "seq tok"], counts: Denominators) -> None:
-    """One line for a loss that depends on how verl cuts a mini-batch."""
+def notify_of_cuts(recipe: Recipe, mask: Bool[Tensor, "seq tok"], counts: Denominators) -> None:
+    """Prints one line for a loss that depends on how verl cuts a mini-batch."""
     if recipe.name in _CUT:
         return
     _CUT.add(recipe.name)
     stages = [stage for _, stage in recipe.stages() if stage.kind in LOSS_KINDS]
-    alone = [stage for stage in stages if not stage.whole_batch]
-    if alone and bool(mask.sum() < counts.tokens):
-        names = ", ".join(f"{stage.kind}={stage.name}" for stage in alone)
-        tell(
+    local = [stage for stage in stages if not stage.whole_batch]
+    if local and bool(mask.sum() < counts.tokens):
+        names = ", ".join(f"{stage.kind}={stage.name}" for stage in local)
+        notify(
             f"{recipe.name} looks at each micro-batch of a rank by itself ({names}), so its loss "
             "depends on actor.ppo_micro_batch_size_per_gpu"
         )
 
 
-def sums(
+def sums_over_ranks(
     recipe: Recipe,
     mask: Bool[Tensor, "seq tok"],
     counts: Denominators,
@@ -253,7 +262,7 @@ def sums(
         if scope == "batch" and recipe.name not in _SUMMED:
             _SUMMED.add(recipe.name)
             if bool(reduce(mask.sum().double()) < counts.tokens):
-                tell(
+                notify(
                     f"{recipe.name} wants statistics of the whole batch and gets those of each "
                     "micro-batch over the ranks; one micro-batch per mini-batch gives the former"
                 )
@@ -262,7 +271,7 @@ def sums(
     return all_sum
 
 
-def given_weights(weights: Float[Tensor, "seq tok"]) -> Stage:
+def rollout_correction(weights: Float[Tensor, "seq tok"]) -> Stage:
     """verl's rollout correction as a stage: factors on the policy term."""
 
     def apply(batch: Batch, ctx: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -271,36 +280,36 @@ def given_weights(weights: Float[Tensor, "seq tok"]) -> Stage:
     return Stage(kind="weights", name="rollout_is_weights", apply=apply)
 
 
-def report(loss: Loss, batch: Batch) -> dict[str, float]:
-    """Metrics as verl wants them: numbers, under `actor/`, and under verl's names where it has any.
+def verl_metrics(loss: Loss, batch: Batch) -> dict[str, float]:
+    """Metrics for verl: numbers, under `actor/`, and under verl's names where it has any.
 
     pg_clipfrac is the share of tokens on which the clip acts, in verl as here.
     """
-    seen = {f"actor/{name}": float(value) for name, value in loss.metrics.items()}
-    if "actor/trust/clipped" in seen:
-        seen["actor/pg_clipfrac"] = seen["actor/trust/clipped"]
+    metrics = {f"actor/{name}": float(value) for name, value in loss.metrics.items()}
+    if "actor/trust/clipped" in metrics:
+        metrics["actor/pg_clipfrac"] = metrics["actor/trust/clipped"]
     if batch.old_logp is not None:
         drift = masked_mean((batch.old_logp - batch.logp).detach(), batch.mask)
-        seen["actor/ppo_kl"] = float(drift)
-    return seen
+        metrics["actor/ppo_kl"] = float(drift)
+    return metrics
 
 
-def options_of(config: Any) -> Mapping[str, Any]:
+def loss_options(config: Any) -> Mapping[str, Any]:
     """`policy_loss.options` of an actor config; none where verl's own PolicyLossConfig is used."""
-    chosen = getattr(config, "policy_loss", None)
-    return (getattr(chosen, "options", None) or {}) if chosen is not None else {}
+    loss = getattr(config, "policy_loss", None)
+    return getattr(loss, "options", None) or {}
 
 
 __all__ = [
     "AVERAGES",
-    "Offer",
-    "Step",
+    "ActorLoss",
+    "EngineInputs",
+    "engine_inputs",
     "full_precision",
+    "loss_batch",
     "loss_mode",
-    "make_batch",
-    "offering",
-    "options_of",
+    "loss_options",
     "recipe_for",
-    "register",
-    "report",
+    "register_losses",
+    "verl_metrics",
 ]

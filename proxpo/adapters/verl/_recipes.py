@@ -1,14 +1,14 @@
-"""Recipes under verl's names, and why some of them cannot run there."""
+"""Recipes under verl's names, and the reasons why some of them cannot run there."""
 
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from proxpo.adapters.verl._host import our_engine
-from proxpo.adapters.verl._settings import honoured
+from proxpo.adapters.verl._environment import engine_selected
+from proxpo.adapters.verl._settings import with_verl_settings
 from proxpo.compose import count, policy_loss
 from proxpo.errors import ProxpoError, fold, nearest
 from proxpo.recipes import methods
@@ -21,9 +21,8 @@ PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
 GROUP_KINDS = ("reward", "filter", "advantage", "prune")
 HOST_KINDS = ("budget",)  # rollouts as verl makes them
-# What verl hands to a policy loss, what proxpo's engine adds to it, and what an estimator gets.
+# Fields that verl gives to a policy loss and to an estimator.
 LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
-ENGINE_FIELDS = {"ref_logp", "rollout_logp", "prox_logp", "entropy"}
 GROUP_FIELDS = {"mask", "rewards", "token_rewards", "group"}
 VERL_ALONE = {"gae": "gae", "greedy_baseline": "remax"}  # advantage stage: verl's estimator
 INSTEAD = {
@@ -36,8 +35,30 @@ INSTEAD = {
 }
 
 
+class EngineField(NamedTuple):
+    """A batch field that proxpo's engine adds to the arguments of a loss.
+
+    setting: makes verl compute it; key: in verl's data, empty if it is computed from others
+    """
+
+    setting: str = ""
+    key: str = ""
+
+
+ENGINE_FIELDS = {
+    "ref_logp": EngineField(
+        "actor_rollout_ref.actor.use_kl_loss=True and kl_loss_coef=0", "ref_log_prob"
+    ),
+    "rollout_logp": EngineField(
+        "actor_rollout_ref.rollout.calculate_log_probs=True", "rollout_log_probs"
+    ),
+    "entropy": EngineField("actor_rollout_ref.actor.calculate_entropy=True"),
+    "prox_logp": EngineField(),
+}
+
+
 class _NoClock(Clock):
-    """verl tells neither its losses nor its estimators how far the run is."""
+    """Clock that refuses to be read: verl gives losses and estimators no step number."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("step", "steps", "learning_rate"):
@@ -73,35 +94,35 @@ def known_slug(name: str) -> str | None:
 
 
 def loss_recipe(
-    slug: str, options: Mapping[str, Any], asked: Mapping[str, Any] | None = None
+    slug: str, options: Mapping[str, Any], settings: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """The recipe whose loss verl is to compute, or the reason why it cannot.
+    """Makes the recipe of a loss mode; raises ProxpoError if verl cannot compute its loss.
 
-    asked: verl's own settings that differ from verl's defaults
+    settings: verl's own settings that differ from verl's defaults
     """
-    return _checked(slug, _key(options), _key(asked or {}), "loss", our_engine())
+    return _checked(slug, _key(options), _key(settings or {}), "loss", engine_selected())
 
 
-def group_recipe(slug: str, options: Mapping[str, Any]) -> Recipe:
-    """The recipe whose rewards, filters and advantages verl is to compute."""
-    return _checked(slug, _key(options), _key({}), "group", our_engine())
+def estimator_recipe(slug: str, options: Mapping[str, Any]) -> Recipe:
+    """Makes the recipe of an estimator; raises ProxpoError if verl cannot compute it."""
+    return _checked(slug, _key(options), _key({}), "estimator", engine_selected())
 
 
 def _key(options: Mapping[str, Any]) -> str:
-    return json.dumps(plain(options), sort_keys=True)
+    return json.dumps(as_builtins(options), sort_keys=True)
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(slug: str, options: str, asked: str, side: str, engine: bool) -> Recipe:
-    recipe = make_recipe(slug, honoured(slug, json.loads(options), json.loads(asked)))
-    reason = loss_refusal(recipe, engine) if side == "loss" else group_refusal(recipe)
+def _checked(slug: str, options: str, settings: str, use: str, engine: bool) -> Recipe:
+    recipe = make_recipe(slug, with_verl_settings(slug, json.loads(options), json.loads(settings)))
+    reason = loss_refusal(recipe, engine) if use == "loss" else estimator_refusal(recipe)
     if reason:
         raise ProxpoError(reason)
     return recipe
 
 
 def loss_refusal(recipe: Recipe, engine: bool) -> str:
-    """Why verl cannot compute this recipe's loss; empty if it can."""
+    """The reason why verl cannot compute this recipe's loss; empty if it can."""
     where = f"verl: {recipe.name}"
     losses = variants(recipe)
     if losses is not None and len(losses) > 1:
@@ -116,16 +137,16 @@ def loss_refusal(recipe: Recipe, engine: bool) -> str:
             f"{where} has gradient={recipe.gradient.name}, which needs proxpo's engine: set "
             "VERL_ENGINE_VENDOR=proxpo in every process and actor_rollout_ref.actor.strategy=fsdp2"
         )
-    given = LOSS_FIELDS | ENGINE_FIELDS if engine else LOSS_FIELDS
+    given = LOSS_FIELDS | ENGINE_FIELDS.keys() if engine else LOSS_FIELDS
     return (
         _missing(recipe, LOSS_KINDS, given, "its policy losses")
-        or rehearse(recipe, given)
-        or half_refusal(recipe)
+        or dry_run(recipe, given)
+        or no_estimator(recipe)
     )
 
 
-def half_refusal(recipe: Recipe) -> str:
-    """Why no estimator of verl's can give this loss the advantages of its method; empty if one can.
+def no_estimator(recipe: Recipe) -> str:
+    """The reason why no estimator can give this loss its method's advantages; empty if one can.
 
     Values and greedy responses are known to verl's own `gae` and `remax` alone.
     """
@@ -138,8 +159,8 @@ def half_refusal(recipe: Recipe) -> str:
     return reason and f"{reason}; or leave that half of the method out: {leave}"
 
 
-def group_refusal(recipe: Recipe) -> str:
-    """Why verl cannot compute this recipe's advantages; empty if it can."""
+def estimator_refusal(recipe: Recipe) -> str:
+    """The reason why verl cannot compute this recipe's advantages; empty if it can."""
     if recipe.advantage is None:
         return f"verl: {recipe.name} has no advantage stage"
     if recipe.advantage.name == "gae":  # its values may come from two fields, so it lists none
@@ -147,8 +168,8 @@ def group_refusal(recipe: Recipe) -> str:
     return _missing(recipe, GROUP_KINDS, GROUP_FIELDS, "its advantage estimators")
 
 
-def rehearse(recipe: Recipe, given: set[str]) -> str:
-    """What the loss says to two made-up responses: some stages ask for more than they list."""
+def dry_run(recipe: Recipe, given: set[str]) -> str:
+    """The error of the loss on two made-up responses: some stages read more than they list."""
     ones = torch.ones(2, 3)
     fields = dict.fromkeys(given - {"mask", "advantages"}, -ones)
     signs = torch.tensor([[1.0], [-1.0]]) * ones
@@ -193,28 +214,29 @@ def _line(recipe: Recipe, stage: Stage, name: str, whom: str) -> str:
     )
 
 
-def plain(options: Any) -> Any:
-    """Options as dicts, lists and scalars, whatever OmegaConf has wrapped them in."""
+def as_builtins(options: Any) -> Any:
+    """Options as dicts, lists and scalars, without OmegaConf's containers."""
     if isinstance(options, Mapping):
-        return {str(key): plain(value) for key, value in options.items()}
+        return {str(key): as_builtins(value) for key, value in options.items()}
     if isinstance(options, (str, int, float, bool, type(None))):
         return options
-    return [plain(value) for value in options]
+    return [as_builtins(value) for value in options]
 
 
 __all__ = [
+    "ENGINE_FIELDS",
     "GROUP_KINDS",
     "LOSS_KINDS",
     "NO_CLOCK",
     "PREFIX",
     "VERL_ALONE",
-    "group_recipe",
-    "group_refusal",
-    "half_refusal",
+    "as_builtins",
+    "estimator_recipe",
+    "estimator_refusal",
     "known_slug",
     "loss_recipe",
     "loss_refusal",
-    "plain",
+    "no_estimator",
     "slug_of",
     "verl_name",
 ]

@@ -1,4 +1,4 @@
-"""Numbers in verl's actor config that a method has too: clip range, dual clip, temperatures.
+"""Settings of verl's actor that a method has as options: clip range, dual clip, temperatures.
 
 Where verl's value differs from verl's default, the method's option is set to it, or the setting is
 refused. verl's workers cannot tell a value that was written from a default, so a default leaves the
@@ -9,13 +9,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from proxpo.adapters.verl._host import tell
+from proxpo.adapters.verl._environment import notify
 from proxpo.errors import ProxpoError, fold
 from proxpo.settings import make_recipe
 from proxpo.types import MANY, Recipe, Stage
 
 # Settings below actor_rollout_ref.actor, and the stage options that are the same number.
-PLACES: dict[str, tuple[str, ...]] = {
+STAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip_ratio_low": ("trust.low", "ratio.low"),
     "clip_ratio_high": ("trust.high", "ratio.high"),
     "clip_ratio_c": ("trust.dual",),
@@ -29,7 +29,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "policy_loss.dro_beta": (),
 }
 # Options of methods that set these numbers.
-NAMES: dict[str, tuple[str, ...]] = {
+METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip_ratio_low": ("clip_low", "clip", "low"),
     "clip_ratio_high": ("clip_high", "clip", "high"),
     "clip_ratio_c": ("dual",),
@@ -42,20 +42,20 @@ NAMES: dict[str, tuple[str, ...]] = {
     "policy_loss.ppo_kl_coef": ("coef",),
 }
 CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-WHERE = "actor_rollout_ref.actor"
+ACTOR = "actor_rollout_ref.actor"
 
 
 def defaults() -> dict[str, Any]:
-    """verl's own values of the settings in PLACES, and of clip_ratio."""
+    """verl's own values of the settings in STAGE_OPTIONS, and of clip_ratio."""
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
     actor = {entry.name: entry.default for entry in dataclasses.fields(ActorConfig)}
     fields = dataclasses.fields(PolicyLossConfig)
     loss = {f"policy_loss.{entry.name}": entry.default for entry in fields}
-    return {name: (actor | loss)[name] for name in (*PLACES, "clip_ratio")}
+    return {name: (actor | loss)[name] for name in (*STAGE_OPTIONS, "clip_ratio")}
 
 
-def values(actor: Any) -> dict[str, Any]:
+def setting_values(actor: Any) -> dict[str, Any]:
     """The settings that an actor config has; a clip bound of null is clip_ratio, as in verl."""
     known = defaults()
     read = {name: _read(actor, name) for name in known}
@@ -64,7 +64,7 @@ def values(actor: Any) -> dict[str, Any]:
     bounds = [read.get("clip_ratio_low"), read.get("clip_ratio_high")]
     if whole != known["clip_ratio"] and None not in bounds:
         raise ProxpoError(
-            f"verl: {WHERE}.clip_ratio={whole} has no effect in verl beside clip_ratio_low="
+            f"verl: {ACTOR}.clip_ratio={whole} has no effect in verl beside clip_ratio_low="
             f"{bounds[0]} and clip_ratio_high={bounds[1]}: set these two"
         )
     for name in ("clip_ratio_low", "clip_ratio_high"):
@@ -73,42 +73,44 @@ def values(actor: Any) -> dict[str, Any]:
     return read
 
 
-def changed(actor: Any) -> dict[str, Any]:
+def changed_settings(actor: Any) -> dict[str, Any]:
     """The settings that differ from verl's defaults."""
     known = defaults()
-    return {name: value for name, value in values(actor).items() if value != known[name]}
+    return {name: value for name, value in setting_values(actor).items() if value != known[name]}
 
 
-def honoured(slug: str, options: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the method with those that verl's settings ask for.
+def with_verl_settings(
+    slug: str, options: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Options of the method, extended by those that verl's settings stand for.
 
     Raises ProxpoError for a setting that the method has no place for, or that contradicts its
     options.
     """
-    recipe, made, written = make_recipe(slug, options), dict(options), _flat(options)
-    for name, value in asked.items():
-        place = place_of(recipe, name)
+    recipe, extended, flat = make_recipe(slug, options), dict(options), _flat(options)
+    for name, value in settings.items():
+        place = option_of(recipe, name)
         if place is None:
             raise ProxpoError(
-                f"verl: {WHERE}.{name}={value} has no effect on {slug}: trust={recipe.trust.name} "
+                f"verl: {ACTOR}.{name}={value} has no effect on {slug}: trust={recipe.trust.name} "
                 f"has no such option; leave it at verl's default, {defaults()[name]}"
             )
-        for key in (*NAMES[name], *PLACES[name]):
-            if written.get(key, value) != value:
+        for key in (*METHOD_OPTIONS[name], *STAGE_OPTIONS[name]):
+            if flat.get(key, value) != value:
                 raise ProxpoError(
-                    f"verl: {WHERE}.{name}={value} contradicts policy_loss.options.{key}="
-                    f"{written[key]}: set one of them"
+                    f"verl: {ACTOR}.{name}={value} contradicts policy_loss.options.{key}="
+                    f"{flat[key]}: set one of them"
                 )
-        made[place] = value
-    return made
+        extended[place] = value
+    return extended
 
 
-def place_of(recipe: Recipe, name: str) -> str | None:
+def option_of(recipe: Recipe, name: str) -> str | None:
     """The option of this recipe that verl's setting `name` stands for; None if it has none."""
-    return next((place for place in PLACES[name] if _stage_at(recipe, place)), None)
+    return next((place for place in STAGE_OPTIONS[name] if _stage_at(recipe, place)), None)
 
 
-def number_at(recipe: Recipe, place: str) -> Any:
+def option_value(recipe: Recipe, place: str) -> Any:
     """The value of an option written `trust.low` or `regularisers.STAGE.OPTION`."""
     stage = _stage_at(recipe, place)
     return None if stage is None else stage.options[place.split(".")[-1]]
@@ -124,17 +126,17 @@ def _stage_at(recipe: Recipe, place: str) -> Stage | None:
     return None
 
 
-def tell_own_numbers(recipe: Recipe, actor: Any) -> None:
-    """One line where the method's numbers are not those that stand in verl's config."""
+def notify_of_differences(recipe: Recipe, actor: Any) -> None:
+    """Prints one line if the method's numbers are not those in verl's config."""
     differing: list[str] = []
-    for name, value in values(actor).items():
-        place = place_of(recipe, name)
+    for name, value in setting_values(actor).items():
+        place = option_of(recipe, name)
         if place is None and name in CLIPS:
             differing.append(f"{name}={value} (the method has none)")
-        if place is not None and number_at(recipe, place) != value:
-            differing.append(f"{name}={value} ({place} is {number_at(recipe, place)})")
+        if place is not None and option_value(recipe, place) != value:
+            differing.append(f"{name}={value} ({place} is {option_value(recipe, place)})")
     if differing:
-        tell(
+        notify(
             f"{recipe.name} does not read verl's defaults {', '.join(differing)}; "
             "policy_loss.options changes the method's numbers"
         )
@@ -163,12 +165,12 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 __all__ = [
-    "PLACES",
-    "WHERE",
-    "changed",
-    "honoured",
-    "number_at",
-    "place_of",
-    "tell_own_numbers",
-    "values",
+    "ACTOR",
+    "STAGE_OPTIONS",
+    "changed_settings",
+    "notify_of_differences",
+    "option_of",
+    "option_value",
+    "setting_values",
+    "with_verl_settings",
 ]

@@ -1,4 +1,4 @@
-"""verl's config of a policy loss with room for options; refuses a recipe that cannot run."""
+"""verl's config of a policy loss, extended by options of the method."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +11,15 @@ from proxpo.errors import ProxpoError
 
 @dataclass
 class LossConfig(PolicyLossConfig):
-    """verl's policy loss config and `options`: the method's own, and swaps of its stages.
+    """verl's policy loss config and `options` of the method: its own, and swaps of its stages.
 
     policy_loss:
       _target_: proxpo.adapters.verl.LossConfig
       loss_mode: proxpo_grpo
       options: {clip_high: 0.28, ratio: {name: kalman, q: 1e-6}}
 
-    Made in the driver and in every worker, before any model is loaded.
+    Made in the driver and in every worker before any model is loaded, it refuses a recipe that
+    cannot run there.
     """
 
     options: dict[str, Any] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
@@ -28,51 +29,44 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from proxpo.adapters.verl._host import ENGINE_ARGUMENTS, VENDOR, check_signature
+from proxpo.adapters.verl._checkpoint import load_state, save_state
+from proxpo.adapters.verl._environment import ENGINE_ARGUMENTS, VENDOR, check_signature
 from proxpo.adapters.verl._losses import (
     AVERAGES,
-    Offer,
-    Step,
-    full_precision,
-    make_batch,
-    offering,
+    ActorLoss,
+    EngineInputs,
+    engine_inputs,
+    loss_batch,
     recipe_for,
-    report,
+    verl_metrics,
 )
-from proxpo.adapters.verl._recipes import slug_of
-from proxpo.adapters.verl._state import load_state, save_state
+from proxpo.adapters.verl._recipes import ENGINE_FIELDS, slug_of
+from proxpo.backward import backward_pass, policy_term
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import Transform
 from proxpo.ops.shapes import Int, Tensor
-from proxpo.stages.gradient import objective, per_response
-from proxpo.types import Batch, Context, Recipe
+from proxpo.types import Batch, Recipe
 
-OURS = ["fsdp", "fsdp2"]
-OTHERS = ["automodel", "megatron", "torchtitan", "veomni"]
+BACKENDS = ["fsdp", "fsdp2"]
+REFUSED_BACKENDS = ["automodel", "megatron", "torchtitan", "veomni"]
 DEVICES = ["cpu", "cuda", "npu"]
-OFFERED = {"ref_logp": "ref_log_prob", "rollout_logp": "rollout_log_probs"}
 GATHER_ARGUMENTS = ("x", "gather_dim", "unpad_dim", "padding_size", "grad_scaler", "group")
-SETTINGS = {
-    "ref_logp": "actor_rollout_ref.actor.use_kl_loss=True and kl_loss_coef=0",
-    "rollout_logp": "actor_rollout_ref.rollout.calculate_log_probs=True",
-    "entropy": "actor_rollout_ref.actor.calculate_entropy=True",
-}
 
 
-def register() -> None:
-    """Offer the engine to verl under the vendor `proxpo`, and refuse the others under that name."""
+def register_engine() -> None:
+    """Registers the engine under the vendor `proxpo`, and a refusal of all other backends."""
     check_signature(FSDPEngineWithLMHead.forward_step, ENGINE_ARGUMENTS)
     check_signature(ppo_loss, ("config", "model_output", "data", "dp_group"))
     check_signature(gather_outputs_and_unpad, GATHER_ARGUMENTS)
     known = EngineRegistry._engines.get("language_model", {})
     if ("cuda", VENDOR) in known.get("fsdp2", {}):
         return
-    EngineRegistry.register("language_model", OURS, DEVICES, VENDOR)(ProxpoEngine)
-    EngineRegistry.register("language_model", OTHERS, DEVICES, VENDOR)(NoEngine)
+    EngineRegistry.register("language_model", BACKENDS, DEVICES, VENDOR)(ProxpoEngine)
+    EngineRegistry.register("language_model", REFUSED_BACKENDS, DEVICES, VENDOR)(NoEngine)
 
 
 class NoEngine(BaseEngine):
-    """Stands for the backends that hide the activations a gradient transform needs."""
+    """Refuses the backends that hide the activations a gradient transform needs."""
 
     def __init__(self, model_config: Any, engine_config: Any, *rest: Any, **named: Any) -> None:
         raise ProxpoError(
@@ -88,7 +82,7 @@ class ProxpoEngine(FSDPEngineWithLMHead):
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
         if not engine_config.forward_only:
-            refuse(model_config, engine_config)
+            check_engine_config(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.transform: Transform | None = None
         self._saved: dict[str, Any] | None = None
@@ -100,48 +94,62 @@ class ProxpoEngine(FSDPEngineWithLMHead):
         if recipe is None or loss_function is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
         if recipe.gradient is None:
-            offered = functools.partial(_offered, recipe, loss_function, False)
-            return super().forward_step(micro_batch, offered, forward_only)
+            loss = functools.partial(_with_engine_inputs, recipe, loss_function, False)
+            return super().forward_step(micro_batch, loss, forward_only)
         return self._transformed(recipe, micro_batch, loss_function)
 
     def _transformed(
         self, recipe: Recipe, micro_batch: Any, loss_function: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Forward and backward of a micro-batch; what is returned has no gradient left to give."""
-        config = loss_function.keywords["config"]
+        """Forward and backward of a micro-batch; the loss returned has no gradient left to give."""
+        config, micro_batch = loss_function.keywords["config"], micro_batch.to(get_device_id())
         metrics: dict[str, Any] = {}
-        total = 0.0
+        rest = 0.0
         if recipe.regularisers or config.use_kl_loss or config.entropy_coeff:
-            rest = functools.partial(_offered, recipe, loss_function, True)
-            loss, output = super().forward_step(micro_batch, rest, False)
+            rest_loss = functools.partial(_with_engine_inputs, recipe, loss_function, True)
+            loss, output = super().forward_step(micro_batch, rest_loss, False)
             loss.backward()
-            metrics, total = output["metrics"], output["loss"]
+            metrics, rest = output["metrics"], output["loss"]
         if self.transform is None:
             self.transform = self._make_transform(recipe)
-        # verl averages gradients over all ranks. A transform is linear in the advantages alone.
+        actor, batch = policy_term_of(recipe, config, micro_batch)
         slices = self.ulysses_sequence_parallel_size
-        advantages = rows_of(recipe, micro_batch) * (int(micro_batch["dp_size"]) * slices)
-        policy = functools.partial(_policy, recipe, config, slices)
+        outputs: list[dict[str, Any]] = []
+
+        def forward() -> dict[str, Tensor]:
+            fields: dict[str, Tensor] = {}
+            keep = functools.partial(_keep_fields, recipe, batch, fields)
+            outputs.append(super(ProxpoEngine, self).forward_step(micro_batch, keep, False)[1])
+            return fields
+
+        applied = functools.partial(
+            self.transform.applied,
+            self.module,
+            sequences=self._sequences(micro_batch),
+            token_group=self.ulysses_parallel_group,
+        )
+        # verl averages gradients over all ranks. A transform is linear in the advantages alone.
+        given: Any = {"forward": forward, "applied": applied, "ranks": actor.ranks * slices}
         try:
-            with self.transform.applied(
-                self.module,
-                sequences=self._sequences(micro_batch),
-                advantages=advantages,
-                token_group=self.ulysses_parallel_group,
-            ):
-                loss, output = super().forward_step(micro_batch, policy, False)
-                loss.backward()
+            with backward_pass(actor.recipe, batch, actor.ctx, **given) as opened:
+                # verl's gather over slices multiplies the gradient by their number on the way
+                # back, which would enter the lengths.
+                (opened.objective / slices).backward()
         except NotFiniteError as error:  # its gradient is not finite: verl leaves the update out
             warnings.warn(f"{error}; verl skips the update", stacklevel=2)
-        value = output["metrics"]["actor/pg_loss"].values[-1]
-        output["metrics"] = {**metrics, **output["metrics"]}
-        output["loss"] = total + float(value)
+        value = opened.loss.value.detach() * actor.ranks
+        means = verl_metrics(opened.loss, batch.replace(**opened.fields))
+        metrics |= Metric.from_dict(means, aggregation=AggregationType.MEAN)
+        metrics["actor/pg_loss"] = Metric(value=value, aggregation=AggregationType.SUM)
+        output = {**outputs[-1], "metrics": metrics, "loss": rest + float(value)}
         return torch.tensor(output["loss"], requires_grad=True), output
 
     def _sequences(self, micro_batch: Any) -> Int[Tensor, "..."]:
         """The sequence of every position this rank sees, cut as verl cuts its inputs."""
         packed = tu.get_non_tensor_data(micro_batch, "use_remove_padding", True)
-        row = numbered(micro_batch["input_ids"], packed=packed, pad=self._get_packed_pad_size)
+        row = sequence_numbers(
+            micro_batch["input_ids"], packed=packed, pad=self._get_packed_pad_size
+        )
         slices = self.ulysses_sequence_parallel_size
         if slices == 1:
             return row
@@ -167,18 +175,18 @@ class ProxpoEngine(FSDPEngineWithLMHead):
 
     def _make_transform(self, recipe: Recipe) -> Transform:
         assert recipe.gradient is not None
-        made: Transform = recipe.gradient.apply()
-        if self.use_ulysses_sp and not made.spreads:
+        transform: Transform = recipe.gradient.apply()
+        if self.use_ulysses_sp and not transform.spreads:
             raise ProxpoError(
                 f"verl: gradient={recipe.gradient.name} needs ulysses_sequence_parallel_size=1"
             )
         if self._saved is not None:
-            made.load_state_dict(self._saved)
-        return made
+            transform.load_state_dict(self._saved)
+        return transform
 
 
-def refuse(model_config: Any, engine_config: Any) -> None:
-    """One line for every setting under which per-sequence gradients would be wrong."""
+def check_engine_config(model_config: Any, engine_config: Any) -> None:
+    """Refuses every setting under which per-sequence gradients would be wrong."""
     spread, model = engine_config.ulysses_sequence_parallel_size > 1, model_config.hf_config
     reasons = {
         "actor.strategy=fsdp2, since FSDP1 flattens parameters": engine_config.strategy == "fsdp",
@@ -208,7 +216,7 @@ def _param_dtype(engine_config: Any) -> torch.dtype:
 
 
 def recipe_of(loss_function: Callable[..., Any] | None) -> Recipe | None:
-    """The recipe behind verl's loss function; None if it is not one of ours."""
+    """The recipe behind verl's loss function; None if it is not one of proxpo's."""
     config = getattr(loss_function, "keywords", {}).get("config")
     slug = slug_of(str(config.policy_loss.get("loss_mode", ""))) if config is not None else None
     if slug is None:
@@ -220,7 +228,7 @@ def recipe_of(loss_function: Callable[..., Any] | None) -> Recipe | None:
 
 
 def check_objective(recipe: Recipe, config: Any, loss_function: Any) -> None:
-    """A transform's lengths carry the scale of the objective, so the average must be its own."""
+    """Refuses an average that is not the recipe's: its scale would enter a transform's lengths."""
     if getattr(loss_function, "func", None) is not ppo_loss:
         raise ProxpoError(f"verl: {recipe.name} cannot be mixed with distillation")
     if AVERAGES.get(config.loss_agg_mode) != recipe.aggregate.name:
@@ -231,7 +239,7 @@ def check_objective(recipe: Recipe, config: Any, loss_function: Any) -> None:
         )
 
 
-def numbered(
+def sequence_numbers(
     input_ids: Any, *, packed: bool, pad: Callable[[int], int] = lambda length: 0
 ) -> Int[Tensor, "..."]:
     """The number of the sequence at every position the model sees, -1 for padding.
@@ -248,14 +256,25 @@ def numbered(
     return torch.where(columns < lengths[:, None], numbers[:, None], -1)
 
 
-def rows_of(recipe: Recipe, micro_batch: Any) -> Tensor:
-    """The advantage of each response of a micro-batch."""
-    data = micro_batch.select("response_mask", "advantages").to_padded_tensor()
-    advantages, mask = data["advantages"], data["response_mask"].bool()
-    return per_response(recipe, Batch(logp=advantages, mask=mask, advantages=advantages).clean())
+def policy_term_of(recipe: Recipe, config: Any, data: Any) -> tuple[ActorLoss, Batch]:
+    """The policy term of a recipe under verl's actor config, and a micro-batch before its forward.
+
+    The log-probabilities of the batch are the old ones until the forward pass has brought others.
+    """
+    names = ["response_mask", "old_log_probs", "advantages"]
+    names += ["rollout_is_weights"] if "rollout_is_weights" in data else []
+    tensors = data.select(*names).to_padded_tensor()
+    mask, old, advantages = (tensors[name] for name in names[:3])
+    batch = loss_batch(recipe, old, old, advantages, mask, fields_of_data(recipe, data))
+    for name in ("dp_size", "batch_num_tokens", "global_batch_size"):
+        config.global_batch_info[name] = data[name]
+    config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
+    weights = tensors.get("rollout_is_weights")
+    term = policy_term(recipe)
+    return ActorLoss.of(term, batch.mask, config.loss_agg_mode, config, weights), batch
 
 
-def _offered(
+def _with_engine_inputs(
     recipe: Recipe,
     loss_function: Callable[..., Any],
     rest: bool,
@@ -263,59 +282,57 @@ def _offered(
     data: Any,
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's own loss function, with the fields of the micro-batch at hand."""
-    with offering(Offer(fields=fields_of(recipe, model_output, data), rest=rest)):
+    """verl's own loss function, whose loss mode gets the engine's fields of the micro-batch."""
+    fields = fields_of_data(recipe, data) | fields_of_output(recipe, model_output, data)
+    with engine_inputs(EngineInputs(fields=fields, rest=rest)):
         return loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
 
-def _policy(
+def _keep_fields(
     recipe: Recipe,
-    config: Any,
-    slices: int,
+    batch: Batch,
+    fields: dict[str, Tensor],
     model_output: dict[str, Any],
     data: Any,
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """-Σ u·log π, for the transform to turn into the method's gradient; the loss is reported.
-
-    verl's gather over `slices` multiplies the gradient by their number on the way back, which
-    would enter the lengths; hence the division.
-    """
-    names = ["response_mask", "old_log_probs", "advantages"]
-    names += ["rollout_is_weights"] if "rollout_is_weights" in data else []
-    given = data.select(*names).to_padded_tensor()
-    log_prob = no_padding_2_padding(model_output["log_probs"], data)
-    old, advantages, mask = (given[x] for x in ("old_log_probs", "advantages", "response_mask"))
-    fields = fields_of(recipe, model_output, data)
-    batch = make_batch(recipe, old, log_prob, advantages, mask, fields)
-    for name in ("dp_size", "batch_num_tokens", "global_batch_size"):
-        config.global_batch_info[name] = data[name]
-    config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
-    step = Step.of(recipe, batch, config.loss_agg_mode, config, given.get("rollout_is_weights"))
-    with full_precision(log_prob):
-        ctx = Context(denominators=step.counts, states={}, all_sum=step.all_sum)
-        split = objective(step.recipe, batch, ctx)
-    seen = Metric.from_dict(report(split.loss, batch), aggregation=AggregationType.MEAN)
-    value = split.loss.value.detach() * step.ranks
-    seen["actor/pg_loss"] = Metric(value=value, aggregation=AggregationType.SUM)
-    return -(split.weights * batch.logp).sum() / slices, seen
+    """A loss function for verl that computes none, and keeps the fields of the forward pass."""
+    logp = no_padding_2_padding(model_output["log_probs"], data)
+    present = {"logp": logp, **fields_of_output(recipe, model_output, data)}
+    clean = batch.replace(**present).clean(*present)
+    fields.update({name: getattr(clean, name) for name in present})
+    return torch.zeros(()), {}
 
 
-def fields_of(recipe: Recipe, model_output: dict[str, Any], data: Any) -> dict[str, Tensor]:
-    """What the recipe reads beyond verl's arguments, or the setting that makes verl compute it."""
-    needed = {name for _, stage in recipe.stages() for name in stage.needs}
-    if "prox_logp" in needed:
-        needed.add("rollout_logp")
-    found: dict[str, Tensor] = {}
-    for ours, theirs in OFFERED.items():
-        if ours in needed and theirs in data:
-            found[ours] = data.select(theirs).to_padded_tensor()[theirs]
-    if "entropy" in needed and model_output.get("entropy") is not None:
-        found["entropy"] = no_padding_2_padding(model_output["entropy"], data)
-    for name, setting in SETTINGS.items():
-        if name in needed and name not in found:
-            raise ProxpoError(f"verl: {recipe.name} reads '{name}': set {setting}")
-    return found
+def fields_of_data(recipe: Recipe, data: Any) -> dict[str, Tensor]:
+    """Batch fields that the recipe reads beyond verl's arguments, from verl's data."""
+    fields: dict[str, Tensor] = {}
+    for name in needed_fields(recipe):
+        key = ENGINE_FIELDS[name].key if name in ENGINE_FIELDS else ""
+        if key and key not in data:
+            raise _missing_field(recipe, name)
+        if key:
+            fields[name] = data.select(key).to_padded_tensor()[key]
+    return fields
 
 
-__all__ = ["NoEngine", "ProxpoEngine", "numbered", "refuse", "register"]
+def fields_of_output(recipe: Recipe, model_output: dict[str, Any], data: Any) -> dict[str, Tensor]:
+    """The entropy, if the recipe reads it."""
+    if "entropy" not in needed_fields(recipe):
+        return {}
+    if model_output.get("entropy") is None:
+        raise _missing_field(recipe, "entropy")
+    return {"entropy": no_padding_2_padding(model_output["entropy"], data)}
+
+
+def needed_fields(recipe: Recipe) -> set[str]:
+    """Fields that the recipe reads; the sampler's numbers too, beside a proximal policy."""
+    needed = recipe.needs()
+    return needed | {"rollout_logp"} if "prox_logp" in needed else needed
+
+
+def _missing_field(recipe: Recipe, name: str) -> ProxpoError:
+    return ProxpoError(f"verl: {recipe.name} reads '{name}': set {ENGINE_FIELDS[name].setting}")
+
+
+__all__ = ["NoEngine", "ProxpoEngine", "check_engine_config", "register_engine", "sequence_numbers"]

@@ -1,25 +1,27 @@
-"""What verl loads at import, in every process: register losses, estimators and the engine.
+"""Plugin that verl loads at import in every process: registers losses, estimators and the engine.
 
-verl keeps the errors of its plugins to itself, so ours are printed here.
+verl hides the errors of its plugins, so they are printed here.
 """
 
 import sys
 
-from proxpo.adapters.verl._host import check_host, our_engine
+from proxpo.adapters.verl._environment import check_verl, engine_selected
 
 
 def load() -> None:
-    """Register with verl; engines only where asked for, since importing them fixes the platform."""
-    check_host()
-    from proxpo.adapters.verl import _estimators, _losses, _run
+    """Registers with verl; engines only where selected, since importing them fixes the platform."""
+    check_verl()
+    from proxpo.adapters.verl._config_check import register_config_check
+    from proxpo.adapters.verl._estimators import register_estimators
+    from proxpo.adapters.verl._losses import register_losses
 
-    _losses.register()
-    _estimators.register()
-    _run.register()
-    if our_engine():
-        from proxpo.adapters.verl import engine
+    register_losses()
+    register_estimators()
+    register_config_check()
+    if engine_selected():
+        from proxpo.adapters.verl.engine import register_engine
 
-        engine.register()
+        register_engine()
 
 
 try:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from proxpo.errors import ProxpoError
 from proxpo.gradients._engine.device import accumulator
 from proxpo.gradients._engine.layout import Layout
-from proxpo.gradients._engine.position_axes import broadcast, flatten, position_axes
+from proxpo.gradients._engine.position_axes import broadcast, flatten_positions, position_axes
 from proxpo.gradients._engine.position_gradients import AnyGradients, Dense, OneHot, Outer
 from proxpo.gradients._engine.session import ModuleHandle, Session
 from proxpo.ops.shapes import Float, Int, Tensor
@@ -136,7 +136,7 @@ class LinearLayer:
         return Outer(a, g)
 
     def flatten(self, x: Tensor) -> Tensor:
-        return flatten(x, self.session.shape, self.module_handle.name)[0]
+        return flatten_positions(x, self.session.shape, self.module_handle.name)[0]
 
     def layout_of(self, x: Tensor) -> Layout:
         if tuple(x.shape[:-1]) == self.session.shape:
@@ -255,7 +255,7 @@ class VectorCall:
 
 def rows_by_position(grad: Tensor, session: Session, where: str) -> Float[Tensor, "pos out"]:
     """The gradient with one row per position: the rows of its heads added up."""
-    flat, extra = flatten(grad, session.shape, where)
+    flat, extra = flatten_positions(grad, session.shape, where)
     if extra == 1:
         return flat
     return flat.view(-1, extra, flat.shape[-1]).sum(1, dtype=accumulator(flat.dtype))

@@ -32,7 +32,7 @@ def wire(rows: Outer, layout: Layout) -> float:
     return 0.0 if layout.alone else 80 * traffic(rows.a.device.type)
 
 
-def choose(
+def cheapest_form(
     rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: str, streams: bool = True
 ) -> str:
     """The cheapest form for a layer.

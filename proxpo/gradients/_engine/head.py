@@ -20,7 +20,7 @@ from proxpo.errors import ProxpoError
 from proxpo.gradients._engine import inner_products
 from proxpo.gradients._engine.device import matmul
 from proxpo.gradients._engine.layout import Layout
-from proxpo.gradients._engine.measure import KernelRule, LengthRule, Lengths, Measurement
+from proxpo.gradients._engine.measure import KernelRule, LengthRule, Measurement, SquaredLengths
 from proxpo.gradients._engine.position_gradients import Outer
 from proxpo.gradients._engine.session import Call, ModuleHandle, ParameterHandle, Session
 from proxpo.logp.head import (
@@ -35,7 +35,7 @@ from proxpo.logp.head import (
 from proxpo.ops.shapes import Float, Int, Tensor
 
 
-def find(session: Session, call: HeadCall) -> "HeadTransform | None":
+def head_transform(session: Session, call: HeadCall) -> "HeadTransform | None":
     """Backward pass of a call of the head whose parameters are in the session, else None."""
     named = {"weight": call.weight, "bias": call.bias}
     trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
@@ -176,7 +176,7 @@ class HeadPass:
             return self.backward([torch.zeros_like(x.side) for x in self.parameters])
         if isinstance(rule, LengthRule):
             if rule.measurement.empty:
-                weights = [rule.length_weights(x.handle, Lengths()) for x in self.parameters]
+                weights = [rule.length_weights(x.handle, SquaredLengths()) for x in self.parameters]
                 return self.backward(self.weighted(weights))
             if _one_pass(self, rule):
                 return by_sequences(self, rule)
@@ -219,7 +219,9 @@ def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
             position = Outer(parameter.side[rows], g)
             top, bottom = (None, None) if overlap is None else overlap.against(position, local)
             norm2 = _norm2(rule.measurement, parameter.handle, position, local)
-            weights = rule.length_weights(parameter.handle, Lengths(top, bottom, norm2), some)
+            weights = rule.length_weights(
+                parameter.handle, SquaredLengths(top, bottom, norm2), some
+            )
             add_matmul_(out, g.T, parameter.weighted(local.spread(weights), rows))
 
     for rows, some in _whole_sequences(layout, _limit(head)):
@@ -327,12 +329,14 @@ class _BlockSums:
             assert self.kernel is not None
             return self.rule.kernel_weights(self.parameter.handle, self.kernel)
         if self.overlap is None:
-            return self.rule.length_weights(self.parameter.handle, Lengths(norm2=self.norm2))
+            return self.rule.length_weights(self.parameter.handle, SquaredLengths(norm2=self.norm2))
         side, (rows, keep) = self.parameter.side, self.overlap
         inner = self.gram * matmul(side[rows], side.T)
         bottom = keep @ inner.gather(1, rows[:, None])[:, 0]  # ⟨G_j, G_j⟩ stands among the rest
         top = keep @ self.layout.sum_columns(inner).square()
-        return self.rule.length_weights(self.parameter.handle, Lengths(top, bottom, self.norm2))
+        return self.rule.length_weights(
+            self.parameter.handle, SquaredLengths(top, bottom, self.norm2)
+        )
 
 
 def _norm2(

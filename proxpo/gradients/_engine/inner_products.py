@@ -1,10 +1,11 @@
-"""Lengths and inner products of sequence gradients: F, N, R (ISOPO) and the kernel K (ISOPO-NTK).
+"""Inner products of sequence gradients, never all of them held: F² and N² of ISOPO, K of ISOPO-NTK.
 
-    F_i² = Σ_{j in J} ⟨V_i, G_j⟩² / Σ_{j in J} |G_j|²    N_i = |V_i|    R_i = F_i / N_i
+    F_i² = Σ_{j in J} ⟨V_i, G_j⟩² / Σ_{j in J} |G_j|²    N_i = |V_i|
     K_ij = ⟨V_i, V_j⟩                                      V_i = Σ_{t in i} G_t
 
 Everything comes in a Gram form, which never builds V_i, and a materialised form, which does, block
-by block; they agree to rounding and differ in cost (see `cost.py`). arXiv:2512.23353.
+by block; they agree to rounding and differ in cost (`cost.py`). Plain definitions: `lengths2` in
+`isopo.py` and `kernel` in `ntk.py`.
 
 Positions may lie on several ranks: then V_i is the sum of all their parts, on each of them.
 """
@@ -42,17 +43,20 @@ class OverlapSet:
 
     @staticmethod
     def all(layout: Layout) -> "OverlapSet":
+        """Every position."""
         whole = layout.whole
         return OverlapSet(torch.arange(whole.size, device=whole.seq.device), whole.valid)
 
     @staticmethod
     def at(index: Int[Tensor, " pick"], layout: Layout) -> "OverlapSet":
+        """The positions `index`."""
         return OverlapSet(index, layout.whole.valid[index])
 
     def __len__(self) -> int:
         return self.index.numel()
 
     def blocks(self, size: int) -> "Iterator[OverlapSet]":
+        """Yields parts of at most `size` positions."""
         for index, valid in zip(self.index.split(size), self.valid.split(size)):
             yield OverlapSet(index, valid)
 

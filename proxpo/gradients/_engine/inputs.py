@@ -18,7 +18,7 @@ def by_prompt(rule: Rule) -> bool:
     return getattr(rule, "group_by", None) == "prompt"
 
 
-def check(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Tensor | None) -> None:
+def check_tensors(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Tensor | None) -> None:
     """Refuses tensors of a wrong dtype or shape."""
     if sequences.is_floating_point() or sequences.dtype == torch.bool or sequences.numel() == 0:
         raise ProxpoError(
@@ -38,7 +38,7 @@ def check(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Tensor | No
         )
 
 
-def check_numbers(sequences: Tensor, advantages: Tensor) -> None:
+def check_values(sequences: Tensor, advantages: Tensor) -> None:
     """Refuses wrong values; `sequences` of all ranks that share the micro-batch."""
     low, high = (int(x) for x in torch.aminmax(sequences))
     if low < -1 or high + 1 != advantages.numel():

@@ -26,7 +26,7 @@ from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.ops.shapes import Float, Int, Tensor
 
 
-class Lengths(NamedTuple):
+class SquaredLengths(NamedTuple):
     """Squared lengths of the sequence gradients of one parameter; None where not asked for.
 
     F_i² = top_i / bottom, kept apart because bottom = 0 means that F is undefined.
@@ -74,7 +74,7 @@ class LengthRule(ABC):
     def length_weights(
         self,
         handle: ParameterHandle,
-        lengths: Lengths,
+        lengths: SquaredLengths,
         sequences: Int[Tensor, " some"] | slice = slice(None),
     ) -> Float[Tensor, " some"]:
         """w_i of the sequences whose lengths are given; records lengths and weights."""
@@ -94,7 +94,7 @@ def weighted_by_lengths(
     """Σ_i w_i V_i with w_i from the lengths of V_i."""
     wanted = rule.measurement
     if wanted.empty:
-        return rows.reduce(layout.spread(rule.length_weights(handle, Lengths())))
+        return rows.reduce(layout.spread(rule.length_weights(handle, SquaredLengths())))
     if rows.device.type == "cuda" and (out := _fused(rule, handle, rows, layout)) is not None:
         return out
     streams = not rule.needs_all(handle)
@@ -115,22 +115,22 @@ def measured(
     layout: Layout,
     *,
     streams: bool = True,
-) -> Lengths:
-    """Lengths of all sequences in the cheapest form; `streams` as in `cost.choose`."""
+) -> SquaredLengths:
+    """Lengths of all sequences in the cheapest form; `streams` as in `cost.cheapest_form`."""
     overlap_set = handle.overlap_set(layout) if wanted.overlap else None
     if isinstance(rows, Outer):
         return _measured_outer(wanted, handle, rows, layout, overlap_set, streams)
     if isinstance(rows, OneHot):
         top, bottom = _overlap(rows, layout, overlap_set)
         norm2 = inner_products.norm_pairs(rows, layout) if wanted.norm else None
-        return Lengths(top, bottom, norm2)
+        return SquaredLengths(top, bottom, norm2)
     sums = rows.sums(layout)
     top, bottom = (
         (None, None)
         if overlap_set is None
         else inner_products.overlap_dense(rows, layout, sums, overlap_set)
     )
-    return Lengths(top, bottom, inner_products.length2(sums) if wanted.norm else None, sums)
+    return SquaredLengths(top, bottom, inner_products.length2(sums) if wanted.norm else None, sums)
 
 
 def _measured_outer(
@@ -140,34 +140,34 @@ def _measured_outer(
     layout: Layout,
     overlap_set: OverlapSet | None,
     streams: bool,
-) -> Lengths:
+) -> SquaredLengths:
     path = _path(wanted, rows, layout, streams)
     entries = layout.count * rows.a.shape[1] * rows.g.shape[1]
     if path == "materialise" and layout.alone and entries <= cost.KEEP:
         sums = rows.sums(layout)
         if overlap_set is None:
-            return Lengths(None, None, inner_products.length2(sums), sums)
+            return SquaredLengths(None, None, inner_products.length2(sums), sums)
         picked = at_positions(rows, layout, overlap_set.index)
         inner = picked.project(sums, slice(None))
         keep = overlap_set.valid.to(inner.dtype)
         squares = keep @ picked.squares()
-        return Lengths(keep @ inner.square(), squares, inner_products.length2(sums), sums)
+        return SquaredLengths(keep @ inner.square(), squares, inner_products.length2(sums), sums)
     if path == "materialise":
-        return Lengths(*inner_products.materialised(rows, layout, overlap_set))
+        return SquaredLengths(*inner_products.materialised(rows, layout, overlap_set))
     top, bottom = _overlap(rows, layout, overlap_set)
     if not wanted.norm:
-        return Lengths(top, bottom, None)
+        return SquaredLengths(top, bottom, None)
     if wanted.sketch is not None:
         norm2 = inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.generator)
     else:
         norm2 = inner_products.norm_gram(rows, layout)
-    return Lengths(top, bottom, norm2)
+    return SquaredLengths(top, bottom, norm2)
 
 
 def _path(wanted: Measurement, rows: Outer, layout: Layout, streams: bool) -> str:
     size = layout.whole.size
     overlap = size if wanted.drawn is None else min(wanted.drawn, size)
-    return cost.choose(
+    return cost.cheapest_form(
         rows,
         layout,
         overlap=overlap if wanted.overlap else 0,
@@ -193,7 +193,7 @@ def _streamed(rule: LengthRule, handle: ParameterHandle, rows: Outer, layout: La
     for i, members in enumerate(layout.members()):
         gradient = matmul(rows.g[members].T, rows.a[members])
         index = slice(i, i + 1)
-        lengths = Lengths(
+        lengths = SquaredLengths(
             None if top is None else top[index],
             bottom,
             layout.total(gradient).square().sum()[None],

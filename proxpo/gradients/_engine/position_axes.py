@@ -105,7 +105,7 @@ def with_channels_last(
     return weigh(grad) if axis < 0 else weigh(grad.movedim(axis, -1)).movedim(-1, axis)
 
 
-def flatten(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Tensor, int]:
+def flatten_positions(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Tensor, int]:
     """(..., D) -> (positions x extra, D), positions first; and `extra`, the rows a position has."""
     lead = tuple(x.shape[:-1])
     if lead == tuple(shape):

@@ -220,7 +220,7 @@ def gathered(rows: Some, layout: Layout) -> tuple[Some, Layout]:
     return at_positions(rows, layout, everyone), layout.whole
 
 
-def join(parts: Sequence[Some]) -> Some:
+def joined(parts: Sequence[Some]) -> Some:
     """Gradients of several calls of one module, one after the other."""
     return _replaced(parts[0], [torch.cat(same) for same in zip(*map(_columns, parts))])
 

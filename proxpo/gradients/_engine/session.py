@@ -16,7 +16,7 @@ from proxpo.gradients._engine.device import capturing
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_axes import SequenceShape
-from proxpo.gradients._engine.position_gradients import AnyGradients, join
+from proxpo.gradients._engine.position_gradients import AnyGradients, joined
 from proxpo.gradients._engine.shard import Shard
 from proxpo.ops.shapes import Float, Int, Tensor
 
@@ -197,7 +197,7 @@ class ModuleHandle:
             layout = layouts[0] if len(parts) == 1 else Layout.join(layouts)
             rows = [part.rows[attribute] for part in parts]
             out[attribute] = self.handles[attribute].gradient(
-                rows[0] if len(parts) == 1 else join(rows), layout
+                rows[0] if len(parts) == 1 else joined(rows), layout
             )
         return out
 
@@ -352,7 +352,7 @@ class Session:
             self._table = list(zip(index, layout.whole.valid[index]))
         return OverlapSet(*self._table[handle.number])
 
-    def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "site pick"]:
+    def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "parameter pick"]:
         """`size` positions without replacement for each of `rows` parameters, padding last."""
         step = max(1, (1 << 25) // layout.size)
         drawn = []

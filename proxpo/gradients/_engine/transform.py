@@ -105,7 +105,7 @@ class Transform:
                 patched.installed(),
                 session.audited(audit),
                 self._order.watched(sequences),
-                replaced_backward(partial(head.find, session)),
+                replaced_backward(partial(head.head_transform, session)),
             ):
                 yield session
             audit.check()
@@ -187,9 +187,9 @@ class Transform:
         groups = groups if inputs.by_prompt(self.rule) else None
         shard = None
         if not capturing():
-            inputs.check(self.rule, sequences, advantages, groups)
+            inputs.check_tensors(self.rule, sequences, advantages, groups)
             shard = inputs.shard(self.rule, sequences, advantages, groups, token_group, device)
-            inputs.check_numbers(sequences if shard is None else shard.seq, advantages)
+            inputs.check_values(sequences if shard is None else shard.seq, advantages)
         elif token_group is not None:
             raise ProxpoError("gradients.applied: a CUDA graph cannot record a `token_group`")
         elif self._patched is None or not self._patched[1].session.is_last(

@@ -13,11 +13,10 @@ from proxpo.stages import Parts, stage
 from proxpo.stages.advantage.group_relative import group_relative
 from proxpo.stages.advantage.returns import next_valid
 from proxpo.stages.ratio.turn import turn_index
-from proxpo.types import Batch, Context, Metrics, State
+from proxpo.types import Batch, Context, Metrics, PerToken, State
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 ENTROPY = "advantage/entropy"  # the metric that the first batch's mean entropy is kept from
-UNKNOWN = -1.0
+NO_ENTROPY = -1.0
 
 
 @stage("advantage", needs=("rewards", "group", "entropy"), live=True)
@@ -35,14 +34,14 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
         )
 
     def init() -> State:
-        return {"initial": torch.tensor(UNKNOWN, dtype=torch.float64)}
+        return {"initial": torch.tensor(NO_ENTROPY, dtype=torch.float64)}
 
     def update(state: State, batch: Batch, metrics: Metrics) -> State:
         if state["initial"] >= 0 or ENTROPY not in metrics:
             return state
         return {"initial": metrics[ENTROPY].detach().double().cpu()}
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         group = numbered(batch)
         scored = ~batch.rewards.isnan()
         counted = scored.to(batch.logp.dtype)
@@ -51,9 +50,9 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
         size, total = sums.unbind(1)
         h = row_mean(batch.entropy.detach(), batch.mask)
         filled = batch.mask.any(dim=1).to(h.dtype)
-        seen, rows = ctx.all_sum(torch.stack([h.sum(), filled.sum()]).double())
-        now = seen / rows.clamp(min=1)
-        first = ctx.state.get("initial", torch.tensor(UNKNOWN)).to(now)
+        total_entropy, rows = ctx.all_sum(torch.stack([h.sum(), filled.sum()]).double())
+        now = total_entropy / rows.clamp(min=1)
+        first = ctx.state.get("initial", torch.tensor(NO_ENTROPY)).to(now)
         first = torch.where(first >= 0, first, now)
         dropped = (h > most) & (not if_calm or bool(first <= most))
         out = torch.where(scored & ~dropped, r - total / size.clamp(min=1) - gamma * h, 0.0)
@@ -87,7 +86,7 @@ def entropy_modulated(
     """
     base = group_relative(scale=scale, eps=eps)
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         trajectory, _ = base.apply(batch, ctx)
         index = torch.zeros_like(batch.mask, dtype=torch.int64)
         index = index if split == "response" else turn_index(batch, split)

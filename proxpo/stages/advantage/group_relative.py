@@ -8,11 +8,10 @@ import torch
 from proxpo.errors import ProxpoError
 from proxpo.ops.groups import GroupStats, group_stats
 from proxpo.ops.masked import moments, spread
-from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.shapes import Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 Singleton = Literal["raw", "zero"]
 
 
@@ -35,7 +34,7 @@ def group_relative(
     if not bound > 0:
         raise ProxpoError(f"group_relative: bound must be positive, got {bound}")
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         stats = group_stats(batch.rewards, batch.group, unbiased=unbiased)
         centred = torch.where(stats.scored, batch.rewards - stats.mean, 0.0)
         divisor: Tensor = torch.ones_like(centred)
@@ -61,7 +60,7 @@ def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: Sing
     normalise=True also standardises over the batch, (A - mean)/(std + eps), as TRL offers.
     """
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         stats = group_stats(batch.rewards, batch.group)
         factor = stats.size / (stats.size - 1).clamp(min=1)
         out = torch.where(stats.scored, factor * (batch.rewards - stats.mean), 0.0)
@@ -81,7 +80,7 @@ def length_weighted_baseline(*, singleton: Singleton = "raw"):
     Σ_i L_i A_i = 0 per group. arXiv:2505.23585.
     """
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         lengths = batch.mask.sum(dim=1).to(batch.rewards.dtype)
         stats = group_stats(batch.rewards, batch.group, weight=lengths)
         out = torch.where(stats.scored, batch.rewards - stats.mean, 0.0)
@@ -98,7 +97,7 @@ def group_process(*, eps: float = 1e-6):
     token, marked by `step_end` (without it: wherever a token reward is not 0).
     """
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         scored = batch.token_rewards != 0 if batch.step_end is None else batch.step_end
         scored = scored & batch.mask
         rows, _ = scored.nonzero(as_tuple=True)

@@ -10,9 +10,7 @@ from proxpo.ops.masked import spread
 from proxpo.ops.outcomes import solved
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("advantage", needs=("rewards", "group"))
@@ -29,7 +27,7 @@ def signed_labels(
     alone in its group is refused, or gets 0 (singleton="drop"); so does one without a reward.
     """
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         scored = ~batch.rewards.isnan()
         if singleton == "refuse":
             _refuse_alone(scored, batch.group)
@@ -41,7 +39,10 @@ def signed_labels(
 
 
 def _weights(
-    right: Bool[Tensor, " seq"], scored: Bool[Tensor, " seq"], group: Int[Tensor, " seq"], how: str
+    right: Bool[Tensor, " seq"],
+    scored: Bool[Tensor, " seq"],
+    group: Int[Tensor, " seq"],
+    balance: str,
 ) -> Float[Tensor, " seq"]:
     n = group_sum(scored.double(), group)
     positive = group_sum((scored & right).double(), group)
@@ -51,7 +52,7 @@ def _weights(
         "none": torch.ones_like(n),
         "only_positive": right.double(),
         "only_negative": (~right).double(),
-    }[how]
+    }[balance]
     return torch.where(scored & (n > 1), weight, 0.0)
 
 

@@ -9,9 +9,8 @@ from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import is_packed, last_valid, moments, packing, suffix_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import AllSum, Batch, Context, Metrics, local
+from proxpo.types import AllSum, Batch, Context, PerToken, local
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 Baseline = Literal["none", "batch", "group", "leave_one_out"]
 Holes = Literal["skip", "reset"]
 
@@ -61,7 +60,7 @@ def discounted_return(
     A group of one has b = 0 (singleton="raw", as verl) or A = 0 ("zero").
     """
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         total = suffix_sum(token_rewards(batch), batch.mask, discount=gamma)
         offset = _baseline(batch, ctx, baseline, singleton).to(total.dtype)[:, None]
         out = torch.where(batch.mask & offset.isfinite(), total - offset, 0.0)
@@ -108,11 +107,11 @@ def greedy_baseline(
     - kl_coef·(log π_old - log π_ref)_t with t = 0..L_i-1 and a KL that is not accumulated.
     """
 
-    def framework(batch: Batch, ctx: Context) -> Result:
+    def framework(batch: Batch, ctx: Context) -> PerToken:
         total = suffix_sum(token_rewards(batch), batch.mask)
         return torch.where(scored(batch), total - batch.greedy_rewards[:, None], 0.0), {}
 
-    def official(batch: Batch, ctx: Context) -> Result:
+    def official(batch: Batch, ctx: Context) -> PerToken:
         gain = (batch.rewards - batch.greedy_rewards).clamp(-reward_clip, reward_clip)
         left = batch.mask.flip(1).cumsum(1).flip(1).to(gain.dtype)  # L - t on valid tokens
         out = gamma**left * gain[:, None]
@@ -152,7 +151,7 @@ def gae(
     those at rollout time (`old_values`, else `values`).
     """
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         raw = raw_gae(batch, gamma=gamma, lam=lam, holes=holes)
         if not whitening:
             return raw, {}

@@ -1,4 +1,4 @@
-"""Group baselines that weigh each response by how likely the current policy still finds it."""
+"""Group baselines weighted by the ratio of the current to the old policy."""
 
 from typing import Literal
 
@@ -9,10 +9,9 @@ from proxpo.ops.groups import group_sum_over_cuts, numbered
 from proxpo.ops.masked import row_mean, row_sum, spread
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
-Baseline = Literal["weighted", "self_normalised", "mean"]
+WeightedBaseline = Literal["weighted", "self_normalised", "mean"]
 
 
 def capped_weight(batch: Batch, *, cap: float, level: str) -> Float[Tensor, " seq"]:
@@ -28,7 +27,7 @@ def reweighted_baseline(
     *,
     cap: float = 2.0,
     level: Literal["sequence", "token"] = "sequence",
-    baseline: Baseline = "weighted",
+    baseline: WeightedBaseline = "weighted",
     normalise_std: bool = False,
     eps: float = 1e-6,
 ):
@@ -42,20 +41,20 @@ def reweighted_baseline(
     if not cap > 0:
         raise ProxpoError(f"reweighted_baseline: cap must be positive, got {cap}")
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         group = numbered(batch)
-        one = (~batch.rewards.isnan()).to(batch.logp.dtype)
+        counted = (~batch.rewards.isnan()).to(batch.logp.dtype)
         r = torch.nan_to_num(batch.rewards, nan=0.0).to(batch.logp.dtype)
-        w = one if baseline == "mean" else capped_weight(batch, cap=cap, level=level) * one
-        columns = torch.stack([one, w, w * r, r], dim=1)
+        w = counted if baseline == "mean" else capped_weight(batch, cap=cap, level=level) * counted
+        columns = torch.stack([counted, w, w * r, r], dim=1)
         sums = group_sum_over_cuts(columns, group, all_sum=ctx.all_sum)
         k, w_sum, weighted, plain = sums.unbind(1)
         value = weighted / (w_sum if baseline == "self_normalised" else k).clamp(min=1e-30)
         out = r - value
         if normalise_std:
-            spare = one * (r - plain / k.clamp(min=1)).square()
+            spare = counted * (r - plain / k.clamp(min=1)).square()
             squares = group_sum_over_cuts(spare[:, None], group, all_sum=ctx.all_sum)[:, 0]
             out = out / ((squares / (k - 1).clamp(min=1)).sqrt() + eps)
-        return spread(torch.where((one > 0) & (k > 1), out, 0.0), batch.mask), {}
+        return spread(torch.where((counted > 0) & (k > 1), out, 0.0), batch.mask), {}
 
     return advantage

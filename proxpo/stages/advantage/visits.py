@@ -9,9 +9,8 @@ from proxpo.ops.masked import spread
 from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Context, Metrics, State
+from proxpo.types import Batch, Context, Metrics, PerToken, State
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 COLUMNS = ("visits", "mean", "std")
 
 
@@ -83,7 +82,7 @@ def smooth_standardised(*, history: bool = True):
         known = batch.rewards is not None and batch.prompt_id is not None
         return count_visits(state, batch) if history and known else state
 
-    def advantage(batch: Batch, ctx: Context) -> Result:
+    def advantage(batch: Batch, ctx: Context) -> PerToken:
         now = visit(batch, ctx.state)
         new = _standard(batch.rewards, now.mean, now.std)
         total = _standard(batch.rewards, now.all_mean, now.all_std)

@@ -13,8 +13,8 @@ from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.token import bounded_exp
 from proxpo.types import Batch, Context, Metrics
 
-Result = tuple[Float[Tensor, ""], Metrics]
-OFFICIAL_LENGTH = 3000.0  # generation budget of Dr. GRPO's runs
+Scalar = tuple[Float[Tensor, ""], Metrics]
+DR_GRPO_LENGTH = 3000.0  # generation budget of Dr. GRPO's runs
 PAIRED = "aggregate=pairwise_logistic"
 
 
@@ -22,7 +22,7 @@ PAIRED = "aggregate=pairwise_logistic"
 def token_mean():
     """Σ m x / N: every token of the step weighs the same."""
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return masked_sum(x, batch.mask) / _count(ctx.counts.tokens, x), {}
 
     return aggregate
@@ -35,7 +35,7 @@ def guarded_token_mean(*, max_ratio: float = 10.0):
     As TRL's first PPO trainer has it: such a step teaches neither policy nor critic.
     """
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         ratio = bounded_exp(batch.logp.detach() - batch.old_logp, 20.0)
         mean = masked_mean(ratio, batch.mask, all_sum=ctx.all_sum)
         value = masked_sum(x, batch.mask) / _count(ctx.counts.tokens, x)
@@ -48,7 +48,7 @@ def guarded_token_mean(*, max_ratio: float = 10.0):
 def token_sum():
     """Σ m x."""
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return masked_sum(x, batch.mask), {}
 
     return aggregate
@@ -58,7 +58,7 @@ def token_sum():
 def seq_mean_token_sum(*, count_empty: bool = False):
     """(1/B⁺) Σ_i Σ_t m x: the derivation-faithful REINFORCE average."""
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return masked_sum(x, batch.mask) / _rows(ctx, x, count_empty), {}
 
     return aggregate
@@ -71,7 +71,7 @@ def seq_mean_token_mean(*, count_empty: bool = False):
     count_empty=True divides by all rows instead, as TRL's "grpo" does.
     """
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return row_mean(x, batch.mask).sum() / _rows(ctx, x, count_empty), {}
 
     return aggregate
@@ -81,13 +81,13 @@ def seq_mean_token_mean(*, count_empty: bool = False):
 def seq_sum_token_mean():
     """Σ_i (1/L_i) Σ_t m x: DCPO's only-token-mean; more responses make a larger step."""
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return row_mean(x, batch.mask).sum(), {}
 
     return aggregate
 
 
-@stage("aggregate", takes=("loss",), length=OFFICIAL_LENGTH)
+@stage("aggregate", takes=("loss",), length=DR_GRPO_LENGTH)
 def constant_length(*, max_tokens: float | None, count_empty: bool = False):
     """(1/B⁺) Σ_i Σ_t m x / K with a constant K = max_tokens: Dr. GRPO's unbiased average.
 
@@ -95,11 +95,11 @@ def constant_length(*, max_tokens: float | None, count_empty: bool = False):
     the padded width of the batch, which would move the step size with the longest response of the
     moment. verl calls this seq-mean-token-sum-norm.
     """
-    longest = OFFICIAL_LENGTH if max_tokens is None else max_tokens
+    longest = DR_GRPO_LENGTH if max_tokens is None else max_tokens
     if not longest > 0:
         raise ProxpoError(f"constant_length: max_tokens must be positive, got {max_tokens}")
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return masked_sum(x, batch.mask) / (_rows(ctx, x, count_empty) * longest), {}
 
     return aggregate
@@ -109,7 +109,7 @@ def constant_length(*, max_tokens: float | None, count_empty: bool = False):
 def prompt_mean():
     """(1/P) Σ_g [Σ_{i∈g} Σ_t m x / N_g]: token mean inside a prompt, then the mean over prompts."""
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         tokens = batch.require("group_tokens", by="aggregate=prompt_mean").clamp(min=1)
         prompts = ctx.counts.prompts
         if prompts is None:
@@ -159,7 +159,7 @@ def pairwise_logistic(
             )
         return (1 - label_smoothing) * agree + label_smoothing * oppose
 
-    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         if ctx.counts.pairs is None:
             raise ProxpoError(f"{PAIRED}: the denominators hold no count of pairs")
         pairs = _count(ctx.counts.pairs, x)
@@ -172,12 +172,12 @@ def pairwise_logistic(
         chosen, rejected = (order[role[order] == side] for side in (1, -1))
         h = score[chosen] - worst[chosen]
         mirrored = per_pair(best[rejected] - score[rejected])
-        seen = {
+        metrics = {
             "pairs/accuracy": (h > 0).to(x.dtype).sum() / pairs,
             "pairs/margin": beta * h.sum() / pairs,
         }
         value = per_pair(h).sum() + (mirrored - mirrored.detach()).sum()  # its gradient alone
-        return value / pairs, seen
+        return value / pairs, metrics
 
     return Parts(apply=aggregate, prepare=prepare)
 

@@ -12,40 +12,44 @@ from proxpo.stages import Parts, stage
 from proxpo.types import AllSum, Batch, Context, Metrics
 
 Score = Literal["leave_one_out", "standardised", "centred", "plain"]
-Row = Float[Tensor, " seq"]
-NAME = "aggregate=labelled_scores"
+PerResponse = Float[Tensor, " seq"]
+LABELLED = "aggregate=labelled_scores"
 
 
 class Members(NamedTuple):
-    """Who takes part in the group statistics of a cut, and how to add over the group."""
+    """Responses in a cut's group statistics: 1 for each that counts, and the group's size n."""
 
-    one: Row
-    n: Row
+    counted: PerResponse
+    n: PerResponse
     group: Tensor
     all_sum: AllSum
 
-    def sums(self, *columns: Row) -> tuple[Tensor, ...]:
-        stacked = torch.stack([column * self.one for column in columns], dim=1)
+    def sums(self, *columns: PerResponse) -> tuple[Tensor, ...]:
+        stacked = torch.stack([column * self.counted for column in columns], dim=1)
         return group_sum_over_cuts(stacked, self.group, all_sum=self.all_sum).unbind(1)
 
 
-def scores(r: Row, at: Members, score: Score, eps: float) -> tuple[Row, Row]:
+def group_scores(
+    r: PerResponse, at: Members, score: Score, eps: float
+) -> tuple[PerResponse, PerResponse]:
     """ψ from the proxies r̂ of a group, and the divisor it was made with."""
-    one = torch.ones_like(r)
+    unit = torch.ones_like(r)
     if score == "plain":
-        return r, one
+        return r, unit
     (total,) = at.sums(r)
     if score == "leave_one_out":
-        return r - (total - r) / (at.n - 1).clamp(min=1), one
+        return r - (total - r) / (at.n - 1).clamp(min=1), unit
     u = r - total / at.n.clamp(min=1)
     if score == "centred":
-        return u, one
+        return u, unit
     (squares,) = at.sums(u.square())
     s = (squares / (at.n - 1).clamp(min=1)).sqrt() + eps
     return u / s, s
 
 
-def pulled_back(e: Row, psi: Row, s: Row, at: Members, score: Score, eps: float) -> Row:
+def pulled_back(
+    e: PerResponse, psi: PerResponse, s: PerResponse, at: Members, score: Score, eps: float
+) -> PerResponse:
     """Σ_i e_i ∂ψ_i/∂r̂_k for each k: the gradient flows through the statistics too."""
     if score == "plain":
         return e
@@ -82,21 +86,21 @@ def labelled_scores(
 
     def prepare(batch: Batch) -> dict[str, Tensor]:
         """Groups numbered from 0."""
-        return {"group": batch.require("group", by=NAME).unique(return_inverse=True)[1]}
+        return {"group": batch.require("group", by=LABELLED).unique(return_inverse=True)[1]}
 
     def aggregate(
         x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
     ) -> tuple[Float[Tensor, ""], Metrics]:
         proxy = beta * (row_mean if per == "mean" else row_sum)(x, batch.mask)
-        one = (~batch.require("rewards", by=NAME).isnan()).to(x.dtype)
-        blank = Members(one, one, batch.require("group", by=NAME), ctx.all_sum)
-        at = blank._replace(n=blank.sums(one)[0])
-        a = row_mean(batch.require("advantages", by=NAME), batch.mask) * one
+        counted = (~batch.require("rewards", by=LABELLED).isnan()).to(x.dtype)
+        blank = Members(counted, counted, batch.require("group", by=LABELLED), ctx.all_sum)
+        at = blank._replace(n=blank.sums(counted)[0])
+        a = row_mean(batch.require("advantages", by=LABELLED), batch.mask) * counted
         r = proxy.detach()
-        psi, s = scores(r, at, score, eps)
+        psi, s = group_scores(r, at, score, eps)
         agree = a.sign() * psi
         e = -a * torch.sigmoid(-agree)
-        pull = pulled_back(e, psi, s, at, score, eps) * one
+        pull = pulled_back(e, psi, s, at, score, eps) * counted
         value = a.abs() * torch.nn.functional.softplus(-agree) + pull * (proxy - r)
         rows = ctx.counts.sequences.clamp(min=1).to(x.dtype)
         return value.sum() / rows, {"score/agrees": (agree > 0).to(x.dtype).sum() / rows}

@@ -1,4 +1,4 @@
-"""How many responses each prompt gets and how long they may be, from what earlier visits showed."""
+"""Numbers and lengths of the responses to each prompt, from the outcomes of earlier visits."""
 
 from proxpo.stages.budget.allocation import allocate, knapsack_value
 from proxpo.stages.budget.knapsack import knapsack

@@ -1,4 +1,4 @@
-"""Rollouts as a knapsack: which prompt gains most from one more. arXiv:2509.25849."""
+"""Rollouts shared out as a knapsack: each to the prompt that gains most. arXiv:2509.25849."""
 
 import math
 from typing import Literal
@@ -100,19 +100,19 @@ def allocate(
     rate = torch.where(known, rate, 0.0)
     effective = known & (rate > 0) & (rate < 1)
     unsolved = rate == 0
-    given = torch.where(known, torch.where(unsolved, negative, positive), default)
-    given = torch.where(effective, low, given)
-    left, p = int(default.sum() - given.sum()), rate[effective]
+    samples = torch.where(known, torch.where(unsolved, negative, positive), default)
+    samples = torch.where(effective, low, samples)
+    left, p = int(default.sum() - samples.sum()), rate[effective]
     takers = unsolved if unsolved.any() else ~effective
     if not len(p):
-        return given + shared(left, unsolved) if unsolved.any() else default
+        return samples + shared(left, unsolved) if unsolved.any() else default
     spend = min(left, len(p) * (high - low))
     if fallback and takers.any():
         wanted = expected_cost(p, confidence=confidence, form=cost).clamp(max=high).floor()
         spend = min(spend, int(wanted.sum()))
     extras = (official_extras if official else exact_extras)(p, low=low, high=high, budget=spend)
-    given[effective] += extras
-    return given + shared(left - spend, takers)
+    samples[effective] += extras
+    return samples + shared(left - spend, takers)
 
 
 __all__ = [

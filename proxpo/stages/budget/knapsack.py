@@ -1,4 +1,4 @@
-"""How many responses each prompt gets, by the rate at which it was solved before."""
+"""Numbers of responses to each prompt, from the rate at which it was solved before."""
 
 from typing import Literal
 
@@ -9,19 +9,19 @@ from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.budget.allocation import allocate
-from proxpo.stages.budget.visits import Visits, visits
+from proxpo.stages.budget.responses import PromptResponses, responses_by_prompt
 from proxpo.types import Batch, Budget, Context, Metrics, State
 
-LONGEST = 48  # outcomes that fit into one float64, a bit each
+MOST_OUTCOMES = 48  # outcomes that fit into one float64, a bit each
 
 
 def record_outcomes(state: State, batch: Batch, *, window: int) -> State:
     """p of this visit, or of the last `window` outcomes if it had fewer; those as bits."""
-    seen = visits(batch, by="budget=knapsack")
-    right, size = seen.right & seen.there, seen.size
-    recorded = recall(state, "recorded", seen.prompt_id) + size
-    before = recall(state, "recent", seen.prompt_id).long()
-    recent = (before << size.clamp(max=window)) % 2**window + _bits(seen, window)
+    responses = responses_by_prompt(batch, by="budget=knapsack")
+    right, size = responses.right & responses.there, responses.size
+    recorded = recall(state, "recorded", responses.prompt_id) + size
+    before = recall(state, "recent", responses.prompt_id).long()
+    recent = (before << size.clamp(max=window)) % 2**window + _bits(responses, window)
     ones = ((recent[:, None] >> torch.arange(window, device=recent.device)) & 1).sum(dim=1)
     now = right.sum(dim=1).double() / size.clamp(min=1)
     pooled = ones / recorded.clamp(min=1, max=window)
@@ -31,14 +31,14 @@ def record_outcomes(state: State, batch: Batch, *, window: int) -> State:
         "recorded": recorded,
         "recent": recent.double(),
     }
-    return remember(state, seen.prompt_id, columns)
+    return remember(state, responses.prompt_id, columns)
 
 
-def _bits(seen: Visits, window: int) -> Int[Tensor, " prompt"]:
+def _bits(responses: PromptResponses, window: int) -> Int[Tensor, " prompt"]:
     """The last `window` outcomes of the visit, the latest as the lowest bit."""
-    place = torch.arange(seen.there.shape[1], device=seen.there.device)
-    age = seen.size[:, None] - 1 - place
-    counted = seen.right & seen.there & (age < window)
+    place = torch.arange(responses.there.shape[1], device=responses.there.device)
+    age = responses.size[:, None] - 1 - place
+    counted = responses.right & responses.there & (age < window)
     return torch.where(counted, 2 ** age.clamp(0, window), 0).sum(dim=1)
 
 
@@ -61,16 +61,16 @@ def knapsack(
     p is the share of right responses at the prompt's last visit, or among its `window` latest ones
     if that visit had fewer. With fewer than `min_history` known a prompt keeps its share; p = 1 and
     p = 0 get `positive` and `negative`; the others between `low` and `high`. code_compat=True is
-    the released dynamic programme, which can miss the optimum; see budgets.allocate.
+    the released dynamic programme, which can miss the optimum; see `proxpo.stages.budget.allocate`.
     """
     if not 1 <= low <= high or positive < 0 or negative < 0:
         raise ProxpoError(
             f"budget=knapsack: need 1 ≤ low ≤ high and no negative counts, got low {low}, "
             f"high {high}, positive {positive}, negative {negative}"
         )
-    if not 0 < confidence < 1 or not 1 <= window <= LONGEST:
+    if not 0 < confidence < 1 or not 1 <= window <= MOST_OUTCOMES:
         raise ProxpoError(
-            f"budget=knapsack: confidence is in (0, 1) and window in 1..{LONGEST}, "
+            f"budget=knapsack: confidence is in (0, 1) and window in 1..{MOST_OUTCOMES}, "
             f"got {confidence}, {window}"
         )
 
@@ -103,11 +103,11 @@ def knapsack(
             official=code_compat,
         )
         effective = known & (rate > 0) & (rate < 1)
-        seen = {
+        metrics = {
             "budget/effective": effective.double().mean(),
             "budget/most": samples.max().double(),
         }
-        return budget.replace(samples=samples.to(budget.samples.dtype)), seen
+        return budget.replace(samples=samples.to(budget.samples.dtype)), metrics
 
     return Parts(apply=apply, init=init, update=update)
 

@@ -1,4 +1,4 @@
-"""How long a response to each prompt may be."""
+"""Length limits of the responses to each prompt."""
 
 import torch
 
@@ -7,15 +7,15 @@ from proxpo.ops.masked import row_quantile
 from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.stages.budget.visits import Visits, visits
+from proxpo.stages.budget.responses import PromptResponses, responses_by_prompt
 from proxpo.types import Batch, Budget, Context, Metrics, State
 
 
-def quantile_step(seen: Visits, tau: float) -> Float[Tensor, " prompt"]:
+def quantile_step(responses: PromptResponses, tau: float) -> Float[Tensor, " prompt"]:
     """α = Q_1 - Q_{1-τ} of the lengths of each prompt's right responses; 0 without any."""
-    right = seen.right & seen.there & (seen.length > 0)
-    longest = row_quantile(seen.length, right, 1.0)
-    return longest - row_quantile(seen.length, right, 1 - tau)
+    right = responses.right & responses.there & (responses.length > 0)
+    longest = row_quantile(responses.length, right, 1.0)
+    return longest - row_quantile(responses.length, right, 1 - tau)
 
 
 @stage("budget", needs=("prompt_id",))
@@ -37,11 +37,13 @@ def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1)
 
     def update(state: State, batch: Batch, metrics: Metrics) -> State:
         """L_q - α where the prompt was solved often enough, L_max else; kept as L_max - L_q."""
-        seen = visits(batch, by="budget=length_budget")
-        rate = (seen.right & seen.there).sum(dim=1) / seen.size.clamp(min=1)
-        shrunk = recall(state, "removed", seen.prompt_id) + quantile_step(seen, tau).ceil()
+        responses = responses_by_prompt(batch, by="budget=length_budget")
+        rate = (responses.right & responses.there).sum(dim=1) / responses.size.clamp(min=1)
+        shrunk = (
+            recall(state, "removed", responses.prompt_id) + quantile_step(responses, tau).ceil()
+        )
         removed = torch.where(rate >= target, shrunk, 0.0)
-        return remember(state, seen.prompt_id, {"removed": removed})
+        return remember(state, responses.prompt_id, {"removed": removed})
 
     def apply(budget: Budget, ctx: Context) -> tuple[Budget, Metrics]:
         most = budget.max_tokens

@@ -1,4 +1,4 @@
-"""Which responses are worth a forward and backward pass, once their advantages are known."""
+"""Pruning by the size of the advantage."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
-Metric = Literal["smallest", "largest", "random"]
+Pruned = Literal["smallest", "largest", "random"]
 Floor = Literal["kept", "removed"]
 
 
@@ -44,7 +44,7 @@ def largest_advantages(
     *,
     rate: float = 0.5,
     pool: Literal["question", "batch"] = "question",
-    prune: Metric = "smallest",
+    prune: Pruned = "smallest",
     floor: Floor = "kept",
     prompt_factor: float = 1.0,
 ):
@@ -72,7 +72,7 @@ def largest_advantages(
     return Parts(apply=keep, needs=("group",) if grouped else (), whole_batch=grouped)
 
 
-def _score(batch: Batch, prune: Metric, ctx: Context) -> Float[Tensor, " seq"]:
+def _score(batch: Batch, prune: Pruned, ctx: Context) -> Float[Tensor, " seq"]:
     if prune == "random":
         device = batch.mask.device if ctx.generator is None else ctx.generator.device
         drawn = torch.rand(len(batch.mask), generator=ctx.generator, device=device)

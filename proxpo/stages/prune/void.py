@@ -12,7 +12,7 @@ _ANSWER = r"\boxed{"
 
 
 def is_void(turn: str) -> bool:
-    """Whether a turn has neither a complete fenced code block nor a boxed answer.
+    """True for a turn that has neither a complete fenced code block nor a boxed answer.
 
     A fence that was not closed, as in a truncated turn, is void; code that fails when run is not.
     """

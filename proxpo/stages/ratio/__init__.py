@@ -1,8 +1,8 @@
 """Log-probabilities -> importance ratios."""
 
+from proxpo.stages.ratio.current import current, log_ratio
 from proxpo.stages.ratio.gaussian import gaussian, recentred
 from proxpo.stages.ratio.kalman import ema, kalman
-from proxpo.stages.ratio.own import current, log_ratio
 from proxpo.stages.ratio.proximal import PROXIMAL, proximal_logp
 from proxpo.stages.ratio.sequence import geometric_clip, sequence
 from proxpo.stages.ratio.smoothed import smoothed

@@ -273,10 +273,10 @@ def _filter(
         return ema_scan(z, table, differentiable=differentiable)
     # Valid tokens move to the front, are filtered without holes, and every position reads the
     # state of the last valid token up to it; the column of zeros is the state before the first.
-    seen = mask.cumsum(1)
-    packed = torch.zeros_like(z).scatter_add(1, (seen - 1).clamp(min=0), z)
+    valid_so_far = mask.cumsum(1)
+    packed = torch.zeros_like(z).scatter_add(1, (valid_so_far - 1).clamp(min=0), z)
     states = ema_scan(packed, table, differentiable=differentiable)
-    return torch.nn.functional.pad(states, (1, 0)).gather(1, seen)
+    return torch.nn.functional.pad(states, (1, 0)).gather(1, valid_so_far)
 
 
 @lru_cache(maxsize=32)

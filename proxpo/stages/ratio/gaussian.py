@@ -5,9 +5,8 @@ from proxpo.ops.kl import kl_exact
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.ratio.token import bounded_exp
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 SMALLEST = 1e-6
 _MEAN, _STEP = "mean of the Gaussian policy at each denoising step", "each denoising step"
 GAUSSIAN = (  # fields of a Gaussian policy, which a language model does not have
@@ -50,7 +49,7 @@ def gaussian(*, limit: float = 20.0):
     mean and of the same spread at every step. The exponent is held within ±limit.
     """
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         bias = mean_distance(batch.mean, batch.old_mean.detach(), batch.noise)
         exponent = batch.noise * (batch.logp - batch.old_logp.detach() + bias)
         return bounded_exp(exponent, limit), {}
@@ -66,7 +65,7 @@ def recentred(*, limit: float = 20.0):
     extension, in no paper.
     """
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         kl = kl_exact(batch.old_vocab_logp.detach(), batch.vocab_logp)
         return bounded_exp(batch.logp - batch.old_logp.detach() + kl, limit), {}
 

@@ -6,10 +6,9 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.ratio._scan import check_variances, filter_fixed, filter_log_ratio
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
 MaskMode = Literal["zero", "skip"]
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
 def own_token_ratio(
@@ -38,7 +37,7 @@ def kalman(
     """
     check_variances(q=q, v=v, p0=p0)
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         z = (batch.logp - batch.old_logp).detach()
         x = filter_log_ratio(z, batch.mask, q=q, v=v, p0=p0, mask_mode=mask_mode, clamp=clamp)
         return own_token_ratio(x, batch, limit), {}
@@ -66,7 +65,7 @@ def ema(
     if not 0 <= alpha <= 1:
         raise ProxpoError(f"ema: alpha must be in [0, 1], got {alpha:g}")
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         z = (batch.logp - batch.old_logp).detach()
         if mode == "fixed":
             rho = filter_fixed(z, batch.mask, alpha=alpha, mask_mode=mask_mode)

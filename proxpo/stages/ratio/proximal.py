@@ -1,4 +1,4 @@
-"""The proximal policy a ratio is taken against, when it is not the one that sampled."""
+"""Log-probabilities of the proximal policy, the denominator of a decoupled ratio."""
 
 from typing import Literal, get_args
 

@@ -6,12 +6,10 @@ from typing import Literal
 import torch
 
 from proxpo.ops.masked import masked_mean, row_mean, row_sum
-from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.shapes import Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.token import ANCHORS, Anchor
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("ratio", gives="ratio")
@@ -28,7 +26,7 @@ def sequence(
     s_it = sg(s_i)·π/sg(π) (GSPO-token, eq. 14). The exponent is held below `limit` (verl: 10).
     """
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         pool = row_mean if normalise else row_sum
         exponent = pool(batch.logp - getattr(batch, ANCHORS[anchor]).detach(), batch.mask)[:, None]
         if own_gradient:
@@ -60,7 +58,7 @@ def geometric_clip(
         upper = torch.where(advantage >= 0, high, free)
         return d.clamp(lower, upper)
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         d = batch.logp - batch.old_logp.detach()
         advantage = row_mean(batch.advantages, batch.mask)[:, None]
         kept = clip(d, advantage) if per == "token" else d

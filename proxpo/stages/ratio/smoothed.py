@@ -4,13 +4,10 @@ import math
 from typing import Literal
 
 from proxpo.errors import ProxpoError
-from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.ratio.sequence import sequence
 from proxpo.stages.ratio.token import token
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("ratio", needs=("old_logp",), gives="ratio")
@@ -23,8 +20,8 @@ def smoothed(*, alpha: float = 0.1, level: Literal["token", "sequence"] = "token
         raise ProxpoError(f"ratio=smoothed: alpha must be in [0, 1], got {alpha}")
     plain = token(limit=math.inf) if level == "token" else sequence()
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
-        r, seen = plain.apply(batch, ctx)
-        return (1 - alpha) * r + alpha, seen
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
+        r, metrics = plain.apply(batch, ctx)
+        return (1 - alpha) * r + alpha, metrics
 
     return ratio

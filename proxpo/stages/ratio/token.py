@@ -8,9 +8,8 @@ import torch
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.proximal import PROXIMAL, Proximal, proximal_logp, proximal_needs
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 Anchor = Literal["old", "rollout", "ref", "prox"]
 ANCHORS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "prox": "prox_logp"}
 
@@ -28,7 +27,7 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
     areal, linear; see proximal_logp). smooth=ε: π/(π_anchor + ε), as the 2019 code of P3O.
     """
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         if anchor in PROXIMAL:
             other = proximal_logp(batch, prox=cast(Proximal, anchor))
         else:
@@ -45,7 +44,7 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
 def none():
     """No ratio: the data are taken as drawn from the current policy."""
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         return torch.ones((), dtype=batch.logp.dtype, device=batch.logp.device).expand_as(
             batch.logp
         ), {}
@@ -57,7 +56,7 @@ def none():
 def log_ratio_to_ref():
     """log π - log π_ref per token, for losses that compare whole responses."""
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         return batch.logp - batch.ref_logp.detach(), {}
 
     return ratio

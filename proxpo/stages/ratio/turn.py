@@ -4,12 +4,11 @@ from typing import Literal
 
 import torch
 
-from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Int, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.token import bounded_exp
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 Split = Literal["turn", "mask"]
 
 
@@ -37,7 +36,7 @@ def turn(*, split: Split = "turn", limit: float = 20.0):
     The exponent is held within ±limit.
     """
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         index = turn_index(batch, split)
         d = (batch.logp - batch.old_logp.detach()).masked_fill(~batch.mask, 0.0)
         turns = int(index.max()) + 1 if index.numel() else 1

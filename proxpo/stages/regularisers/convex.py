@@ -7,7 +7,7 @@ from proxpo.ops.kl import Estimator, kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
 
 def base_share(updates: int, *, hold: int = 50, every: int = 10, floor: float = 0.5) -> float:
@@ -32,9 +32,7 @@ def kl_convex(
     if share is not None and not 0 <= share <= 1:
         raise ProxpoError(f"kl_convex: share lies between 0 and 1, got {share}")
 
-    def penalty(
-        ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
-    ) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         lam = base_share(ctx.clock.updates, hold=hold, every=every, floor=floor)
         lam = lam if share is None else share
         base = kl_estimate(batch.logp, batch.ref_logp.detach(), estimator=estimator)

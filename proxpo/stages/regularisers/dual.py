@@ -10,9 +10,9 @@ from proxpo.ops.kl import kl_estimate, kl_exact
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Context, Metrics, State
+from proxpo.types import Batch, Context, Metrics, PerToken, State
 
-Statistic = Literal["max", "mean"]
+KLStatistic = Literal["max", "mean"]
 METRIC = {"max": "kl/old_max", "mean": "kl/old"}
 BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's, for the multiplier
 
@@ -24,7 +24,7 @@ def kl_dual(
     radius: float = 0.2,
     margin: float = 2.0,
     lr: float = 0.01,
-    statistic: Statistic = "max",
+    statistic: KLStatistic = "max",
     kl: Literal["exact", "sampled"] = "exact",
 ):
     """β·KL(π_old‖π), β rising while margin·stat(KL) > radius and falling below, never negative.
@@ -55,16 +55,14 @@ def kl_dual(
         move = (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
         return {"coef": (state["coef"] - lr * move).clamp(min=0.0), "m": m, "v": v, "t": t}
 
-    def penalty(
-        ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
-    ) -> tuple[Float[Tensor, "seq tok"], Metrics]:
-        found = divergence_from_old(batch, exact=kl == "exact")
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
+        divergence = divergence_from_old(batch, exact=kl == "exact")
         beta = float(ctx.state["coef"]) if "coef" in ctx.state else coef
-        seen = found.detach().masked_fill(~batch.mask, 0.0)
-        return beta * found, {
-            "kl/old": masked_mean(seen, batch.mask, all_sum=ctx.all_sum, scope="microbatch"),
-            "kl/old_max": batch_max(seen[batch.mask], all_sum=ctx.all_sum, scope="microbatch"),
-            "kl/beta": seen.new_tensor(beta),
+        detached = divergence.detach().masked_fill(~batch.mask, 0.0)
+        return beta * divergence, {
+            "kl/old": masked_mean(detached, batch.mask, all_sum=ctx.all_sum, scope="microbatch"),
+            "kl/old_max": batch_max(detached[batch.mask], all_sum=ctx.all_sum, scope="microbatch"),
+            "kl/beta": detached.new_tensor(beta),
         }
 
     needs = ("vocab_logp", "old_vocab_logp") if kl == "exact" else ("old_logp",)

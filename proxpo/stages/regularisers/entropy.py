@@ -1,4 +1,4 @@
-"""Penalties that keep entropy up."""
+"""Penalties against a loss of entropy."""
 
 import torch
 
@@ -7,16 +7,14 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.trust.covariance import covariance
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("regularisers", needs=("entropy",))
 def entropy_bonus(*, coef: float):
     """-coef · H of the next-token distribution; `entropy` must carry gradient to have an effect."""
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         return -coef * batch.entropy, {"entropy": masked_mean(batch.entropy.detach(), batch.mask)}
 
     return penalty
@@ -32,7 +30,7 @@ def covariance_penalty(*, share: float = 2e-3, coef: float = 1.0):
     if not 0 <= share <= 1:
         raise ProxpoError(f"covariance_penalty: share must be between 0 and 1, got {share}")
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         n = int(batch.mask.sum())
         k = min(max(1, int(share * n)), n) if share else 0
         rank = (

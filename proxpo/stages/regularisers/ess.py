@@ -1,4 +1,4 @@
-"""Pull-backs whose strength is 1 - ESS: asleep on fresh data, awake on stale data."""
+"""KL penalties weighted by 1 - ESS: 0 on fresh data, stronger on stale data."""
 
 from typing import Literal
 
@@ -9,9 +9,7 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.trust.ess import EpsIn, ess, two_ess
-from proxpo.types import Batch, Context, Metrics, Scope
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken, Scope
 
 
 @stage("regularisers", needs=("old_logp",), takes=("ratio",))
@@ -21,7 +19,7 @@ def ess_kl_from_old(*, scope: Scope = "batch", eps: float = 1e-8, eps_in: EpsIn 
     The exponent is held within ±10, as the official code does. ESS is that of the ratio in use.
     """
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)
         kl = kl_estimate(batch.logp, batch.old_logp.detach(), clamp="p3o")
         return (1 - size) * kl, {"kl/old": masked_mean(kl.detach(), batch.mask)}
@@ -36,7 +34,7 @@ def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
     log π_mix = log[(w_b π_b + w_p π_p)/(w_b + w_p)], w = 1 - ESS; nothing when both are fresh.
     """
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         behaviour, proximal = two_ess(ratio, batch, ctx, scope=scope, eps=eps)
         w_b, w_p = (1 - behaviour).clamp(min=0), (1 - proximal).clamp(min=0)
         strength = 1 - torch.minimum(behaviour, proximal)
@@ -49,8 +47,8 @@ def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
         )
         awake = strength > 1e-6
         kl = kl_estimate(batch.logp, torch.where(awake, mix, batch.old_logp).detach(), clamp="p3o")
-        seen = {"kl/mix": masked_mean(kl.detach(), batch.mask)}
-        return torch.where(awake, strength, 0.0) * kl, seen
+        metrics = {"kl/mix": masked_mean(kl.detach(), batch.mask)}
+        return torch.where(awake, strength, 0.0) * kl, metrics
 
     return penalty
 
@@ -70,7 +68,7 @@ def ess_kl_full(
     mean_over_actions=True divides by the size of the vocabulary, as the code does.
     """
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)
         pi, beta = batch.vocab_logp, batch.old_vocab_logp.detach()
         first, second = (beta, pi) if direction == "beta_pi" else (pi, beta)

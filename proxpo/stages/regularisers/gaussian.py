@@ -4,16 +4,14 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.ratio.gaussian import mean_distance
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("regularisers", needs=("mean", "ref_mean", "noise"))
 def gaussian_kl(*, coef: float):
     """coef · mean_D((μ - μ_ref)²)/(2 s²): KL(π‖π_ref) of a denoising step, per dimension."""
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = mean_distance(batch.mean, batch.ref_mean.detach(), batch.noise)
         return coef * kl, {"kl/ref": masked_mean(kl.detach(), batch.mask)}
 

@@ -4,9 +4,7 @@ from proxpo.ops.kl import Clamp, Estimator, kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("regularisers", needs=("ref_logp",))
@@ -23,7 +21,7 @@ def kl_to_ref(
     (arXiv:2512.02556; TRL's default when β > 0).
     """
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = kl_estimate(batch.logp, batch.ref_logp.detach(), estimator=estimator, clamp=clamp)
         kl = ratio * kl if ratio_corrected else kl
         return coef * kl, {"kl/ref": masked_mean(kl.detach(), batch.mask)}
@@ -35,7 +33,7 @@ def kl_to_ref(
 def kl_from_old(*, coef: float, estimator: Estimator = "k3", clamp: Clamp = "none"):
     """coef · estimate of KL(π‖π_old) on tokens drawn from π_old."""
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = kl_estimate(batch.logp, batch.old_logp.detach(), estimator=estimator, clamp=clamp)
         return coef * kl, {"kl/old": masked_mean(kl.detach(), batch.mask)}
 

@@ -7,10 +7,9 @@ from proxpo.ops.kl import kl_estimate, kl_exact
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Clock, Context, Metrics
+from proxpo.types import Batch, Clock, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
-Estimator = Literal["sampled", "k3", "exact"]
+MirrorEstimator = Literal["sampled", "k3", "exact"]
 Anneal = Literal["linear", "code", "constant"]
 
 
@@ -30,7 +29,7 @@ def mirror_step_size(
 @stage("regularisers")
 def mirror_kl(
     *,
-    estimator: Estimator = "sampled",
+    estimator: MirrorEstimator = "sampled",
     tsallis: float | None = None,
     start: float = 1.0,
     floor: float = 0.05,
@@ -59,14 +58,14 @@ def mirror_kl(
         d = batch.logp - batch.old_logp.detach()
         return d * d.exp() - d.expm1()
 
-    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         t = mirror_step_size(ctx.clock, start=start, floor=floor, anneal=anneal)
         kl = divergence(batch)
-        seen = {
+        metrics = {
             "kl/old": masked_mean(kl.detach(), batch.mask),
             "trust/step_size": kl.new_tensor(t),
         }
-        return kl / t, seen
+        return kl / t, metrics
 
     exact = estimator == "exact" and tsallis is None
     return Parts(apply=penalty, needs=("vocab_logp", "old_vocab_logp") if exact else ("old_logp",))

@@ -1,4 +1,4 @@
-"""Rewards scaled by how new a response's gradient is among those to the same prompt."""
+"""Rewards scaled by the novelty of a response's gradient among those to the same prompt."""
 
 from typing import Literal
 
@@ -74,7 +74,7 @@ def gradient_novelty(
         }[reading]()
         shaped = torch.where(differ, r * (1 + factor), r).clamp(-clip, clip)
         total, n = ctx.all_sum(torch.stack([new[scored].sum(), scored.sum().double()]))
-        seen = {"reward/novelty": total / n.clamp(min=1)}
-        return batch.replace(rewards=shaped.to(batch.rewards.dtype)), seen
+        metrics = {"reward/novelty": total / n.clamp(min=1)}
+        return batch.replace(rewards=shaped.to(batch.rewards.dtype)), metrics
 
     return shape

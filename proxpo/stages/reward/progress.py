@@ -1,4 +1,4 @@
-"""Partial credit for programs that fail: how far did they get?"""
+"""Partial credit for programs that fail, by the milestones they reach."""
 
 import re
 from collections.abc import Sequence

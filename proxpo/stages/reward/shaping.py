@@ -13,21 +13,21 @@ from proxpo.stages import Parts, stage
 from proxpo.stages.advantage.returns import token_rewards
 from proxpo.types import Batch, Context, Metrics, State
 
-Result = tuple[Batch, Metrics]
-OFFICIAL_LENGTH = 20480.0  # of DAPO's runs, with a soft zone of a fifth of it
+ShapedBatch = tuple[Batch, Metrics]
+DAPO_LENGTH = 20480.0  # of DAPO's runs, with a soft zone of a fifth of it
 
 
 @stage("reward", needs=("rewards",))
 def clip_reward(*, low: float, high: float):
     """r_i -> clip(r_i, low, high)."""
 
-    def shape(batch: Batch, ctx: Context) -> Result:
+    def shape(batch: Batch, ctx: Context) -> ShapedBatch:
         return batch.replace(rewards=batch.rewards.clamp(low, high)), {}
 
     return shape
 
 
-@stage("reward", needs=("rewards",), length=OFFICIAL_LENGTH)
+@stage("reward", needs=("rewards",), length=DAPO_LENGTH)
 def overlong_penalty(
     *,
     max_tokens: float | None = None,
@@ -41,14 +41,14 @@ def overlong_penalty(
     without the floor, as verl). L_c = 0 means no soft zone. max_tokens=None: L_max is the longest
     response that the host allows, 20480 without a host; cache=None: L_c is a fifth of L_max.
     """
-    longest = OFFICIAL_LENGTH if max_tokens is None else max_tokens
+    longest = DAPO_LENGTH if max_tokens is None else max_tokens
     zone = longest / 5 if cache is None else cache
     if not 0 <= zone <= longest or not longest > 0 or math.isinf(zone):
         raise ProxpoError(
             f"overlong_penalty: need 0 ≤ cache ≤ max_tokens, got {zone:g}, {longest:g}"
         )
 
-    def shape(batch: Batch, ctx: Context) -> Result:
+    def shape(batch: Batch, ctx: Context) -> ShapedBatch:
         length = batch.mask.sum(dim=1).to(batch.rewards.dtype)
         if zone == 0:
             penalty = -(length > longest).to(length.dtype)
@@ -107,23 +107,23 @@ def kl_in_reward(
             batch.old_logp, batch.ref_logp, estimator=estimator, clamp=clamp
         ).detach()
 
-    def shape(batch: Batch, ctx: Context) -> Result:
+    def shape(batch: Batch, ctx: Context) -> ShapedBatch:
         if not coef:
             return batch, {}
         beta = ctx.state.get("coef", torch.tensor(coef, dtype=torch.float64)).to(batch.logp)
         kl = divergence(batch)
         rows = torch.stack([row_mean(kl, batch.mask).sum(), batch.mask.any(dim=1).sum().to(kl)])
         total, n = ctx.all_sum(rows)  # so that every rank adapts to the same KL
-        seen = {
+        metrics = {
             "reward/kl": total / n.clamp(min=1),
             "reward/kl_coef": beta,
             "reward/responses": n,
         }
         if per == "sequence":
             penalty = (beta * row_sum(kl, batch.mask)).to(batch.rewards.dtype)
-            return batch.replace(rewards=batch.rewards - penalty), seen
+            return batch.replace(rewards=batch.rewards - penalty), metrics
         kept = batch.replace(rewards=None)
-        return batch.replace(token_rewards=token_rewards(kept) - beta * kl), seen
+        return batch.replace(token_rewards=token_rewards(kept) - beta * kl), metrics
 
     anchors = ("ref_kl",) if estimator == "full" else ("old_logp", "ref_logp")
     return Parts(

@@ -17,12 +17,12 @@ from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
 
-Interval = tuple[int, int]
+Span = tuple[int, int]
 Placed = tuple[int, int, float]
 _WORD = re.compile(r"\S+")
 
 
-def find_span(text: str, span: str, *, similarity: float = 0.8) -> Interval | None:
+def find_span(text: str, span: str, *, similarity: float = 0.8) -> Span | None:
     """Characters [start, end) of the first passage like `span`; None if there is none.
 
     As written, or else up to case and white space, or else the run of as many words whose
@@ -33,12 +33,12 @@ def find_span(text: str, span: str, *, similarity: float = 0.8) -> Interval | No
         return None
     loose = r"\s+".join(re.escape(word) for word in words)
     for pattern, flags in ((re.escape(span.strip()), 0), (loose, re.IGNORECASE)):
-        if found := re.search(pattern, text, flags):
-            return found.span()
+        if match := re.search(pattern, text, flags):
+            return match.span()
     return _most_similar(text, " ".join(words).lower(), len(words), similarity)
 
 
-def _most_similar(text: str, wanted: str, count: int, similarity: float) -> Interval | None:
+def _most_similar(text: str, wanted: str, count: int, similarity: float) -> Span | None:
     places = [match.span() for match in _WORD.finditer(text)]
     best, at = similarity, None
     matcher = difflib.SequenceMatcher(autojunk=False)
@@ -57,7 +57,7 @@ def _most_similar(text: str, wanted: str, count: int, similarity: float) -> Inte
 
 def span_values(
     text: str,
-    offsets: Sequence[Interval],
+    offsets: Sequence[Span],
     marks: Iterable[tuple[str, float]],
     *,
     unmarked: float = 0.0,
@@ -71,14 +71,14 @@ def span_values(
     not found are ignored. The released trainer for code: wrong code -1, code that needs improvement
     0, unmarked=1.
     """
-    found = [(find_span(text, span, similarity=similarity), value) for span, value in marks]
-    placed = [(*place, value) for place, value in found if place is not None]
+    places = [(find_span(text, span, similarity=similarity), value) for span, value in marks]
+    placed = [(*place, value) for place, value in places if place is not None]
     return token_values(text, offsets, placed, unmarked=unmarked)
 
 
 def token_values(
     text: str,
-    offsets: Sequence[Interval],
+    offsets: Sequence[Span],
     placed: Sequence[Placed],
     *,
     unmarked: float = 0.0,
@@ -116,12 +116,12 @@ def span_reward(*, outcome: bool = False):
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:
         marked = batch.span_rewards.to(batch.logp.dtype)
-        seen = {"reward/marked": masked_mean(marked != 0, batch.mask)}
+        metrics = {"reward/marked": masked_mean(marked != 0, batch.mask)}
         if outcome:
             there = 0.0 if batch.token_rewards is None else batch.token_rewards
-            return batch.replace(token_rewards=marked + there), seen
+            return batch.replace(token_rewards=marked + there), metrics
         none = marked.new_zeros(len(marked))
-        return batch.replace(token_rewards=marked, rewards=none), seen
+        return batch.replace(token_rewards=marked, rewards=none), metrics
 
     return shape
 

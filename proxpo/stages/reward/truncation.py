@@ -1,4 +1,4 @@
-"""What a response is worth that did not end."""
+"""Rewards of truncated responses."""
 
 import torch
 

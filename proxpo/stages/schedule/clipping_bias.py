@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -84,22 +83,4 @@ def clipping_bias_of(recipe: Recipe) -> ClippingBias | None:
     return schedule if isinstance(schedule, ClippingBias) else None
 
 
-def measured_loss(recipe: Recipe, batch: Batch, ctx: Context) -> Float[Tensor, ""]:
-    """The scalar whose gradient is C(θ), of a prepared batch or of a cut of it; cuts add up."""
-    bias = clipping_bias_of(recipe)
-    if bias is None:
-        raise ProxpoError(f"{recipe.name or 'recipe'}: there is no schedule=clipping_bias")
-    return policy_loss(bias.measured(recipe), batch, ctx).value
-
-
-def logp_norm(recipe: Recipe, batch: Batch, ctx: Context) -> Float[Tensor, ""]:
-    """‖∂C/∂log π‖ over tokens: a proxy for the norm over parameters where no model is at hand."""
-    logp = batch.logp.detach().requires_grad_()
-    value = measured_loss(recipe, batch.replace(logp=logp), ctx)
-    if not value.requires_grad:
-        return torch.zeros_like(value)
-    slope = torch.autograd.grad(value, logp, allow_unused=True)[0]
-    return torch.zeros_like(value) if slope is None else slope.norm()
-
-
-__all__ = ["ClippingBias", "clipping_bias", "clipping_bias_of", "logp_norm", "measured_loss"]
+__all__ = ["ClippingBias", "clipping_bias", "clipping_bias_of"]

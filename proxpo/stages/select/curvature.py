@@ -1,8 +1,8 @@
-"""Tokens whose own step would move objective or policy too far, foreseen from the last layer.
+"""Selection of tokens by the shift that their own step is predicted to cause in the last layer.
 
 Only the head W moves in this model. A token with advantage A, hidden state h and K candidates of
 probability π among themselves, e the one it drew, has v = e - π and the gradient G = A v hᵀ. A step
-Δ along it, u = Δ h, is foreseen to shift, with the learning rate η,
+Δ along it, u = Δ h, is predicted to shift, with the learning rate η,
 
     objective   m_H = η A (v·u) + (η²/2) A [(v·u)² - uᵀ(diag π - π πᵀ) u]
     policy      m_F = (η²/2) (v·u)²
@@ -19,7 +19,7 @@ from proxpo.ops.masked import masked_mean, row_sum, spread
 from proxpo.ops.prompt_memory import find
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Context, Metrics, State
+from proxpo.types import Batch, Context, Metrics, PerToken, State
 
 OFFICIAL_RATE = 1.5e-5  # learning rate of the paper's runs
 MOST = 1 << 24  # entries of token x candidate x unit that exist at once
@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
 
 
 class Shifts(NamedTuple):
-    """What each token's own step is foreseen to do."""
+    """Predicted shifts of objective and policy by each token's own step."""
 
     objective: Float[Tensor, " n"]
     policy: Float[Tensor, " n"]
@@ -207,7 +207,7 @@ def curvature_mask(
         ids, mean = mean_gradients(kept, vocabulary, ctx)
         return next_moments(ctx.state, ids, mean, beta1=beta1, beta2=beta2)
 
-    def select(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+    def select(batch: Batch, ctx: Context) -> PerToken:
         stays, _, shift = judge(batch, ctx)
         keep = torch.zeros_like(batch.mask).index_put((batch.mask,), stays)
         weight = keep.to(batch.logp.dtype)
@@ -215,12 +215,12 @@ def curvature_mask(
             kept = row_sum(keep, batch.mask).clamp(min=1)
             weight = weight * (batch.mask.sum(dim=1) / kept).to(weight.dtype)[:, None]
         largest = shift.policy.max() if len(shift.policy) else shift.policy.sum()
-        seen = {
+        metrics = {
             "select/kept": masked_mean(keep, batch.mask),
             "select/policy_shift_max": largest,
             "select/learning_rate": torch.tensor(rate(ctx), dtype=torch.float64),
         }
-        return weight, seen
+        return weight, metrics
 
     return Parts(apply=select, init=init, step=step)
 

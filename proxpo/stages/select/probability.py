@@ -4,11 +4,9 @@ from typing import Literal
 
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.quantiles import quantile
-from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.shapes import Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("select", needs=("old_logp",))
@@ -23,7 +21,7 @@ def probability_split(
     rule="quantile": the threshold is a quantile of π_old over the valid tokens of the micro-batch.
     """
 
-    def weights(batch: Batch, ctx: Context) -> Result:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         p = batch.old_logp.detach().exp()
         bound: Tensor | float = threshold
         if rule == "quantile" and batch.mask.any():

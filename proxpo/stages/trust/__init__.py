@@ -6,7 +6,7 @@ from proxpo.stages.trust.clip import clip_cov, ppo_clip, unclipped
 from proxpo.stages.trust.dynamic import dynamic_clip
 from proxpo.stages.trust.ess import ess, ess_cap, two_anchor_ess_cap
 from proxpo.stages.trust.mixed import mixed_clip
-from proxpo.stages.trust.score import clipped_weight, log_ratio, score_function
+from proxpo.stages.trust.score import clipped_weight, plain_log_ratio, score_function
 from proxpo.stages.trust.soft import soft_gate
 
 __all__ = [
@@ -17,8 +17,8 @@ __all__ = [
     "dynamic_clip",
     "ess",
     "ess_cap",
-    "log_ratio",
     "mixed_clip",
+    "plain_log_ratio",
     "ppo_clip",
     "score_function",
     "soft_gate",

@@ -6,9 +6,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean, row_quantile
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("trust", needs=("entropy",), takes=("ratio",), gives="loss")
@@ -32,7 +30,7 @@ def asymmetric_clip(
     if not (cap_pos >= 1 and cap_neg >= 1):
         raise ProxpoError(f"asymmetric_clip: caps must be at least 1, got {cap_pos}, {cap_neg}")
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         adv, r, entropy = batch.advantages, ratio.detach(), batch.entropy.detach()
         uncertain = entropy > row_quantile(entropy, batch.mask, quantile)[:, None]
         # Tensors among the choices: two plain numbers would be rounded to float32.

@@ -10,15 +10,14 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.trust.clip import check_dual, clip_between
-from proxpo.types import Batch, Context, Metrics, Scope
+from proxpo.types import Batch, Context, PerToken, Scope
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
-Statistic = Literal["official", "paper", "gradient"]
-MOST_STEPS = 10_000
+BalanceStatistic = Literal["official", "paper", "gradient"]
+MOST_BOUNDS = 10_000
 
 
 class Search(NamedTuple):
-    """What to reach, and the bounds to try on the way: from, to, step."""
+    """Target of the search, and the bounds it tries: from, to, step."""
 
     target: float
     low: tuple[float, float, float]
@@ -36,7 +35,7 @@ SEARCHES: dict[str, Search] = {
 @stage("trust", takes=("ratio",), gives="loss")
 def balanced_clip(
     *,
-    statistic: Statistic = "official",
+    statistic: BalanceStatistic = "official",
     target: float | None = None,
     low_from: float | None = None,
     low_to: float | None = None,
@@ -65,20 +64,20 @@ def balanced_clip(
     check_dual(dual, by="balanced_clip")
     path = _path(len(lows), len(highs), lower_first=official)
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         push, pull = _sums(ratio.detach(), batch, lows, highs, statistic)
         totals = ctx.all_sum(torch.cat([push, pull]), scope).tolist()
         pushes, pulls = totals[: len(highs)], totals[len(highs) :]
         for at in path:
-            found = _balance(pushes[at[1]], pulls[at[0]], statistic)
-            if found >= goal:
+            balance = _balance(pushes[at[1]], pulls[at[0]], statistic)
+            if balance >= goal:
                 break
         lower, upper = lows[at[0]], highs[at[1]]
         x, clipped = clip_between(ratio, batch.advantages, lower, upper, dual=dual)
-        seen = {"low": lower, "high": upper, "balance": min(found, 1e6)}
+        numbers = {"low": lower, "high": upper, "balance": min(balance, 1e6)}
         return x, {
             "trust/clipped": masked_mean(clipped, batch.mask),
-            **{f"trust/{name}": ratio.new_tensor(value) for name, value in seen.items()},
+            **{f"trust/{name}": ratio.new_tensor(value) for name, value in numbers.items()},
         }
 
     needs = ("rollout_logp",) if statistic == "paper" else ()
@@ -120,18 +119,18 @@ def _split(r: Tensor, weight: Tensor, edges: Tensor, *, right: bool) -> tuple[Te
 
 def _grid(
     side: str,
-    given: tuple[float | None, float | None, float | None],
+    bounds: tuple[float | None, float | None, float | None],
     default: tuple[float, float, float],
     *,
     cut: bool,
 ) -> list[float]:
     """Bounds from the first to the last; cut=True adds the last where no step ends on it."""
-    first, last, step = (d if g is None else g for g, d in zip(given, default))
+    first, last, step = (d if g is None else g for g, d in zip(bounds, default))
     steps = (last - first) / step if step > 0 else math.inf
-    if not (math.isfinite(first) and 0 <= steps <= MOST_STEPS):
+    if not (math.isfinite(first) and 0 <= steps <= MOST_BOUNDS):
         raise ProxpoError(
             f"balanced_clip: {side} goes from {first} to {last} in steps of {step}, which is not "
-            f"at most {MOST_STEPS} positive steps"
+            f"at most {MOST_BOUNDS} positive steps"
         )
     grid = [min(first + k * step, last) for k in range(math.floor(steps + 1e-9) + 1)]
     return [*grid, last] if cut and grid[-1] < last - 1e-9 else grid

@@ -9,9 +9,8 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.trust.covariance import covariance
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 Pair = tuple[Float[Tensor, "seq tok"], Bool[Tensor, "seq tok"]]
 
 
@@ -19,7 +18,7 @@ Pair = tuple[Float[Tensor, "seq tok"], Bool[Tensor, "seq tok"]]
 def unclipped():
     """x = -A r: the importance-sampled policy gradient, no trust region."""
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         return -batch.advantages * ratio, {}
 
     return surrogate
@@ -36,7 +35,7 @@ def ppo_clip(
     """
     clipped_loss = clipper(low=low, high=high, dual=dual, cap=cap)
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         x, clipped = clipped_loss(ratio, batch.advantages)
         return x, {"trust/clipped": masked_mean(clipped, batch.mask)}
 
@@ -102,11 +101,11 @@ def clip_cov(
         raise ProxpoError(f"clip_cov: share must be between 0 and 1, got {share}")
     clipped_loss = clipper(low=low, high=high)
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         x, clipped = clipped_loss(ratio, batch.advantages)
         cov = covariance(batch)
         eligible = batch.mask & ~clipped & (cov > cov_low) & (cov < cov_high)
-        removed = draw(eligible, max(1, int(share * int(batch.mask.sum()))), ctx.generator)
+        removed = draw_tokens(eligible, max(1, int(share * int(batch.mask.sum()))), ctx.generator)
         x = torch.where(removed, x.detach() if keep_value else torch.zeros_like(x), x)
         return x, {
             "trust/clipped": masked_mean(clipped, batch.mask),
@@ -116,7 +115,7 @@ def clip_cov(
     return surrogate
 
 
-def draw(
+def draw_tokens(
     eligible: Bool[Tensor, "seq tok"], most: int, generator: torch.Generator | None
 ) -> Bool[Tensor, "seq tok"]:
     """At most `most` of the eligible tokens, uniformly without replacement."""

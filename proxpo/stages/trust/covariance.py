@@ -1,4 +1,4 @@
-"""How strongly a token's log-probability and advantage co-vary: what drives entropy down."""
+"""Covariance of a token's log-probability and advantage, which drives entropy down."""
 
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor

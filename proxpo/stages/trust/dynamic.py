@@ -1,4 +1,4 @@
-"""Clip bounds that widen for tokens the old policy found improbable."""
+"""Clip bounds that widen for tokens of low probability under the old policy."""
 
 import torch
 
@@ -7,9 +7,8 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.trust.clip import check_dual, clip_between
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 Bounds = tuple[Float[Tensor, "seq tok"], Float[Tensor, "seq tok"]]
 
 
@@ -40,7 +39,7 @@ def dynamic_clip(
         raise ProxpoError(f"dynamic_clip: most must be at least 1, got {most}")
     check_dual(dual, by="dynamic_clip")
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         lower, upper = dynamic_bounds(batch.old_logp.detach(), low=low, high=high, most=most)
         x, clipped = clip_between(ratio, batch.advantages, lower, upper, dual=dual)
         return x, {

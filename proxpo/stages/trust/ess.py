@@ -7,10 +7,9 @@ import torch
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import AllSum, Batch, Context, Metrics, Scope, local
+from proxpo.types import AllSum, Batch, Context, PerToken, Scope, local
 
 EpsIn = Literal["squares", "count"]
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
 
 
 def ess(
@@ -59,7 +58,7 @@ def ess_cap(
     cap=False: ceiling 1 (the 2019 code's default).
     """
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)
         x, capped = capped_score(ratio, size if cap else torch.ones_like(size), batch)
         return x, {"ratio/ess": size, "trust/clipped": capped}
@@ -74,7 +73,7 @@ def two_anchor_ess_cap(*, scope: Scope = "batch", eps: float = 1e-8):
     ESS_b is that of the ratio to the behaviour policy, ESS_p that of the ratio to `prox_logp`.
     """
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         behaviour, proximal = two_ess(ratio, batch, ctx, scope=scope, eps=eps)
         x, capped = capped_score(ratio, torch.minimum(behaviour, proximal), batch)
         return x, {"ratio/ess": behaviour, "ratio/ess_prox": proximal, "trust/clipped": capped}

@@ -1,11 +1,11 @@
-"""A clip centred on how far the policy had moved before the update. ReMix, arXiv:2507.06892."""
+"""A clip centred on the ratio of the policy before the update. ReMix, arXiv:2507.06892."""
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.trust.clip import clip_between
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("trust", needs=("old_logp", "prox_logp"), takes=("ratio",), gives="loss")
@@ -18,9 +18,7 @@ def mixed_clip(*, clip: float = 0.2):
     if clip < 0:
         raise ProxpoError(f"mixed_clip: the clip range must not be negative, got {clip}")
 
-    def surrogate(
-        ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context
-    ) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         centre = (batch.prox_logp - batch.old_logp).detach().exp()
         x, clipped = clip_between(ratio, batch.advantages, centre - clip, centre + clip)
         return x, {

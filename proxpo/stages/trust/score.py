@@ -7,22 +7,20 @@ import torch
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, Metrics, PerToken
 
 
 @stage("trust", takes=("ratio", "no ratio"), gives="loss")
 def score_function(*, cap: float = math.inf):
     """x = -sg[min(r, cap)]·A·log π; without a ratio plain REINFORCE, x = -A log π."""
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         weight = ratio.detach()
-        seen: Metrics = {}
+        metrics: Metrics = {}
         if cap < math.inf:
-            seen = {"trust/clipped": masked_mean(weight > cap, batch.mask)}
+            metrics = {"trust/clipped": masked_mean(weight > cap, batch.mask)}
             weight = weight.clamp(max=cap)
-        return (-weight * batch.advantages) * batch.logp, seen
+        return (-weight * batch.advantages) * batch.logp, metrics
 
     return surrogate
 
@@ -44,25 +42,25 @@ def clipped_weight(
     """
     ceiling = high if absolute else 1 + high
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         r, adv = ratio.detach(), batch.advantages
         weight = r.clamp(min=max(1 - low, 0.0), max=ceiling)
-        seen = {"trust/clipped": masked_mean(weight != r, batch.mask)}
+        metrics = {"trust/clipped": masked_mean(weight != r, batch.mask)}
         if mask_low is not None or mask_high is not None:
             above = (adv > 0) & (r > 1 + (math.inf if mask_high is None else mask_high))
             below = (adv < 0) & (r < 1 - (math.inf if mask_low is None else mask_low))
             weight = torch.where(above | below, 0.0, weight)
-            seen["trust/silenced"] = masked_mean(above | below, batch.mask)
-        return (-weight * adv) * batch.logp, seen
+            metrics["trust/silenced"] = masked_mean(above | below, batch.mask)
+        return (-weight * adv) * batch.logp, metrics
 
     return surrogate
 
 
-@stage("trust", takes=("log_ratio",), gives="log_ratio")
-def log_ratio():
+@stage("trust", name="log_ratio", takes=("log_ratio",), gives="log_ratio")
+def plain_log_ratio():
     """The log-ratio itself, for losses that compare whole responses."""
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         return ratio, {}
 
     return surrogate

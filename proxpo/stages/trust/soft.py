@@ -6,9 +6,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("trust", takes=("ratio",), gives="loss")
@@ -20,7 +18,7 @@ def soft_gate(*, tau_pos: float = 1.0, tau_neg: float = 1.05):
     if tau_pos <= 0 or tau_neg <= 0:
         raise ProxpoError(f"soft_gate: τ must be positive, got {tau_pos} and {tau_neg}")
 
-    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Result:
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         # A tensor among the choices: two plain numbers would be rounded to float32.
         tau = torch.where(batch.advantages > 0, ratio.new_full((), tau_pos), tau_neg)
         gate = torch.sigmoid(tau * (ratio - 1))

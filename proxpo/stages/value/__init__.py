@@ -1,4 +1,4 @@
-"""The critic's loss, for recipes that train one."""
+"""Losses of the critic."""
 
 from proxpo.stages.value.squared import value_loss
 

@@ -1,14 +1,12 @@
-"""The critic's loss, for recipes that train one."""
+"""Squared error of the critic, with returns computed once per rollout."""
 
 import torch
 
 from proxpo.ops.masked import masked_mean
-from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.shapes import Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.advantage.returns import Holes, raw_gae, rollout_values
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("value", needs=("values", "returns"))
@@ -33,7 +31,7 @@ def value_loss(
         raw = raw_gae(batch, gamma=gamma, lam=lam, holes=holes)
         return {"returns": raw + rollout_values(batch, by="value=value_loss")}
 
-    def loss(batch: Batch, ctx: Context) -> Result:
+    def loss(batch: Batch, ctx: Context) -> PerToken:
         old = rollout_values(batch, by="value=value_loss")
         error = (batch.values - batch.returns).square()
         if clip is None:

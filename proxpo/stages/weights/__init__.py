@@ -2,9 +2,9 @@
 
 from proxpo.stages.weights.conflict import conflict_tokens
 from proxpo.stages.weights.correction import behaviour, off_policy_mask, tis
+from proxpo.stages.weights.denoising import inverse_step
 from proxpo.stages.weights.duration import by_duration
 from proxpo.stages.weights.gate import entropy_gate
-from proxpo.stages.weights.steps import inverse_step
 from proxpo.stages.weights.token import probability_reweight, top_entropy
 
 __all__ = [

@@ -8,7 +8,7 @@ from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import is_packed, masked_mean, packing, row_mean
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
 declare_field(
     "conflict",
@@ -54,7 +54,7 @@ def _shared(
     members: Int[Tensor, "place seq"],
     sign: Float[Tensor, " seq"],
 ) -> Bool[Tensor, "seq tok"]:
-    """Whether responses of both signs have the token at its place."""
+    """True where responses of both signs have the token at its place."""
     good, bad = torch.zeros_like(valid), torch.zeros_like(valid)
     for other in members:
         same = (aligned == aligned[other]) & valid & valid[other]
@@ -100,8 +100,8 @@ def conflict_tokens(*, boost: float = 2.0, divide: bool = False):
             batch.require(name, by="weights=conflict_tokens")
         return conflict_weights(batch, boost=boost, divide=divide)
 
-    def weights(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
-        found = batch.require("conflict", by="weights=conflict_tokens")
-        return found, {"weights/silenced": masked_mean(found == 0, batch.mask)}
+    def weights(batch: Batch, ctx: Context) -> PerToken:
+        weight = batch.require("conflict", by="weights=conflict_tokens")
+        return weight, {"weights/silenced": masked_mean(weight == 0, batch.mask)}
 
     return Parts(apply=weights, prepare=prepare)

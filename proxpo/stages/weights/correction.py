@@ -9,14 +9,13 @@ from proxpo.ops.masked import masked_mean, moments, row_mean, row_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.proximal import Proximal, proximal_logp, proximal_needs
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
-Level = Literal["token", "sequence", "geometric"]
+RatioLevel = Literal["token", "sequence", "geometric"]
 
 
 def level_log_ratio(
-    q: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], level: Level
+    q: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], level: RatioLevel
 ) -> Float[Tensor, "seq tok"]:
     """The log-ratio of each token, of the response (its sum), or its mean over the response."""
     if level == "token":
@@ -28,11 +27,11 @@ def level_log_ratio(
 def tis(
     *,
     mode: Literal["truncate", "mask"] = "truncate",
-    level: Level = "token",
+    level: RatioLevel = "token",
     cap: float = 2.0,
     floor: float = 0.0,
     normalise: bool = False,
-    judge: Level | None = None,
+    judge: RatioLevel | None = None,
     truncate_tokens: bool = False,
 ):
     """w = min(exp(log π_old - log π_roll), cap), without gradient: undoes the sampler's mismatch.
@@ -47,7 +46,7 @@ def tis(
     (OpenRLHF). truncate_tokens=True bounds the tokens' ratios before they are pooled (verl's GMPO).
     """
 
-    def weights(batch: Batch, ctx: Context) -> Result:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         q = torch.nan_to_num(batch.old_logp - batch.rollout_logp, nan=0.0).detach()
         if truncate_tokens:
             q = q.exp().clamp(max(floor, 1e-10), cap).log()
@@ -60,11 +59,11 @@ def tis(
             over, mask = (w, batch.mask) if level == "token" else (w[:, :1], rows)
             mean, _, _ = moments(over, mask, all_sum=ctx.all_sum)
             w = torch.where(mean > 1e-8, w / mean, w)
-        seen = {
+        metrics = {
             "weights/mean": masked_mean(w, batch.mask),
             "weights/bounded": masked_mean(outside, batch.mask),
         }
-        return w, seen
+        return w, metrics
 
     return weights
 
@@ -74,7 +73,7 @@ def behaviour(
     *,
     prox: Proximal = "recompute",
     mode: Literal["clamp", "mask"] = "clamp",
-    level: Level = "token",
+    level: RatioLevel = "token",
     cap: float = math.inf,
 ):
     """v = π_prox/π_behaviour, without gradient: decoupled PPO's second factor (arXiv:2505.24298).
@@ -83,7 +82,7 @@ def behaviour(
     ("mask"). level="geometric": the response's geometric mean is the common weight and criterion.
     """
 
-    def weights(batch: Batch, ctx: Context) -> Result:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         q = (proximal_logp(batch, prox=prox) - batch.old_logp).detach()
         q = torch.where(q.isfinite(), q, 0.0)
         raw = level_log_ratio(q, batch.mask, level).exp()
@@ -104,7 +103,7 @@ def off_policy_mask(*, threshold: float = 0.5):
     DeepSeek-V3.2's off-policy sequence mask, arXiv:2512.02556; the denominators stay.
     """
 
-    def weights(batch: Batch, ctx: Context) -> Result:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         drift = row_mean(batch.rollout_logp - batch.logp.detach(), batch.mask)[:, None]
         dropped = (batch.advantages < 0) & (drift > threshold)
         return (~dropped).to(batch.logp.dtype), {

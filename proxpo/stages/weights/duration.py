@@ -1,12 +1,11 @@
-"""Weights by how long an action took to run."""
+"""Weights by the running time of an action."""
 
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import spread
-from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("weights", needs=("duration",))
@@ -23,7 +22,7 @@ def by_duration(*, max_weight: float | None = None, min_duration: float = 0.0):
     if not min_duration >= 0:
         raise ProxpoError(f"by_duration: min_duration must not be negative, got {min_duration}")
 
-    def weights(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         filled = batch.mask.any(dim=1)
         wrong = filled & ~(batch.duration.isfinite() & (batch.duration >= 0))
         if wrong.any():

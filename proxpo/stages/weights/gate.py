@@ -1,13 +1,13 @@
-"""Tokens let through by their entropy within the response."""
+"""Weights that keep the tokens of highest entropy within a response."""
 
 from typing import Literal
 
 from proxpo.errors import ProxpoError
 from proxpo.fields import declare_field
 from proxpo.ops.masked import masked_mean, row_quantile
-from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.ops.shapes import Bool, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Context, Metrics
+from proxpo.types import Batch, Context, PerToken
 
 declare_field(
     "gate",
@@ -38,7 +38,7 @@ def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "al
     def prepare(batch: Batch) -> dict[str, Tensor]:
         return {"gate": entropy_gates(batch, share=share)}
 
-    def weights(batch: Batch, ctx: Context) -> tuple[Float[Tensor, "seq tok"], Metrics]:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         gate = batch.require("gate", by="weights=entropy_gate")
         weight = gate.to(batch.logp.dtype)
         if normalize == "gated":

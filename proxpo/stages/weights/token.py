@@ -10,9 +10,7 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.quantiles import quantile
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("weights", needs=("old_logp",))
@@ -21,7 +19,7 @@ def probability_reweight(*, alpha: float = 0.3):
     if not 0 <= alpha <= 1:
         raise ProxpoError(f"weights=probability_reweight: alpha must be in [0, 1], got {alpha}")
 
-    def weights(batch: Batch, ctx: Context) -> Result:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         return alpha * batch.old_logp.detach().exp() + (1 - alpha), {}
 
     return weights
@@ -43,7 +41,7 @@ def top_entropy(
     if not 0 < share <= 1:
         raise ProxpoError(f"weights=top_entropy: share must be in (0, 1], got {share}")
 
-    def weights(batch: Batch, ctx: Context) -> Result:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         chosen = _top(batch.entropy.detach(), batch.mask, share, rule)
         counts = torch.stack([batch.mask.sum(), chosen.sum()]).to(batch.logp.dtype)
         n, k = ctx.all_sum(counts)

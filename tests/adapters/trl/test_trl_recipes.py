@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 
 import proxpo
-from proxpo.adapters.trl._refusals import DECIDED, GIVEN, suggestion
+from proxpo.adapters.trl._refusals import DECIDED, PROVIDED, suggestion
 from proxpo.adapters.trl._rollout import trained_tokens
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -24,7 +24,7 @@ from proxpo.stages.schedule import variants
 from proxpo.types import Clock
 
 REFUSED = {
-    slug for slug in methods() if proxpo.make_recipe(slug).needs() - GIVEN - {"rollout_logp"}
+    slug for slug in methods() if proxpo.make_recipe(slug).needs() - PROVIDED - {"rollout_logp"}
 }
 ONCE = ("opo",)  # one update per rollout, by definition
 SCHEDULED = ("mdpo", "rapid", "sfpo", "trpo")  # whose steps TRL makes by itself
@@ -109,7 +109,7 @@ def test_who_makes_the_steps_is_told(slug, tmp_path):
 
 @pytest.mark.parametrize("slug", sorted(REFUSED))
 def test_recipes_trl_cannot_feed_are_refused(slug, tmp_path):
-    missing = sorted(proxpo.make_recipe(slug).needs() - GIVEN)[0]
+    missing = sorted(proxpo.make_recipe(slug).needs() - PROVIDED)[0]
     with pytest.raises(ProxpoError, match=f"recipe {slug} needs '{missing}' in TRL: ") as caught:
         trainer(tmp_path, slug)
     assert "\n" not in str(caught.value)

@@ -29,9 +29,9 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 import proxpo
-from proxpo.adapters.verl import LossConfig, _host
+from proxpo.adapters.verl import LossConfig, _environment
+from proxpo.adapters.verl._config_check import check_run
 from proxpo.adapters.verl._recipes import VERL_ALONE, loss_refusal, verl_name
-from proxpo.adapters.verl._run import check_run
 from proxpo.recipes import methods
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "verl"
@@ -174,7 +174,7 @@ def checked(*overrides: str) -> None:
         ([f"{ESTIMATOR}=proxpo_grop"], "adv_estimator 'proxpo_grop'; did you mean 'proxpo_grpo'"),
         (
             [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=proxpo_gspo", prefix("clip_ratio=0.2")],
-            "clip_ratio=0.2 is verl's default, which is not told to gspo: its trust.low is 0.0003",
+            "clip_ratio=0.2 is verl's default and does not reach gspo: its trust.low is 0.0003",
         ),
         (
             [
@@ -191,7 +191,7 @@ def checked(*overrides: str) -> None:
         ),
         (
             [f"{MODE}=proxpo_reinforce", f"{ESTIMATOR}=proxpo_reinforce", prefix("clip_ratio_c=3")],
-            "clip_ratio_c=3 is verl's default, which is not told to reinforce: it has none",
+            "clip_ratio_c=3 is verl's default and does not reach reinforce: it has none",
         ),
     ],
 )
@@ -266,7 +266,7 @@ def test_every_loss_mode_has_an_estimator():
 
 def test_verl_s_driver_checks_the_run(capfd, monkeypatch):
     """verl's own validation, as its main script calls it."""
-    monkeypatch.setattr(_host, "_TOLD", set())
+    monkeypatch.setattr(_environment, "_NOTICES", set())
     assert main_ppo.validate_config is validate_config
     validate_config(changed(f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo"), False, False)
     line = "dapo: prompts=informative redraws prompts, which verl does under algorithm.filter_"
@@ -283,7 +283,9 @@ def test_settings_written_on_the_command_line_are_seen(monkeypatch):
         config = compose("ppo_trainer", overrides, return_hydra_config=True)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     HydraConfig.instance().set_config(config)
-    with pytest.raises(ValueError, match=r"clip_ratio_low=0\.2 is verl's default, .* to gspo"):
+    with pytest.raises(
+        ValueError, match=r"clip_ratio_low=0\.2 is verl's default and does not reach gspo"
+    ):
         validate_config(config, False, False)
 
 
@@ -294,8 +296,13 @@ def test_every_setting_of_the_scripts_is_known_to_verl(script, arguments, tmp_pa
     lines = "json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['NOTE'], 'w'))"
     note.write_text(f"#!{sys.executable}\nimport json, os, sys\n{lines}\n")
     note.chmod(0o755)
-    told = {**os.environ, "PYTHON": str(note), "NOTE": str(tmp_path / "note.json"), "GPUS": "4"}
-    subprocess.run([str(EXAMPLES / script), *arguments], env=told, check=True)
+    environment = {
+        **os.environ,
+        "PYTHON": str(note),
+        "NOTE": str(tmp_path / "note.json"),
+        "GPUS": "4",
+    }
+    subprocess.run([str(EXAMPLES / script), *arguments], env=environment, check=True)
     (flag, module, *overrides), env = json.loads((tmp_path / "note.json").read_text())
     assert (flag, module) == ("-m", "verl.trainer.main_ppo")
     config = composed(overrides)
@@ -359,8 +366,8 @@ def test_verl_loads_us_here_and_in_ray_workers():
 @pytest.mark.parametrize("version", ["0.8.0", "0.10.0", "1.0"])
 def test_another_verl_is_refused(version):
     with pytest.raises(ValueError, match=rf"knows verl 0.9.x, found {version}"):
-        _host.check_version(version)
-    _host.check_version(verl.__version__)
+        _environment.check_version(version)
+    _environment.check_version(verl.__version__)
 
 
 def test_a_moved_signature_is_refused():
@@ -368,10 +375,10 @@ def test_a_moved_signature_is_refused():
         raise AssertionError
 
     with pytest.raises(ValueError, match=r"moved takes \(log_prob, old_log_prob\), expected"):
-        _host.check_signature(moved, _host.LOSS_ARGUMENTS)
+        _environment.check_signature(moved, _environment.LOSS_ARGUMENTS)
 
 
-def test_a_failure_to_load_is_told(monkeypatch, capfd):
+def test_a_failure_to_load_is_printed(monkeypatch, capfd):
     """verl swallows what plugins raise, so the plugin prints it."""
     import importlib
 

@@ -29,7 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 import proxpo
 from proxpo.adapters.verl import ProxpoEngine
-from proxpo.adapters.verl.engine import numbered
+from proxpo.adapters.verl.engine import sequence_numbers
 from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.logp import model_logp
 
@@ -48,9 +48,9 @@ def test_lookup_returns_our_engine(monkeypatch):
 
 def test_sequences_are_cut_at_the_offsets():
     ids = torch.nested.nested_tensor([[5, 6], [7, 8, 9]], layout=torch.jagged, dtype=torch.long)
-    packed = numbered(ids, packed=True, pad=lambda length: 8 - length)
+    packed = sequence_numbers(ids, packed=True, pad=lambda length: 8 - length)
     assert packed.tolist() == [[0, 0, 1, 1, 1, -1, -1, -1]]
-    assert numbered(ids, packed=False).tolist() == [[0, 0, -1], [1, 1, 1]]
+    assert sequence_numbers(ids, packed=False).tolist() == [[0, 0, -1], [1, 1, 1]]
 
 
 def test_log_probs_are_those_of_our_own_pass(engine):

@@ -14,9 +14,9 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig
 
 import proxpo
-from proxpo.adapters.verl import _host, _losses
-from proxpo.adapters.verl._losses import length
-from proxpo.adapters.verl._recipes import group_refusal, loss_refusal, verl_name
+from proxpo.adapters.verl import _environment, _losses
+from proxpo.adapters.verl._losses import response_length
+from proxpo.adapters.verl._recipes import estimator_refusal, loss_refusal, verl_name
 from proxpo.compose import policy_loss, prepare
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import last_valid
@@ -246,7 +246,7 @@ def test_clip_settings_without_effect_are_refused(slug, settings, options, reaso
 def test_one_line_names_the_defaults_of_verl_that_a_method_does_not_read(
     slug, line, capfd, monkeypatch
 ):
-    monkeypatch.setattr(_host, "_TOLD", set())
+    monkeypatch.setattr(_environment, "_NOTICES", set())
     _, batch = ready(slug)
     config = FSDPActorConfig(rollout_n=2, ppo_micro_batch_size_per_gpu=1)
     for _ in range(2):
@@ -299,12 +299,12 @@ def test_lengths_are_verls_response_length_unless_set():
     assert wanted.ne(prepare(proxpo.make_recipe("dapo"), batch).batch.advantages).any()
     close(estimate("proxpo_dapo", batch, {}), wanted)
     own = proxpo.make_recipe("dr-grpo", {"max_tokens": 50})
-    assert length(own, {}, 6) == 50
-    assert length(own, {"loss_scale_factor": 50}, 6) == 50
-    assert length(proxpo.make_recipe("dr-grpo"), {"loss_scale_factor": 7}, 6) == 7
-    assert length(proxpo.make_recipe("dr-grpo"), {}, 6) == 6
+    assert response_length(own, {}, 6) == 50
+    assert response_length(own, {"loss_scale_factor": 50}, 6) == 50
+    assert response_length(proxpo.make_recipe("dr-grpo"), {"loss_scale_factor": 7}, 6) == 7
+    assert response_length(proxpo.make_recipe("dr-grpo"), {}, 6) == 6
     with pytest.raises(ProxpoError, match="both are the constant a response's sum is divided by"):
-        length(own, {"loss_scale_factor": 7}, 6)
+        response_length(own, {"loss_scale_factor": 7}, 6)
 
 
 def test_a_stage_by_itself_is_an_estimator():
@@ -388,7 +388,7 @@ def test_losses_that_verl_cannot_compute(slug, options, reason):
 def test_estimators_that_verl_cannot_compute(slug, reason):
     with pytest.raises(ValueError, match=f"verl: {slug}.*({reason})"):
         estimate(verl_name(slug), make_batch())
-    assert group_refusal(proxpo.make_recipe(slug))
+    assert estimator_refusal(proxpo.make_recipe(slug))
 
 
 def test_a_sum_over_the_batch_needs_ranks_that_all_compute_a_loss():
@@ -449,7 +449,7 @@ def test_autocast_changes_nothing():
 
 
 def test_one_line_says_whose_average_it_is(capfd, monkeypatch):
-    monkeypatch.setattr(_host, "_TOLD", set())
+    monkeypatch.setattr(_environment, "_NOTICES", set())
     _, batch = ready("gspo")
     for mode in ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum"):
         call("gspo", mode, batch)
@@ -461,19 +461,19 @@ def test_one_line_says_whose_average_it_is(capfd, monkeypatch):
 
 def test_one_line_says_that_a_statistic_is_of_the_micro_batch(capfd, monkeypatch):
     _, batch = ready("p3o")
-    for tokens, told in ((int(batch.mask.sum()), 0), (99, 1)):
-        monkeypatch.setattr(_host, "_TOLD", set())
+    for tokens, lines in ((int(batch.mask.sum()), 0), (99, 1)):
+        monkeypatch.setattr(_environment, "_NOTICES", set())
         monkeypatch.setattr(_losses, "_SUMMED", set())
         call("p3o", "token-mean", batch, batch_num_tokens=tokens, global_batch_size=8)
-        assert capfd.readouterr().err.count("p3o wants statistics of the whole batch") == told
+        assert capfd.readouterr().err.count("p3o wants statistics of the whole batch") == lines
 
 
 @pytest.mark.parametrize("slug", LOSSES)
 def test_a_loss_that_depends_on_the_micro_batch_says_so(slug, capfd, monkeypatch):
     """Two micro-batches that do not add up to the whole, and a line on stderr, go together."""
-    for told in (_losses._SUMMED, _losses._CUT):
-        told.clear()
-    monkeypatch.setattr(_host, "_TOLD", set())
+    for checked in (_losses._SUMMED, _losses._CUT):
+        checked.clear()
+    monkeypatch.setattr(_environment, "_NOTICES", set())
     recipe, batch = ready(slug)
     info = {"batch_num_tokens": int(batch.mask.sum()), "global_batch_size": 8}
     cuts = (torch.arange(0, 8, 2), torch.arange(1, 8, 2))

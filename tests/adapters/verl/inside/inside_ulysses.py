@@ -19,7 +19,7 @@ from engine_setup import (
 )
 from torch.distributed.tensor import distribute_tensor
 
-from proxpo.adapters.verl.engine import refuse
+from proxpo.adapters.verl.engine import check_engine_config
 from proxpo.gradients import isopo
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -79,6 +79,6 @@ def test_models_that_verl_cuts_inside_are_refused():
         mixed_precision=None,
     )
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1 for a model with vis"):
-        refuse(model, config)
+        check_engine_config(model, config)
     del hf_config.vision_config
-    refuse(model, config)
+    check_engine_config(model, config)

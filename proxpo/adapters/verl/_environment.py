@@ -1,4 +1,4 @@
-"""Is this the verl we know? Its version, and the signatures the adapter relies on."""
+"""The installed verl and this process: version, signatures, choice of engine, notices on stderr."""
 
 import inspect
 import os
@@ -20,11 +20,11 @@ LOSS_ARGUMENTS = (
     "rollout_is_weights",
 )
 ENGINE_ARGUMENTS = ("self", "micro_batch", "loss_function", "forward_only")
-_TOLD: set[str] = set()
+_NOTICES: set[str] = set()
 
 
 def check_version(version: str) -> None:
-    """Refuse a verl whose interfaces nobody has looked at."""
+    """Refuses versions of verl that the adapter was not tested with."""
     if not version.startswith(VERSIONS):
         known = ", ".join(f"{known}x" for known in VERSIONS)
         raise ProxpoError(
@@ -34,17 +34,18 @@ def check_version(version: str) -> None:
 
 
 def check_signature(function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
-    """The host's function takes the arguments we rely on, in this order."""
-    found = tuple(inspect.signature(function).parameters)
-    if found[: len(arguments)] != arguments:
+    """Refuses a function of verl's that does not begin with these arguments, in this order."""
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters[: len(arguments)] != arguments:
         raise ProxpoError(
-            f"verl's {function.__module__}.{function.__qualname__} takes ({', '.join(found)}), "
-            f"expected ({', '.join(arguments)}): this verl has moved; install verl==0.9.1"
+            f"verl's {function.__module__}.{function.__qualname__} takes "
+            f"({', '.join(parameters)}), expected ({', '.join(arguments)}): this verl has moved; "
+            "install verl==0.9.1"
         )
 
 
-def check_host() -> None:
-    """All that loss modes and advantage estimators rely on."""
+def check_verl() -> None:
+    """Checks all that loss modes and advantage estimators rely on."""
     import verl
     from verl.trainer.ppo import core_algos
     from verl.utils import config
@@ -56,25 +57,25 @@ def check_host() -> None:
     check_signature(config.validate_config, ("config", "use_reference_policy", "use_critic"))
 
 
-def our_engine() -> bool:
-    """Whether verl has been told to take its engines from proxpo."""
+def engine_selected() -> bool:
+    """True if verl takes its engines from proxpo."""
     return os.environ.get("VERL_ENGINE_VENDOR", "").strip() == VENDOR
 
 
-def tell(line: str) -> None:
-    """One line on stderr, once a process and from the first rank alone."""
-    if line not in _TOLD and os.environ.get("RANK", "0") == "0":
+def notify(line: str) -> None:
+    """Prints a line on stderr, once a process and from the first rank alone."""
+    if line not in _NOTICES and os.environ.get("RANK", "0") == "0":
         print(f"proxpo: {line}", file=sys.stderr, flush=True)
-    _TOLD.add(line)
+    _NOTICES.add(line)
 
 
 __all__ = [
     "ENGINE_ARGUMENTS",
     "LOSS_ARGUMENTS",
     "VENDOR",
-    "check_host",
     "check_signature",
+    "check_verl",
     "check_version",
-    "our_engine",
-    "tell",
+    "engine_selected",
+    "notify",
 ]

@@ -2,12 +2,9 @@
 
 from typing import Literal
 
-from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.gaussian import SMALLEST
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("weights")
@@ -17,7 +14,7 @@ def inverse_step(*, noise_schedule: Literal["flow", "dance"] = "flow", eta: floa
     "flow" is Flow-GRPO's σ_t = η√(t/(1-t)). Δt and t are held above 1e-6.
     """
 
-    def weights(batch: Batch, ctx: Context) -> Result:
+    def weights(batch: Batch, ctx: Context) -> PerToken:
         weight = 1 / batch.step_size.clamp(min=SMALLEST)
         if noise_schedule == "dance":
             t = batch.time.clamp(min=SMALLEST)

@@ -1,19 +1,16 @@
-"""Log-probabilities of the current policy alone, or held against the old ones without exp."""
+"""Log-probabilities of the current policy, alone or less the old ones, without exp."""
 
 from typing import Literal
 
-from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.types import Batch, Context, Metrics
-
-Result = tuple[Float[Tensor, "seq tok"], Metrics]
+from proxpo.types import Batch, Context, PerToken
 
 
 @stage("ratio", gives="ratio")
 def current():
     """r_t = exp(log π - sg[log π]): 1 in value, with the gradient of log π; no old policy."""
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         return (batch.logp - batch.logp.detach()).exp(), {}
 
     return ratio
@@ -23,7 +20,7 @@ def current():
 def log_ratio(*, anchor: Literal["old", "none"] = "old"):
     """log π - log π_old per token, or log π itself, for losses that compare whole responses."""
 
-    def ratio(batch: Batch, ctx: Context) -> Result:
+    def ratio(batch: Batch, ctx: Context) -> PerToken:
         return (batch.logp - batch.old_logp.detach() if anchor == "old" else batch.logp), {}
 
     return Parts(apply=ratio, needs=("old_logp",) if anchor == "old" else ())

@@ -27,9 +27,9 @@ from proxpo.runs.checkpoint import (
     checkpoints,
     load_latest,
     save_checkpoint,
-    stop_on_signal,
     verify,
 )
+from proxpo.runs.stop import Overdue, stop_on_signal
 from proxpo.runs.trees import flatten, unflatten
 
 
@@ -436,7 +436,7 @@ FORKING = """
 def test_sigterm_sets_a_flag_and_a_second_one_ends():
     code = """
         import os, signal, sys, time
-        from proxpo.runs.checkpoint import stop_on_signal
+        from proxpo.runs.stop import stop_on_signal
         with stop_on_signal() as stop:
             assert not stop.requested
             os.kill(os.getpid(), signal.SIGTERM)
@@ -459,7 +459,7 @@ def test_a_block_that_does_not_end_is_ended_after_the_grace():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 
-    with pytest.raises(checkpoint.Overdue):
+    with pytest.raises(Overdue):
         hang()
     assert len(asked) == 2, "asked again a second later"
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import proxpo
-from proxpo.stages.gradient import objective
+from proxpo.backward import objective
 
 WEIGHTS = {
     "token_sum": lambda mask: mask.double(),

@@ -1,4 +1,4 @@
-"""Which denoising steps take part."""
+"""Filter of denoising steps."""
 
 from proxpo.ops.shapes import Bool, Tensor
 from proxpo.stages import stage

@@ -1,4 +1,4 @@
-"""The responses of one visit, arranged by prompt."""
+"""Responses of one visit, arranged by prompt."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.types import Batch
 
 
-class Visits(NamedTuple):
+class PromptResponses(NamedTuple):
     """One row per prompt, its scored responses in their order; `there` marks the filled places.
 
     length: tokens of a response, or of its longest turn, as limits hold for each turn
@@ -25,8 +25,8 @@ class Visits(NamedTuple):
         return self.there.sum(dim=1)
 
 
-def visits(batch: Batch, *, by: str) -> Visits:
-    """What each prompt's responses were worth; a truncated response is wrong.
+def responses_by_prompt(batch: Batch, *, by: str) -> PromptResponses:
+    """Outcomes and lengths of each prompt's responses; a truncated response is wrong.
 
     Responses without a reward are left out. Those without tokens, pruned ones for example, have
     their outcome and the length 0.
@@ -47,7 +47,9 @@ def visits(batch: Batch, *, by: str) -> Visits:
     def table(column: Tensor) -> Tensor:
         return blank.to(column.dtype).index_put((number, place), column[rows])
 
-    return Visits(prompts, table(right), table(_lengths(batch)), table(torch.ones_like(scored)))
+    return PromptResponses(
+        prompts, table(right), table(_lengths(batch)), table(torch.ones_like(scored))
+    )
 
 
 def _lengths(batch: Batch) -> Float[Tensor, " seq"]:
@@ -58,4 +60,4 @@ def _lengths(batch: Batch) -> Float[Tensor, " seq"]:
     return counts.scatter_add(1, turn, batch.mask.double()).amax(dim=1)
 
 
-__all__ = ["Visits", "visits"]
+__all__ = ["PromptResponses", "responses_by_prompt"]

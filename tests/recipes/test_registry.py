@@ -1,18 +1,23 @@
 """A method added from outside the package, by following the worked example in CONTRIBUTING.md."""
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 import proxpo
 from proxpo import Recipe, register
+from proxpo.recipes import Options, options_of
+from proxpo.recipes.grpo import grpo
+from proxpo.stages.prune import largest_advantages
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 USE = """
 import json, torch, proxpo
 {load}
@@ -92,6 +97,35 @@ def test_register_names_the_recipe_and_checks_it() -> None:
     assert "half-grpo" in proxpo.methods()
     with pytest.raises(ValueError, match="half-grpo: option 'clip' takes float"):
         half_grpo(clip="wide")
+
+
+@pytest.mark.usefixtures("registry")
+def test_options_that_are_passed_on_are_those_of_the_target() -> None:
+    """In the signature, with their types; the method's own defaults and options come first."""
+
+    @register("passing", paper="none")
+    def passing(
+        *,
+        prune: Options = options_of(largest_advantages, "rate", "pool"),
+        pool: Literal["here", "there"] = "there",
+        base: Options = options_of(grpo, "clip_low", eps=0.5),
+    ) -> Recipe:
+        """GRPO on some responses."""
+        assert prune.keys() == {"rate"}  # `pool` is the method's own
+        return grpo(**base).replace(prune=(largest_advantages(**prune),))
+
+    assert str(inspect.signature(passing)).startswith("(*, rate: float = 0.5, pool: Literal[")
+    assert proxpo.methods()["passing"].defaults == {
+        "rate": 0.5, "pool": "there", "clip_low": 0.2, "eps": 0.5
+    }  # fmt: skip
+    made = passing(rate=0.25, clip_low=1)
+    assert made.options == {"rate": 0.25, "pool": "there", "clip_low": 1.0, "eps": 0.5}
+    assert made.prune[0].options["rate"] == 0.25
+    assert (made.trust.options["low"], made.advantage.options["eps"]) == (1.0, 0.5)
+    with pytest.raises(ValueError, match="passing: option 'rate' takes float"):
+        passing(rate="some")
+    with pytest.raises(ValueError, match="unknown option of passing 'clip_high'"):
+        passing(clip_high=0.1)
 
 
 @pytest.mark.usefixtures("registry")

@@ -1,4 +1,4 @@
-"""The state of a gradient transform beside verl's checkpoint: one safetensors file."""
+"""State of a gradient transform beside verl's checkpoint: one safetensors file."""
 
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ NAME = "proxpo_transform.safetensors"
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """The trailing averages are the same on every rank, so one file holds them."""
+    """Writes the trailing averages; they are the same on every rank, so one file holds them."""
     tensors = {key: torch.as_tensor(value).cpu().contiguous() for key, value in state.items()}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / NAME, save(tensors))
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
-    """What `save_state` has written; None for a checkpoint made without a transform."""
+    """Reads what `save_state` has written; None for a checkpoint made without a transform."""
     path = folder / NAME
     return load_file(path) if path.exists() else None
 

@@ -8,7 +8,7 @@ from methods.cases import CASES, recipe
 from methods.toy_updates import ToyUpdates, run
 
 import proxpo
-from proxpo import Batch
+from proxpo import Batch, Recipe
 from proxpo.errors import ProxpoError
 from proxpo.types import FIELDS
 
@@ -30,12 +30,13 @@ for _case in CASES:
 JUDGING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
 
 
-def assert_told(error: ProxpoError, case: str, name: str) -> None:
+def assert_told(error: ProxpoError, case: str, name: str, *variants: Recipe) -> None:
     line = str(error)
     assert "\n" not in line
     assert f"'{name}' ({FIELDS[name].doc})" in line
     kind, stage = re.search(r"(\w+)=(\w+)", line).groups()
-    assert stage in {one.name for _, one in recipe(case).stages() if one.kind == kind}
+    recipes = (recipe(case), *variants)
+    assert stage in {one.name for made in recipes for _, one in made.stages() if one.kind == kind}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,9 +70,14 @@ def test_a_budget_says_what_it_lacks(case: str) -> None:
 @pytest.mark.parametrize("case", JUDGING)
 def test_a_schedule_says_what_it_lacks(case: str) -> None:
     made, batch = recipe(case), make_batch(1).replace(entropy=None)
+    toy = ToyUpdates(recipe=made, batch=batch)
     with pytest.raises(ProxpoError) as error:
-        run(made, ToyUpdates(recipe=made, batch=batch))
-    assert_told(error.value, case, "entropy")
+        run(made, toy)
+        for (
+            variant
+        ) in toy.variants:  # the schedule reads nothing itself, but one of its losses does
+            proxpo.loss_fn(variant)(batch)
+    assert_told(error.value, case, "entropy", *toy.variants)
 
 
 def test_what_no_recipe_can_do_without_is_asked_for() -> None:

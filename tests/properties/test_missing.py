@@ -8,7 +8,7 @@ from methods.cases import CASES, recipe
 from methods.toy_updates import ToyUpdates, run
 
 import proxpo
-from proxpo import Batch, Recipe
+from proxpo import Batch
 from proxpo.errors import ProxpoError
 from proxpo.types import FIELDS
 
@@ -27,16 +27,17 @@ LACKING = {case: asked(case, IN_THE_LOSS) for case in CASES}
 for _case in CASES:
     if CASES[_case].slug == "text2grad":
         LACKING[_case] -= {"rewards"}  # a critique's marks replace it: not read, so not missed
-JUDGING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
+READING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
+FRESH = [case for case in READING if recipe(case).schedule.name == "poisson_replay"]
+JUDGING = [case for case in READING if case not in FRESH]  # the schedule itself reads it
 
 
-def assert_told(error: ProxpoError, case: str, name: str, *variants: Recipe) -> None:
+def assert_told(error: ProxpoError, case: str, name: str) -> None:
     line = str(error)
     assert "\n" not in line
     assert f"'{name}' ({FIELDS[name].doc})" in line
     kind, stage = re.search(r"(\w+)=(\w+)", line).groups()
-    recipes = (recipe(case), *variants)
-    assert stage in {one.name for made in recipes for _, one in made.stages() if one.kind == kind}
+    assert stage in {one.name for _, one in recipe(case).stages() if one.kind == kind}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,14 +71,17 @@ def test_a_budget_says_what_it_lacks(case: str) -> None:
 @pytest.mark.parametrize("case", JUDGING)
 def test_a_schedule_says_what_it_lacks(case: str) -> None:
     made, batch = recipe(case), make_batch(1).replace(entropy=None)
-    toy = ToyUpdates(recipe=made, batch=batch)
     with pytest.raises(ProxpoError) as error:
-        run(made, toy)
-        for (
-            variant
-        ) in toy.variants:  # the schedule reads nothing itself, but one of its losses does
-            proxpo.loss_fn(variant)(batch)
-    assert_told(error.value, case, "entropy", *toy.variants)
+        run(made, ToyUpdates(recipe=made, batch=batch))
+    assert_told(error.value, case, "entropy")
+
+
+@pytest.mark.parametrize("case", FRESH)
+def test_the_loss_of_fresh_data_says_what_it_lacks(case: str) -> None:
+    made = recipe(case)
+    loss = proxpo.loss_fn(made.schedule.apply.fresh(made).replace(schedule=None))
+    with pytest.raises(ProxpoError, match=r"entropy_bonus needs the batch field 'entropy'"):
+        loss(make_batch(1).replace(entropy=None))
 
 
 def test_what_no_recipe_can_do_without_is_asked_for() -> None:
@@ -86,6 +90,7 @@ def test_what_no_recipe_can_do_without_is_asked_for() -> None:
     special |= {"vocab_logp", "old_vocab_logp", "ref_kl", "prev_logp", "entropy", "greedy_rewards"}
     assert special <= set().union(*LACKING.values())
     assert JUDGING
+    assert FRESH
 
 
 @pytest.mark.parametrize("name", FIELDS)

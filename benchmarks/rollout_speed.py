@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from proxpo.models import Policy, load_policy
-from proxpo.sampler import agreement, make_rollout
+from proxpo.sampler import agreement, make_sampler
 from proxpo.train.tasks import make_task
 
 NEVER = -1  # a token id that does not occur
@@ -136,7 +136,7 @@ def main() -> None:
         distinct = task_prompts(policy, count)
     prompts = [prompt for prompt in distinct for _ in range(args.samples)][:rows]
     seeds = list(range(rows))
-    rollout = make_rollout("local", policy)
+    rollout = make_sampler("local", policy)
     options = {"seeds": seeds, "max_tokens": tokens, "temperature": 1.0}
     runs: dict[str, Callable[[], object]] = {"local": lambda: rollout.sample(prompts, **options)}
     for cache in ["dynamic", "static"][: 1 + args.static]:

@@ -23,23 +23,26 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+import proxpo.backward as backward
 from proxpo.models import load_policy
-from proxpo.sampler import LocalRollout
-from proxpo.train import collect, learner, steps
+from proxpo.sampler import LocalSampler
+from proxpo.train import collect, minibatch
+from proxpo.train import update as update_module
 from proxpo.train.config import load_config
 from proxpo.train.loop import train
+from proxpo.train.observer import Observer
 from proxpo.train.tasks import make_task
 
 PHASES = ("step_time", "proxpo/time/rollout", "proxpo/time/update", "proxpo/time/sync")
 LENGTH = "completions/mean_length"
 # Parts of a phase: where the function is looked up, its name, and the phase it belongs to.
 PARTS = {
-    "sampling": (LocalRollout, "sample", "rollout"),
+    "sampling": (LocalSampler, "sample", "rollout"),
     "decoding and rewards": (collect, "grade", "rollout"),
-    "forward": (learner, "forward", "update"),
-    "loss": (learner, "policy_loss", "update"),
+    "forward": (minibatch, "forward", "update"),
+    "loss": (backward, "policy_loss", "update"),
     "backward": (torch.Tensor, "backward", "update"),
-    "clip and optimizer": (steps, "optimizer_step", "update"),
+    "clip and optimizer": (update_module, "optimizer_step", "update"),
 }
 
 
@@ -87,7 +90,7 @@ def ours(args: argparse.Namespace, round_number: int) -> list[dict[str, float]]:
 
         train(
             load_config(None, sets, overrides={"method": "grpo", "out": out, "seed": round_number}),
-            every_step=note,
+            observer=Observer(on_step=note),
         )
     return rows[1:-1]  # the first one warms up, the last one evaluates
 

@@ -13,7 +13,7 @@ from own_loop import LR, METHOD, PROBLEMS, STEPS, UPDATES, backward, sample
 
 import proxpo
 from proxpo.models import load_policy
-from proxpo.sampler import make_rollout
+from proxpo.sampler import make_sampler
 from proxpo.types import local
 
 PARTS = 2  # micro-batches of a step; ISOPO takes its lengths inside each of them
@@ -31,7 +31,7 @@ def main():
     # overlap="all": with sampled positions, ISOPO would draw other ones on other ranks.
     recipe = proxpo.make_recipe(METHOD, {"overlap": "all"} if METHOD == "isopo" else {})
     transform = recipe.gradient.apply() if recipe.gradient else None
-    rollout, weights = make_rollout("local", policy), policy.model.parameters()
+    sampler, weights = make_sampler("local", policy), policy.model.parameters()
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
     model, optimizer = accelerator.prepare(policy.model, optimizer)
     parts = torch.arange(len(PROBLEMS)).chunk(PARTS)[accelerator.process_index :: ranks]
@@ -39,7 +39,7 @@ def main():
     for step in range(STEPS):
         seeds = [step * len(PROBLEMS) + row for row in local_rows]
         (ids, attended), batch = sample(
-            policy, rollout, [PROBLEMS[row] for row in local_rows], seeds
+            policy, sampler, [PROBLEMS[row] for row in local_rows], seeds
         )
         # Advantages belong to whole groups, which are all here; the counts are those of all ranks.
         batch, ctx, _ = proxpo.prepare(recipe, batch, proxpo.Context(all_sum=all_sum))
@@ -55,7 +55,7 @@ def main():
             optimizer.zero_grad()
             if transform:
                 transform.step()
-        rollout.sync()
+        sampler.sync()
         reward = accelerator.reduce(batch.rewards.sum()) / len(PROBLEMS)
         accelerator.print(f"step {step + 1}: reward {reward:.3f}, gradient {norm:.6e}", flush=True)
     accelerator.end_training()

@@ -6,7 +6,7 @@ import torch
 
 import proxpo
 from proxpo.models import load_policy
-from proxpo.sampler import inputs, make_rollout
+from proxpo.sampler import inputs, make_sampler
 from proxpo.train.tasks import make_task
 
 METHOD = "isopo"  # or "ema-kpo", or any other of `proxpo methods`
@@ -15,10 +15,10 @@ TASK = make_task("arithmetic")
 PROBLEMS = [problem for problem in TASK.train[:16] for _ in range(8)]  # 8 responses to each
 
 
-def sample(policy, rollout, problems, seeds):
+def sample(policy, sampler, problems, seeds):
     """One response to each problem, and what a method reads of it."""
     prompts = [TASK.encode(problem, policy.tokenizer) for problem in problems]
-    drawn = rollout.sample(prompts, seeds=seeds, max_tokens=6, temperature=1.0)
+    drawn = sampler.sample(prompts, seeds=seeds, max_tokens=6, temperature=1.0)
     texts = policy.tokenizer.batch_decode(drawn.tokens, skip_special_tokens=True)
     rewards = drawn.logp.new_tensor([text == case.answer for text, case in zip(texts, problems)])
     group = drawn.tokens.new_tensor([problem.index for problem in problems])
@@ -38,11 +38,11 @@ def backward(model, recipe, transform, ids, attended, batch, ctx):
 def main():
     policy, recipe = load_policy("tiny"), proxpo.make_recipe(METHOD)
     transform = recipe.gradient.apply() if recipe.gradient else None
-    rollout, weights = make_rollout("local", policy), policy.model.parameters()
+    sampler, weights = make_sampler("local", policy), policy.model.parameters()
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
     for step in range(STEPS):
         seeds = [step * len(PROBLEMS) + row for row in range(len(PROBLEMS))]
-        (ids, attended), batch = sample(policy, rollout, PROBLEMS, seeds)
+        (ids, attended), batch = sample(policy, sampler, PROBLEMS, seeds)
         batch, ctx, _ = proxpo.prepare(recipe, batch)
         for _ in range(UPDATES):
             backward(policy.model, recipe, transform, ids, attended, batch, ctx)
@@ -50,7 +50,7 @@ def main():
             optimizer.zero_grad()
             if transform:
                 transform.step()
-        rollout.sync()
+        sampler.sync()
         print(f"step {step + 1}: reward {batch.rewards.mean():.3f}", flush=True)
 
 

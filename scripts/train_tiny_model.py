@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from proxpo.models import SUMS, TINY, Policy
-from proxpo.sampler import make_rollout
+from proxpo.sampler import make_sampler
 from proxpo.train.tasks import Problem
 from proxpo.train.tasks.arithmetic import arithmetic
 from proxpo.train.tasks.calculator import calculate, calculator, solution
@@ -116,7 +116,7 @@ def accuracy(policy: Policy, level: str, temperature: float) -> float:
     """Share of held-out problems answered exactly."""
     task = arithmetic(level=level)
     prompts = [policy.tokenizer.encode(problem.prompt) for problem in task.test]
-    rollout = make_rollout("local", policy)
+    rollout = make_sampler("local", policy)
     samples = rollout.sample(
         prompts, seeds=list(range(len(prompts))), max_tokens=8, temperature=temperature
     )

@@ -47,11 +47,11 @@ def run_training(
     )
     with console.status("loading"):
         from proxpo.train.loop import train
+        from proxpo.train.observer import Observer
     display = _bar if console.is_terminal else _log
-    with display(console, config.train.steps) as (on_progress, every_step):
-        summary = train(
-            config, resume=resume, told=on_progress, noted=on_notice, every_step=every_step
-        )
+    with display(console, config.train.steps) as (on_progress, on_step):
+        observer = Observer(on_progress=on_progress, on_notice=on_notice, on_step=on_step)
+        summary = train(config, resume=resume, observer=observer)
     if "stopped" in summary:
         raise typer.Exit(128 + signal.Signals[summary["stopped"]])
     _show(console, summary)
@@ -114,10 +114,10 @@ def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
         def on_progress(phase: str, done: int, total: int) -> None:
             progress.update(bar, description=phase)
 
-        def every_step(step: int, metrics: dict[str, Any]) -> None:
+        def on_step(step: int, metrics: dict[str, Any]) -> None:
             progress.update(bar, completed=step, scores=scores.text(metrics))
 
-        yield on_progress, every_step
+        yield on_progress, on_step
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
     scores = _Scores()
     start = last = time.monotonic()
 
-    def every_step(step: int, metrics: dict[str, Any]) -> None:
+    def on_step(step: int, metrics: dict[str, Any]) -> None:
         nonlocal last
         text, now = scores.text(metrics), time.monotonic()
         if step == steps or "proxpo/eval/reward" in metrics or now - last > LINE_EVERY:
@@ -134,7 +134,7 @@ def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
             console.file.flush()
             last = now
 
-    yield (lambda phase, done, total: None), every_step
+    yield (lambda phase, done, total: None), on_step
 
 
 class _Scores:

@@ -19,7 +19,7 @@ from proxpo.errors import ProxpoError
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.settings import parse_setting, parse_value
-from proxpo.train._schema import place
+from proxpo.train._settings import place
 from proxpo.train.config import Config, as_dict, find, load_config
 
 TUNING = 1000  # the first tuning seed, far from those that are reported

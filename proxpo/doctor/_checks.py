@@ -55,17 +55,18 @@ def training() -> str:
     """Makes one step of `proxpo train`, which first compares sampler and trainer."""
     from proxpo.train.config import load_config
     from proxpo.train.loop import train
+    from proxpo.train.observer import Observer
 
     lines: list[str] = []
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         sets = ["steps=1", "prompts_per_step=2", "samples_per_prompt=4", "evaluate.size=4"]
         config = load_config("quickstart", sets, overrides={"out": f"{folder}/run"})
-        train(
-            config,
-            noted=lines.append,
-            every_step=lambda step, metrics: losses.append(float(metrics["loss"])),
+        observer = Observer(
+            on_notice=lines.append,
+            on_step=lambda step, metrics: losses.append(float(metrics["loss"])),
         )
+        train(config, observer=observer)
     expect(len(losses) == 1 and losses[0] == losses[0], f"losses of one step: {losses}")
     return "; ".join(line for line in lines if line.startswith("sampler"))
 
@@ -207,9 +208,9 @@ def _policy(**options: Any) -> Any:
 
 
 def _rollout(name: str, policy: Any, **options: Any) -> Any:
-    from proxpo.sampler import make_rollout
+    from proxpo.sampler import make_sampler
 
-    return make_rollout(name, policy, **options)
+    return make_sampler(name, policy, **options)
 
 
 def _agreement(policy: Any, rollout: Any) -> str:

@@ -13,7 +13,8 @@ from proxpo.compare.naming import set_text
 from proxpo.compare.plan import Arm
 from proxpo.report.run_data import Run
 from proxpo.report.text import one_line
-from proxpo.train._schema import SECTIONS, Config, as_dict
+from proxpo.train._schema import SECTIONS, Config
+from proxpo.train._settings import as_dict
 
 Settings = Mapping[str, str]  # values as text, by path
 # Settings that differ between the seeds of an arm, or change no number of a run.

@@ -70,7 +70,7 @@ class Worker:
         self.send({"where": where, "path": sys.path})
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Whether the worker took the message; one that has died does not."""
+        """Sends a message; False if the worker has died."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -97,7 +97,7 @@ class Worker:
             raise EOFError from None
 
     def ending(self) -> str:
-        """How a dead worker died, in words; one that only hung up is killed first."""
+        """The reason why a dead worker died, in words."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=0.5)
         code = self.process.returncode
@@ -109,7 +109,7 @@ class Worker:
         return f"the worker ended with exit code {code}"
 
     def kill(self) -> None:
-        """End the worker and every process it started, also those in sessions of their own."""
+        """Ends the worker and every process it started, also those in sessions of their own."""
         end_worker(self.process.pid, self.token, own=self.process.returncode is None)
         self.process.wait()
         self.socket.close()

@@ -16,25 +16,25 @@ ANSWER_FIELDS = ("answer", "ground_truth", "solution")
 
 
 def exact(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """The whole response is the answer, but for spaces around it and a final full stop."""
+    """Compares the whole response with the answer, but for spaces around it and a full stop."""
     return _outcome(solution_str.strip().removesuffix(".").rstrip() == str(ground_truth).strip())
 
 
 def final_answer(
     solution_str: str, ground_truth: Any, *, verifier: str = "numeric", strict: bool = True
 ) -> dict[str, Any]:
-    """The response's final answer equals the truth as a number, or as text where it is none.
+    """Compares the response's final answer with the truth, as numbers or else as text.
 
     strict=False also takes the last number of a response that marks no final answer. With
     verifier="math-verify" answers of another form (1/2 for 0.5) are compared symbolically.
     """
-    given = extract(solution_str)
-    if given is None and not strict:
+    answer = extract(solution_str)
+    if answer is None and not strict:
         numbers = NUMBER.findall(solution_str)
-        given = numbers[-1] if numbers else None
-    if given is None:
+        answer = numbers[-1] if numbers else None
+    if answer is None:
         return _outcome(False)
-    return _outcome(same(given, str(ground_truth)) or _verified(given, ground_truth, verifier))
+    return _outcome(same(answer, str(ground_truth)) or _verified(answer, ground_truth, verifier))
 
 
 def answer_of(row: dict[str, Any], answer_field: str | None) -> Any:
@@ -48,7 +48,7 @@ def answer_of(row: dict[str, Any], answer_field: str | None) -> Any:
 
 
 def extract(text: str) -> str | None:
-    """What the text marks as its final answer, or None."""
+    """The final answer that the text marks, or None."""
     _, mark, after = text.rpartition("####")
     if mark:
         line = after.strip().splitlines()
@@ -57,7 +57,7 @@ def extract(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{...}` holds, braces inside it balanced."""
+    r"""The content of the last complete `\boxed{...}`, braces inside it balanced."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         first, depth = start + len("\\boxed{"), 1
@@ -70,13 +70,13 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What the last <answer>...</answer> holds."""
-    found = TAGS.findall(text)
-    return found[-1].strip() if found else None
+    """The content of the last <answer>...</answer>."""
+    tags = TAGS.findall(text)
+    return tags[-1].strip() if tags else None
 
 
 def same(a: str, b: str) -> bool:
-    """Equal as numbers (1,000 = 1000.0 = $1000), or as text when one of them is no number."""
+    """True if equal as numbers (1,000 = 1000.0 = $1000), or as text if one of them is none."""
     x, y = number(a), number(b)
     return a.strip() == b.strip() if x is None or y is None else x == y
 
@@ -92,13 +92,13 @@ def number(text: str) -> Decimal | None:
     return value if value.is_finite() else None
 
 
-def _verified(given: str, truth: Any, verifier: str) -> bool:
+def _verified(answer: str, truth: Any, verifier: str) -> bool:
     if verifier != "math-verify":
         return False
     from math_verify import parse, verify
 
     # The worker's deadline stands in for the library's own timers, which need signals.
-    want, got = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, given))
+    want, got = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
     return bool(verify(want, got, timeout_seconds=None))
 
 

@@ -1,4 +1,4 @@
-"""The guard: outlives a trainer that was killed, ends its workers with all they started, and goes.
+"""The guard process: ends the workers of a trainer that was killed, with all they started.
 
 Run as a script. It reads `+PID TOKEN` and `-PID TOKEN` lines from the trainer; the end of that
 stream, or a new parent, means that the trainer is gone without having closed its pool. The trainer
@@ -20,7 +20,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def end_worker(pid: int, token: str, *, own: bool) -> None:
-    """SIGKILL to a worker, its group, its descendants and whatever carries its token.
+    """Sends SIGKILL to a worker, its group, its descendants and all that carry its token.
 
     A live worker adopts its orphans (see `worker.serve`), so that a child in a session of its own
     is still below it; one that has died leaves them to init, where the token finds them. `own`:

@@ -80,7 +80,7 @@ class RewardPool:
             self.close()
 
     def close(self) -> None:
-        """End every worker and whatever it started."""
+        """Ends every worker and the processes it started."""
         while self._workers:
             self._workers.pop().kill()
         if self._guard is not None:
@@ -94,7 +94,7 @@ class RewardPool:
         progress: Callable[[int, int], None] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> list[Outcome]:
-        """One outcome per sample; `progress(done, total)` is called as they come in.
+        """Scores samples, one outcome each; calls `progress(done, total)` as they come in.
 
         state: fields of the `trainer_state` that functions in TRL's signature may ask for. Stops
         the run when more than `max_failed` of the samples could not be scored.

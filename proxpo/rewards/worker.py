@@ -1,7 +1,7 @@
-"""One worker: loads a reward function, then scores one call per line of JSON.
+"""A worker process: loads a reward function, then scores one call per line of JSON.
 
 Run as a script by the pool, with the standard library alone, so that it starts in a moment. It
-talks over a socket of its own; whatever the function prints goes nowhere. `load`, `call` and
+talks over a socket of its own; what the function prints is dropped. `load`, `call` and
 `call_batch` also serve the trusted functions that run inside the trainer.
 
 A function in verl's signature is called for each sample, one in TRL's for all samples at once.
@@ -36,7 +36,7 @@ class Unusable(Exception):
 
 
 class TrainerState:
-    """Stands for the `trainer_state` that TRL hands to reward functions."""
+    """The `trainer_state` that functions in TRL's signature may ask for."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         vars(self).update(fields)
@@ -46,7 +46,7 @@ class TrainerState:
 
 
 class Loaded(NamedTuple):
-    """A reward function as the answer to a message of the pool.
+    """A loaded reward function, as a function of the pool's messages.
 
     batch: it has TRL's signature and is called once for all items of a message
     answer: message {"items", "state"} -> {"outcomes"}, with what was logged
@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
 
 
 def load(where: str) -> Loaded:
-    """The function named "module:function" or "file.py:function"."""
+    """Loads the function named "module:function" or "file.py:function"."""
     place, _, name = where.rpartition(":")
     try:
         function = getattr(_module(place), name, None)
@@ -68,13 +68,17 @@ def load(where: str) -> Loaded:
     if not callable(function):
         raise Unusable(f"{place} has no function '{name}'")
     if takes_batch(function, where):
-        return Loaded(True, lambda given: call_batch(function, given["items"], given["state"]))
+        return Loaded(
+            True, lambda message: call_batch(function, message["items"], message["state"])
+        )
     score = per_sample(function, where)
-    return Loaded(False, lambda given: {"outcomes": [call(score, one) for one in given["items"]]})
+    return Loaded(
+        False, lambda message: {"outcomes": [call(score, item) for item in message["items"]]}
+    )
 
 
 def call(score: Callable[[Mapping[str, Any]], Any], item: Mapping[str, Any]) -> dict[str, Any]:
-    """The outcome of one sample as plain data, and how long it took; never raises."""
+    """Scores one sample; its outcome and duration as plain data. Never raises."""
     started = time.perf_counter()
     try:
         outcome = _outcome(score(item))
@@ -86,7 +90,7 @@ def call(score: Callable[[Mapping[str, Any]], Any], item: Mapping[str, Any]) -> 
 def call_batch(
     function: Callable[..., Any], items: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Outcomes of all samples from one call in TRL's signature; never raises.
+    """Scores all samples in one call in TRL's signature. Never raises.
 
     A row without a usable reward fails alone; a call that raises has no reward for any row. Each
     row took its share of the time.
@@ -94,13 +98,13 @@ def call_batch(
     started = time.perf_counter()
     metrics: dict[str, list[float]] = {}
     columns: dict[str, list[Any]] = {}
-    given = _trl_arguments(items) | {
+    arguments = _trl_arguments(items) | {
         "completion_ids": [item["completion_ids"] for item in items],
         "trainer_state": TrainerState(state),
         "log_extra": lambda name, values: columns.setdefault(str(name), []).extend(values),
         "log_metric": lambda name, value: metrics.setdefault(str(name), []).append(float(value)),
     }
-    outcomes = batch_outcomes(function, given, len(items), items[0]["kwargs"])
+    outcomes = batch_outcomes(function, arguments, len(items), items[0]["kwargs"])
     seconds = (time.perf_counter() - started) / len(items)
     shown = {name: [_plain(value) for value in values] for name, values in columns.items()}
     return {
@@ -112,13 +116,13 @@ def call_batch(
 
 def batch_outcomes(
     function: Callable[..., Any],
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     count: int,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Outcomes of the `count` samples that one call in TRL's signature is given; never raises."""
+    """Outcomes of the `count` samples of one call in TRL's signature. Never raises."""
     try:
-        values = _listed(_settled(function(**_accepted(function)(given), **kwargs)), count)
+        values = _listed(_settled(function(**_accepted(function)(arguments), **kwargs)), count)
         return [_row(value) for value in values]
     except BaseException as error:
         detail = describe(error) + (f", in one call for {count} completions" if count > 1 else "")
@@ -133,7 +137,7 @@ def _row(value: Any) -> dict[str, Any]:
 
 
 def _outcome(value: Any) -> dict[str, Any]:
-    """What a function returned for one sample, as plain data."""
+    """The value that a function returned for one sample, as plain data."""
     return _judged(*_value(value)) | _marks(value)
 
 
@@ -167,7 +171,7 @@ def _module(place: str) -> Any:
 
 
 def takes_batch(function: Callable[..., Any], where: str) -> bool:
-    """Whether the function has TRL's signature, for all samples at once, and not verl's."""
+    """True for TRL's signature, for all samples at once; False for verl's."""
     parameters = inspect.signature(function).parameters
     if "completions" not in parameters and "solution_str" not in parameters:
         raise Unusable(
@@ -178,12 +182,12 @@ def takes_batch(function: Callable[..., Any], where: str) -> bool:
 
 
 def per_sample(function: Callable[..., Any], where: str) -> Callable[[Mapping[str, Any]], Any]:
-    """A function in either signature as one of a sample; one in TRL's gets lists of one."""
+    """A function in either signature as a function of one sample; TRL's gets lists of one."""
     batch, accepted = takes_batch(function, where), _accepted(function)
 
     def score(item: Mapping[str, Any]) -> Any:
-        given = _trl_arguments([item]) if batch else _verl_arguments(item)
-        value = _settled(function(**accepted(given), **item["kwargs"]))
+        arguments = _trl_arguments([item]) if batch else _verl_arguments(item)
+        value = _settled(function(**accepted(arguments), **item["kwargs"]))
         return _listed(value, 1)[0] if batch else value
 
     return score
@@ -193,8 +197,10 @@ def _accepted(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[s
     """Chooses those of the arguments that the function takes."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return lambda given: given
-    return lambda given: {name: value for name, value in given.items() if name in parameters}
+        return lambda arguments: arguments
+    return lambda arguments: {
+        name: value for name, value in arguments.items() if name in parameters
+    }
 
 
 def _settled(value: Any) -> Any:
@@ -245,7 +251,7 @@ def _listed(value: Any, count: int) -> Sequence[Any]:
 
 
 def _value(value: Any) -> tuple[Any, bool | None]:
-    """The reward, and whether the answer was right where the function says so."""
+    """The reward, and right or wrong if the function tells."""
     if not isinstance(value, Mapping):
         return value, None
     if "score" not in value:
@@ -255,7 +261,7 @@ def _value(value: Any) -> tuple[Any, bool | None]:
 
 
 def _verdict(key: str, right: Any) -> bool:
-    """Right or wrong as a yes or no: true, false, 1 or 0."""
+    """Right or wrong as True or False, from true, false, 1 or 0."""
     plain = right.item() if hasattr(right, "item") else right
     if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
         raise ValueError(f"'{key}' is {_shown(right)}, expected true or false")
@@ -263,7 +269,7 @@ def _verdict(key: str, right: Any) -> bool:
 
 
 def _marks(value: Any) -> dict[str, Any]:
-    """What the function marked in the text: [[start, end, value], ...] in characters."""
+    """Spans that the function marked in the text: [[start, end, value], ...] in characters."""
     if not isinstance(value, Mapping) or not value.get("spans"):
         return {}
     spans = [(int(a), int(b), float(x)) for a, b, x in value["spans"]]
@@ -295,7 +301,7 @@ def _shown(value: Any) -> str:
 
 
 def serve(channel: socket.socket) -> None:
-    """Read samples until the trainer closes the channel; it is then gone, and so is this."""
+    """Scores samples until the trainer closes the channel."""
     own = os.getpid()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
     _adopt_orphans()
@@ -319,7 +325,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Processes whose parent ends come to this one instead of init, so that they can be ended.
+    """Makes this process the parent of orphans below it, so that they can be ended with it.
 
     When the machine runs out of memory, the kernel chooses this process before the trainer.
     """

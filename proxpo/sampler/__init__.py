@@ -1,38 +1,38 @@
-"""Rollouts: responses sampled from the policy, with the log-probabilities they were drawn with.
+"""Samplers: responses of the policy, with the log-probabilities they were drawn with.
 
-rollout = make_rollout("local", policy)
-samples = rollout.sample(prompts, seeds=seeds, max_tokens=64, temperature=1.0)
+sampler = make_sampler("local", policy)
+samples = sampler.sample(prompts, seeds=seeds, max_tokens=64, temperature=1.0)
 ...                       # train the policy
-rollout.sync()            # and sample from the new one
+sampler.sync()            # and sample from the new one
 """
 
 from typing import Any
 
 from proxpo.errors import resolve
 from proxpo.models import Policy
-from proxpo.sampler._agreement import Agreement, agreement, inputs
-from proxpo.sampler._local import LocalRollout
-from proxpo.sampler._types import Rollout, Samples
-from proxpo.sampler._vllm import VllmRollout
+from proxpo.sampler._agreement import Agreement, agreement
+from proxpo.sampler._local import LocalSampler
+from proxpo.sampler._types import Sampler, Samples, inputs
+from proxpo.sampler._vllm import VllmSampler
 from proxpo.stages._options import bind
 
-_MAKERS = {"local": LocalRollout, "vllm": VllmRollout}
+_MAKERS = {"local": LocalSampler, "vllm": VllmSampler}
 
 
-def make_rollout(name: str, policy: Policy, **options: Any) -> Rollout:
-    """The sampler called `name`; `options` are its own (see `LocalRollout`, `VllmRollout`)."""
+def make_sampler(name: str, policy: Policy, **options: Any) -> Sampler:
+    """The sampler called `name`; `options` are its own (see `LocalSampler`, `VllmSampler`)."""
     name = resolve(name, _MAKERS, what="rollout")
-    given = {"policy": policy, **options}
-    return _MAKERS[name](**bind(_MAKERS[name], given, what=f"rollout '{name}'"))
+    options = {"policy": policy, **options}
+    return _MAKERS[name](**bind(_MAKERS[name], options, what=f"rollout '{name}'"))
 
 
 __all__ = [
     "Agreement",
-    "LocalRollout",
-    "Rollout",
+    "LocalSampler",
+    "Sampler",
     "Samples",
-    "VllmRollout",
+    "VllmSampler",
     "agreement",
     "inputs",
-    "make_rollout",
+    "make_sampler",
 ]

@@ -65,7 +65,7 @@ def _inverse_cdf(mass: Float[Tensor, "seq vocab"], u: Num[Tensor, "seq 1"]) -> I
 
 
 class _Place(NamedTuple):
-    """Where u · Σ mass falls: the item, the running sums, and the number itself."""
+    """The item at u · Σ mass, the running sums, and u · Σ mass itself."""
 
     item: Int[Tensor, "seq 1"]
     edges: Num[Tensor, "seq item"]
@@ -99,5 +99,5 @@ def _mix(x: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
 
 
 def _shift(x: Int[Tensor, "*any"], bits: int) -> Int[Tensor, "*any"]:
-    """Shift right, zeros coming in: torch's own keeps the sign."""
+    """Shifts right and fills with zeros; torch's own shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""What the sampling loop drives: prompts in, logits out, one token per row at a time.
+"""Engines of the sampling loop: prompts in, logits out, one token per row at a time.
 
 `LeanEngine` runs the Llama family on the lean decoder, through CUDA graphs on a GPU;
 `ModelEngine` runs any other causal language model of Hugging Face through its own forward pass.
@@ -35,13 +35,13 @@ class Engine(Protocol):
         """Logits after one more token in each row."""
 
     def fit(self, alive: int, rows: int) -> int:
-        """How many of the rows to go on with when so many are alive."""
+        """Number of rows to go on with when so many are alive."""
 
     def keep(self, index: Int[Tensor, " kept"]) -> None:
-        """Go on with these rows only."""
+        """Drops all other rows."""
 
     def sync(self, bare: nn.Module) -> None:
-        """Take over the model's weights."""
+        """Takes over the model's weights."""
 
 
 class LeanEngine:
@@ -65,8 +65,8 @@ class LeanEngine:
         chunk = max(1, _PREFILL_TOKENS // ids.shape[1])
         parts = []
         for first in range(0, len(prompts), chunk):
-            here = slice(first, first + chunk)
-            logits, prompt_cache = prefill(self.weights, ids[here], pad[here])
+            part = slice(first, first + chunk)
+            logits, prompt_cache = prefill(self.weights, ids[part], pad[part])
             rows = ((which >= first) & (which < first + chunk)).nonzero()[:, 0]
             _spread(prompt_cache, cache, rows, which[rows] - first)
             parts.append(logits)
@@ -80,7 +80,7 @@ class LeanEngine:
         return decode(self.weights, token, self._cache, slot, padded=self._padded)
 
     def fit(self, alive: int, rows: int) -> int:
-        """On a GPU a new number of rows costs a capture: halve; else leave as soon as it pays."""
+        """Halves the rows on a GPU, where a new number costs a capture; else drops what pays."""
         if self._graphs is None:
             return alive if alive <= 0.75 * rows else rows
         while rows // 2 >= max(alive, _FEWEST_ROWS):
@@ -96,7 +96,7 @@ class LeanEngine:
         refresh(self.weights, bare)
 
     def _make_room(self, rows: int, slots: int) -> Cache:
-        """Graphs hold addresses: on a GPU the cache stays where it is while it is large enough."""
+        """Makes a cache; on a GPU, where graphs hold addresses, only if the last is too small."""
         if self._graphs is None:
             self._cache = empty_cache(self.weights, rows, slots)
             return self._cache
@@ -120,7 +120,7 @@ class _Graphs:
         self.clear()
 
     def clear(self) -> None:
-        """A pool dies with its last graph, so the next graphs get a new one."""
+        """Drops all graphs and their memory pool."""
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._token = self._logits = torch.empty(0, device=self._slot.device)
@@ -167,13 +167,13 @@ class ModelEngine:
         self._model: Any = copy.deepcopy(bare).to(dtype).eval().requires_grad_(False)
         self.every = 1
         self._cache: Any = None
-        self._seen = torch.empty(0)
+        self._visible = torch.empty(0)
 
     def start(
         self, prompts: list[list[int]], which: Int[Tensor, " row"], room: int
     ) -> Float[Tensor, "row vocab"]:
         ids, pad = pad_left(prompts, which.device)
-        self._seen = torch.arange(ids.shape[1], device=ids.device) >= pad[:, None]
+        self._visible = torch.arange(ids.shape[1], device=ids.device) >= pad[:, None]
         logits = self._forward(ids, None)
         if not hasattr(self._cache, "batch_select_indices"):
             raise ProxpoError(
@@ -184,7 +184,7 @@ class ModelEngine:
         return logits[which]
 
     def step(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row vocab"]:
-        self._seen = nn.functional.pad(self._seen, (0, 1), value=True)
+        self._visible = nn.functional.pad(self._visible, (0, 1), value=True)
         return self._forward(token[:, None], self._cache)
 
     def fit(self, alive: int, rows: int) -> int:
@@ -192,7 +192,7 @@ class ModelEngine:
 
     def keep(self, index: Int[Tensor, " kept"]) -> None:
         self._cache.batch_select_indices(index)
-        self._seen = self._seen[index]
+        self._visible = self._visible[index]
 
     def sync(self, bare: nn.Module) -> None:
         mine = [*self._model.parameters(), *self._model.buffers()]
@@ -201,11 +201,11 @@ class ModelEngine:
             old.copy_(new)
 
     def _forward(self, ids: Int[Tensor, "row tok"], cache: Any) -> Float[Tensor, "row vocab"]:
-        seen: Bool[Tensor, "row pos"] = self._seen
-        positions = (seen.long().cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        visible: Bool[Tensor, "row pos"] = self._visible
+        positions = (visible.long().cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         output = self._model(
             input_ids=ids,
-            attention_mask=seen.long(),
+            attention_mask=visible.long(),
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
@@ -227,7 +227,7 @@ def pad_left(
 def _spread(
     source: Cache, target: Cache, rows: Int[Tensor, " row"], which: Int[Tensor, " row"]
 ) -> None:
-    """A prompt's keys and values, computed once, go to every row that samples from it."""
+    """Copies a prompt's keys and values to every row that samples from it."""
     length = _slots(source)
     for kept, part in zip(
         (*target.keys, *target.values), (*source.keys, *source.values), strict=True

@@ -35,7 +35,7 @@ class Cache:
         )
 
     def keep(self, index: Int[Tensor, " kept"], slots: int) -> None:
-        """Move the rows of `index` to the front."""
+        """Moves the rows of `index` to the front."""
         n = len(index)
         for buffer in (*self.keys, *self.values):
             buffer[:n, :, :slots] = buffer[index, :, :slots]
@@ -43,7 +43,7 @@ class Cache:
 
 
 def empty_cache(weights: Weights, rows: int, slots: int) -> Cache:
-    """Zeros, not garbage: a masked slot still meets a weight of 0, and 0 · NaN is NaN."""
+    """An empty cache of zeros: a masked slot still meets a weight of 0, and 0 · NaN is NaN."""
     like = weights.embed
     shape = (rows, weights.kv_heads, slots, weights.width)
 
@@ -89,13 +89,13 @@ def decode(
         cache = cache.head(len(token), slot + 1)
     if padded or not isinstance(slot, int):
         at = torch.arange(cache.keys[0].shape[2], device=token.device)
-        seen = (at >= cache.pad[:, None]) & (at <= slot)
-        bias = additive(seen[:, None, None], weights.embed.dtype)
+        visible = (at >= cache.pad[:, None]) & (at <= slot)
+        bias = additive(visible[:, None, None], weights.embed.dtype)
     else:
         positions = positions[:1]  # the same for all
 
     def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries that share a key head stand side by side, as if they were several positions."""
+        """Attention of one position; queries that share a key head stand like several positions."""
         keys, values = cache.keys[number], cache.values[number]
         _put(keys, k, slot)
         _put(values, v, slot)
@@ -140,7 +140,7 @@ def attention(
     v: Float[Tensor, "row slot kv width"],
     bias: Float[Tensor, "#row 1 tok slot"],
 ) -> Float[Tensor, "row*tok out"]:
-    """Queries that share a key head stand side by side, as if there were more positions."""
+    """Attention; queries that share a key head stand side by side, like further positions."""
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     q = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     o = scaled_dot_product_attention(
@@ -155,15 +155,15 @@ def places(pad: Int[Tensor, " row"], length: int) -> Int[Tensor, "row tok"]:
 
 
 def causal(pad: Int[Tensor, " row"], length: int) -> Bool[Tensor, "row 1 tok slot"]:
-    """What each position sees. Padding sees itself: seeing nothing would be NaN, and spread."""
+    """Positions that each position attends to. Padding attends to itself: nothing would be NaN."""
     at = torch.arange(length, device=pad.device)
     real = at >= pad[:, None, None]
     return (real & (at <= at[:, None]) | (at == at[:, None]))[:, None]
 
 
-def additive(seen: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    zeros = torch.zeros((), dtype=dtype, device=seen.device)
-    return torch.where(seen, zeros, float("-inf"))
+def additive(visible: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    zeros = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zeros, float("-inf"))
 
 
 def _put(
@@ -178,7 +178,7 @@ def _put(
 
 
 def _logits(weights: Weights, hidden: Float[Tensor, "row dim"]) -> Float[Tensor, "row vocab"]:
-    """In float32 where the device can sum half-precision products in it."""
+    """Product in float32 where the device can sum half-precision products in it."""
     hidden = hidden.to(weights.head.dtype)
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weights.head.t(), out_dtype=torch.float32)

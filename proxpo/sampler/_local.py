@@ -8,11 +8,11 @@ from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.sampler._draw import draw, uniforms
 from proxpo.sampler._engines import Engine, LeanEngine, ModelEngine
-from proxpo.sampler._types import Progress, Samples, check_request, finish, join
+from proxpo.sampler._types import Progress, Samples, check_request, finish, join_samples
 from proxpo.sampler._weights import readable
 
 
-class LocalRollout:
+class LocalSampler:
     """Samples from a copy of the policy's weights, `max_rows` rows at a time.
 
     lean: True and False choose the engine, None takes the lean one where it fits the model.
@@ -62,7 +62,7 @@ class LocalRollout:
                 tell = _from(progress, first, len(prompts))
                 tokens, logp = self._run(prompts[wave], u, temperature, top_p, tell)
             parts.append(finish(prompts[wave], tokens, logp, self._ends, self._policy.pad_id))
-        return join(parts, self._policy.pad_id)
+        return join_samples(parts, self._policy.pad_id)
 
     def sync(self) -> None:
         with torch.inference_mode():
@@ -79,7 +79,7 @@ class LocalRollout:
         top_p: float,
         progress: Progress | None,
     ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
-        """Token by token; rows that have ended may run on, and what they say is cut off later."""
+        """Samples token by token; rows that have ended may run on and are cut later."""
         engine = self._engine
         tokens = torch.full(u.shape, self._policy.pad_id, device=u.device)
         logp = torch.zeros(u.shape, device=u.device)
@@ -115,7 +115,7 @@ def _make_engine(policy: Policy, bare: nn.Module, lean: bool) -> Engine:
 def _distinct(
     prompts: list[list[int]], device: torch.device
 ) -> tuple[list[list[int]], Int[Tensor, " row"]]:
-    """The prompts without repetition, and which of them each row has."""
+    """The prompts without repetition, and the number of each row's prompt."""
     number: dict[tuple[int, ...], int] = {}
     which = [number.setdefault(tuple(prompt), len(number)) for prompt in prompts]
     return [list(prompt) for prompt in number], torch.tensor(which, device=device)

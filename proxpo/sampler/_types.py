@@ -1,8 +1,8 @@
-"""What a sampler takes and gives back."""
+"""The protocol of samplers, and the responses that they return."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import pad
@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]  # rows finished, rows
 
 @dataclass(frozen=True)
 class Samples:
-    """Responses, one row per prompt given, in that order.
+    """Responses, one row per prompt, in the order of the prompts.
 
     prompts: token ids of each row's prompt
     tokens: response ids, padded on the right
@@ -32,8 +32,15 @@ class Samples:
     finished: Bool[Tensor, " seq"]
 
 
+class Inputs(NamedTuple):
+    """Prompts padded on the left and responses on the right, as `model_logp` takes them."""
+
+    input_ids: Int[Tensor, "seq pos"]
+    attention_mask: Bool[Tensor, "seq pos"]
+
+
 @runtime_checkable
-class Rollout(Protocol):
+class Sampler(Protocol):
     """A sampler with a copy of the policy's weights, which `sync` brings up to date."""
 
     @property
@@ -53,10 +60,23 @@ class Rollout(Protocol):
         """One response per prompt; temperature 0 takes the likeliest token each time."""
 
     def sync(self) -> None:
-        """Take over the current weights of the model being trained."""
+        """Takes over the current weights of the model being trained."""
 
     def close(self) -> None:
-        """Give memory back; the sampler is not used again."""
+        """Frees memory; the sampler is not used again."""
+
+
+def inputs(samples: Samples, pad_id: int) -> Inputs:
+    """Whole sequences of samples; the last columns are those of `samples.tokens`."""
+    device = samples.tokens.device
+    longest = max(map(len, samples.prompts))
+    blank = [longest - len(prompt) for prompt in samples.prompts]
+    ids = [[pad_id] * n + prompt for n, prompt in zip(blank, samples.prompts)]
+    real = torch.arange(longest) >= torch.tensor(blank)[:, None]
+    return Inputs(
+        torch.cat([torch.tensor(ids, device=device), samples.tokens], dim=1),
+        torch.cat([real.to(device), samples.mask], dim=1),
+    )
 
 
 def check_request(
@@ -68,7 +88,7 @@ def check_request(
     top_p: float,
     context: int,
 ) -> None:
-    """One clear line for what no sampler can do."""
+    """Raises one clear line for a request that no sampler can answer."""
     if not prompts:
         raise ProxpoError("rollout: no prompts given, expected at least one")
     if len(seeds) != len(prompts):
@@ -96,7 +116,7 @@ def finish(
     ends: Int[Tensor, " eos"],
     pad_id: int,
 ) -> Samples:
-    """Cut each row after its first end-of-sequence token and blank what follows."""
+    """Cuts each row after its first end-of-sequence token and blanks what follows."""
     is_end = torch.isin(tokens, ends)
     mask = is_end.cumsum(dim=1) - is_end.long() == 0
     width = int(mask.sum(dim=1).max())
@@ -116,8 +136,8 @@ def finish(
     )
 
 
-def join(parts: list[Samples], pad_id: int) -> Samples:
-    """Waves of rows as one."""
+def join_samples(parts: list[Samples], pad_id: int) -> Samples:
+    """Joins waves of rows."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.tokens.shape[1] for part in parts)
@@ -136,7 +156,7 @@ def join(parts: list[Samples], pad_id: int) -> Samples:
 
 
 def reorder(samples: Samples, order: list[int]) -> Samples:
-    """Rows that were drawn in `order`, back in their places."""
+    """Puts rows that were drawn in `order` back in their places."""
     if order == list(range(len(order))):
         return samples
     index = torch.tensor(order).argsort()

@@ -17,8 +17,8 @@ from proxpo.sampler._types import Progress, Samples, check_request, finish
 from proxpo.sampler._weights import merged_parameters
 
 
-class VllmRollout:
-    """An engine that is built from the policy's weights as they are, adapters merged in.
+class VllmSampler:
+    """A sampler with a vLLM engine, built from the policy's weights with adapters merged in.
 
     memory: GiB of key-value cache on a CPU, share of the device's memory on a GPU
     max_rows: most sequences at a time; eager: without compilation and graphs
@@ -127,7 +127,7 @@ class VllmRollout:
 
 
 def _vllm(cpu_memory: float | None) -> Any:
-    """vLLM reads these when it is imported: one process, so that weights need not be copied."""
+    """Imports vLLM, set to run in one process, so that weights need not be copied."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if cpu_memory is not None:

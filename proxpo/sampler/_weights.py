@@ -73,7 +73,7 @@ class Weights:
 
 
 def readable(bare: nn.Module) -> bool:
-    """Whether the lean decoder computes exactly what this model computes."""
+    """True if the lean decoder computes exactly what this model computes."""
     config: Any = getattr(bare, "config", None)
     if type(bare).__name__ not in FAMILY or config.hidden_act != "silu":
         return False
@@ -89,7 +89,7 @@ def readable(bare: nn.Module) -> bool:
 
 
 def read(bare: nn.Module, dtype: torch.dtype, context: int) -> Weights:
-    """Copies of everything, matrices in `dtype`, norms in the model's own; tables to `context`."""
+    """Copies of all weights, matrices in `dtype`, norms in the model's own; tables to `context`."""
     model: Any = bare
     config = model.config
     body = model.model
@@ -111,7 +111,7 @@ def read(bare: nn.Module, dtype: torch.dtype, context: int) -> Weights:
 
 
 def refresh(weights: Weights, bare: nn.Module) -> None:
-    """Bring the copy up to date in place."""
+    """Brings the copy up to date in place."""
     fresh = read(bare, weights.embed.dtype, len(weights.cos))
     for old, new in zip(_tensors(weights), _tensors(fresh), strict=True):
         old.copy_(new)

@@ -1,1 +1,1 @@
-"""The local trainer: a model in the box, small tasks, a sampler, and one page of loop."""
+"""The local trainer: loop, rollouts, updates, evaluation, tasks."""

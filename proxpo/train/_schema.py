@@ -2,16 +2,13 @@
 """The settings of a run: nested frozen dataclasses, every field with its line of documentation."""
 
 import functools
-import types
+import math
 import typing
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
-from proxpo.errors import ProxpoError, nearest, resolve
-from proxpo.stages._options import brief, coerce
-from proxpo.types import KINDS, Recipe
+from proxpo.settings import make_recipe
+from proxpo.types import Recipe
 
 Optimizer = Literal["adamw", "muon", "soap", "shampoo", "kfac"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -19,14 +16,11 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Resume = Literal["fixed", "next", "now"]
 
 
-SINKS = ("tensorboard", "trackio", "wandb")
 ROWS = 1 << 20  # responses of one rollout or one evaluation
 TOKENS = 1 << 24
 STEPS = 1_000_000_000
 DAY = 86_400
 LARGEST_REWARD = 1e15  # beyond it the squares of a batch leave float32
-VALUES = 10_000  # in one block of options
-TEXT = 4096  # characters, as of a path
 LARGE = 1e30  # leaves room for products within float32
 
 
@@ -261,7 +255,7 @@ class Config:
 
     @property
     def folder(self) -> str:
-        """Where the run goes."""
+        """Folder of the run."""
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.task.name)
         return self.out or f"runs/{self.method}-{name.strip('-.')}-seed{self.seed}"
 
@@ -275,264 +269,34 @@ class Config:
         """Temperature at which the trained policy's log-probabilities are taken."""
         return self.train.train_temperature or self.rollout.temperature
 
-    def make_recipe(self) -> Recipe:
-        """The method with its settings; the reason where they do not fit."""
-        from proxpo.settings import make_recipe
+    def rate_factor(self, step: int) -> float:
+        """Factor on the learning rate: warm-up, then constant, linear or cosine decay."""
+        train = self.train
+        factor = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
+        done = step / train.steps
+        decay = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return factor * decay[train.lr_schedule]
 
+    def make_recipe(self) -> Recipe:
+        """Makes the method's recipe with its settings; raises if they do not fit."""
         return make_recipe(self.method, self.recipe)
 
 
-class Setting(NamedTuple):
-    """One documented setting."""
-
-    path: str
-    kind: str
-    default: Any
-    doc: str
-    value: Any
-    resume: Resume
-
-
-def explain(config: Config | None = None) -> list[Setting]:
-    """Every setting in order, with its default, its meaning and its value in this config."""
-    listed: list[Setting] = []
-    for path, kind, leaf in _leaves(Config):
-        default, value = (
-            getattr(_section(whole, path), leaf.name) for whole in (Config(), config or Config())
-        )
-        info = leaf.metadata
-        listed.append(Setting(path, _shown(kind), default, info["doc"], value, info["resume"]))
-    return listed
-
-
-def build(tree: Mapping[str, Any]) -> Config:
-    """A checked Config from nested plain values; unknown names are refused with the nearest."""
-    config = _made(Config, tree, "")
-    train, rollout = config.train, config.rollout
-    if config.updates % train.mini_batches:
-        raise ProxpoError(
-            f"train.updates_per_rollout={config.updates} must be a multiple of "
-            f"train.mini_batches={train.mini_batches}, or parts of a rollout go unused"
-        )
-    if rollout.prompts_per_step % train.mini_batches:
-        raise ProxpoError(
-            f"rollout.prompts_per_step={rollout.prompts_per_step} cannot be cut into "
-            f"train.mini_batches={train.mini_batches} equal parts"
-        )
-    if train.replay_share == 1:
-        raise ProxpoError("train.replay_share=1 leaves no room for new data; expected below 1")
-    for sink in config.log.sinks:
-        resolve(str(sink), SINKS, what="sink of log.sinks")
-    for names, rows in (
-        (
-            "rollout.prompts_per_step x rollout.samples_per_prompt",
-            rollout.prompts_per_step * rollout.samples_per_prompt,
-        ),
-        ("evaluate.size x evaluate.k", config.evaluate.size * config.evaluate.k),
-    ):
-        if rows > ROWS:
-            raise ProxpoError(f"{names} is at most {ROWS:,} responses, got {rows:,}")
-    return config
-
-
-def as_dict(config: Config) -> dict[str, Any]:
-    """The settings as plain values: what `build` takes."""
-    return asdict(config)
-
-
-class Change(NamedTuple):
-    """A setting that differs between two configs."""
-
-    path: str
-    before: Any
-    after: Any
-    resume: Resume
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.before} -> {self.after}"
-
-
-def differences(before: Config, after: Config) -> list[Change]:
-    """Every setting that differs, in the order of their declaration."""
-    return [
-        Change(path, old, new, leaf.metadata["resume"])
-        for path, _, leaf in _leaves(Config)
-        if (old := getattr(_section(before, path), leaf.name))
-        != (new := getattr(_section(after, path), leaf.name))
-    ]
-
-
-def changes(before: Config, after: Config) -> list[str]:
-    """What differs, a line each: `train.lr: 3e-05 -> 1e-05`."""
-    return [str(change) for change in differences(before, after)]
-
-
-def check_resume(before: Config, after: Config, *, step: int, where: Path) -> list[Change]:
-    """The changes that take effect on resuming after `step`; refused where one cannot.
-
-    `where`: the checkpoint that was made with the settings `before`.
-    """
-    changed = differences(before, after)
-    fixed = [str(change) for change in changed if change.resume == "fixed"]
-    if fixed:
-        weights = "" if before.model.lora else f", from these weights with --model {where}/model"
-        raise ProxpoError(
-            f"{where} does not fit these settings ({'; '.join(fixed)}): a run keeps what it was "
-            f"started with; --out DIR begins a new one{weights}"
-        )
-    late = [str(change) for change in changed if change.resume == "next"]
-    if late and step >= after.train.steps:
-        raise ProxpoError(
-            f"{where} is the end of a finished run, so a change has no effect ({'; '.join(late)}): "
-            f"train.steps above {step} continues it, --out DIR begins a new one"
-        )
-    return changed
-
-
-def place(key: str, options: Collection[str]) -> list[str]:
-    """The path of a setting given by path, by unique last word, or as a setting of the method.
-
-    `options` are the method's own; a kind of stage is a setting of every method.
-    """
-    own = key in options or key.split(".")[0].rstrip("+") in KINDS
-    known = {path: path.split(".") for path, *_ in _leaves(Config)}
-    head = key.split(".")
-    for path in (path for path in known.values() if head[: len(path)] == path):
-        rest = head[len(path) :]
-        if not rest:
-            return path
-        # Inside `recipe` a dot belongs to the key: recipe.ratio.q is the option q of the ratio.
-        return [*path, ".".join(rest)] if path == ["recipe"] else [*path, *rest]
-    if len(head) == 1 and head[0] in SECTIONS:
-        if "name" in {one.name for one in fields(SECTIONS[head[0]])}:
-            return [head[0], "name"]
-        raise ProxpoError(f"'{key}' is a group of settings: write {key}.NAME=VALUE")
-    fitting = [path for path in known.values() if len(head) == 1 and path[-1] == head[0]]
-    if len(fitting) + own > 1:
-        paths = [".".join(path) for path in fitting] + ([f"recipe.{key}"] if own else [])
-        raise ProxpoError(f"'{key}' could be {' or '.join(paths)}: write one of them in full")
-    if fitting:
-        return fitting[0]
-    if own:
-        return ["recipe", key]
-    raise ProxpoError(f"unknown setting '{key}'{_hint(key, known, options)}")
-
-
-def _hint(key: str, known: Collection[str], options: Collection[str]) -> str:
-    last = (path.split(".")[-1] for path in known)
-    words = known if "." in key else [*last, *SECTIONS, *options, *KINDS]
-    hint = nearest(key, words)
-    return hint if "did you mean" in hint else "; `proxpo train --explain` lists them"
-
-
-SECTIONS: dict[str, Any] = {one.name: one.type for one in fields(Config) if is_dataclass(one.type)}
+SECTIONS: dict[str, Any] = {
+    member.name: member.type for member in fields(Config) if is_dataclass(member.type)
+}
 
 
 @functools.cache
-def _leaves(kind: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+def leaves(kind: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     """(path, type, field) of every setting."""
     hints = typing.get_type_hints(kind)
-    found: list[tuple[str, Any, Any]] = []
-    for one in fields(kind):
-        path = f"{prefix}{one.name}"
-        inner, nested = hints[one.name], is_dataclass(hints[one.name])
-        found += _leaves(inner, f"{path}.") if nested else [(path, inner, one)]
-    return found
+    listed: list[tuple[str, Any, Any]] = []
+    for member in fields(kind):
+        path = f"{prefix}{member.name}"
+        inner, nested = hints[member.name], is_dataclass(hints[member.name])
+        listed += leaves(inner, f"{path}.") if nested else [(path, inner, member)]
+    return listed
 
 
-def _section(config: Config, path: str) -> Any:
-    head, dot, _ = path.partition(".")
-    return getattr(config, head) if dot else config
-
-
-def _made(kind: Any, tree: Any, prefix: str) -> Any:
-    if not isinstance(tree, Mapping):
-        raise ProxpoError(f"'{prefix.rstrip('.')}' takes a block of settings, got {brief(tree)}")
-    hints = typing.get_type_hints(kind)
-    named = {one.name: one for one in fields(kind)}
-    for key in tree:
-        if key not in named:
-            raise ProxpoError(f"unknown setting '{prefix}{key}'{nearest(str(key), named)}")
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner, path = hints[key], f"{prefix}{key}"
-        if is_dataclass(inner):
-            values[key] = _made(inner, value, f"{path}.")
-        else:
-            values[key] = _checked(value, inner, named[key].metadata, path)
-    return kind(**values)
-
-
-def _checked(value: Any, kind: Any, info: Mapping[str, Any], path: str) -> Any:
-    """The value in its type and within its range."""
-    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if list in allowed and isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    for container in (dict, list):
-        if container in allowed and value is None and type(None) not in allowed:
-            value = container()  # an empty block of a file
-        if container in allowed and not (isinstance(value, container) or value is None):
-            raise ProxpoError(f"{path} takes a {container.__name__}, got {brief(value)}")
-    value = coerce(value, kind, option=path)
-    if isinstance(value, str) and ("\0" in value or len(value) > TEXT):
-        raise ProxpoError(f"{path} is text of at most {TEXT:,} characters, got {brief(value)}")
-    if isinstance(value, (dict, list)):
-        _check_plain(value, path)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        low, high, above = info["low"], info["high"], info["above"]
-        if (low is not None and value < low) or (above is not None and value <= above):
-            bound = f"at least {_number(low)}" if low is not None else f"above {_number(above)}"
-            raise ProxpoError(f"{path} is {bound}, got {brief(value)}")
-        if high is not None and value > high:
-            raise ProxpoError(f"{path} is at most {_number(high)}, got {brief(value)}")
-    return value
-
-
-def _check_plain(value: Any, path: str) -> None:
-    """Blocks of options hold text, numbers, lists and blocks; their names are text."""
-    waiting = [(path, value)]
-    seen = 0
-    while waiting:
-        where, inner = waiting.pop()
-        seen += 1
-        if seen > VALUES:
-            raise ProxpoError(f"{path} holds more than {VALUES:,} values")
-        if isinstance(inner, Mapping):
-            for key in inner:
-                if not isinstance(key, str):
-                    raise ProxpoError(f"{where}: a name is text, got {brief(key)}")
-            waiting += [(f"{where}.{key}"[:80], deeper) for key, deeper in inner.items()]
-        elif isinstance(inner, (list, tuple)):
-            waiting += [(where, deeper) for deeper in inner]
-        elif not (inner is None or isinstance(inner, (str, int, float))):
-            raise ProxpoError(f"{where} takes text, numbers, lists and blocks, got {brief(inner)}")
-        elif isinstance(inner, int) and not abs(inner) < 2**63:
-            raise ProxpoError(f"{where} is an integer beyond 64 bits, got {brief(inner)}")
-
-
-def _number(value: int | float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def _shown(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return "|".join(typing.get_args(kind))
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_shown(one) for one in typing.get_args(kind))
-    return "none" if kind is type(None) else kind.__name__
-
-
-__all__ = [
-    "SECTIONS",
-    "Change",
-    "Config",
-    "Resume",
-    "Setting",
-    "as_dict",
-    "build",
-    "changes",
-    "check_resume",
-    "differences",
-    "explain",
-    "place",
-]
+__all__ = ["ROWS", "SECTIONS", "Config", "Resume", "leaves"]

@@ -17,13 +17,12 @@ from proxpo.recipes import Method, method
 from proxpo.runs.files import write_whole
 from proxpo.runs.yaml_file import dump_yaml, read_yaml
 from proxpo.settings import parse_setting
-from proxpo.train._schema import (
-    SECTIONS,
+from proxpo.train._schema import SECTIONS, Config
+from proxpo.train._settings import (
     Change,
-    Config,
     Setting,
     as_dict,
-    build,
+    build_config,
     changes,
     check_resume,
     differences,
@@ -42,14 +41,14 @@ def load_config(
     sets: Iterable[str | tuple[str, Any]] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The config of a file or preset, then `overrides` (None: not given), then `sets`, checked.
+    """Loads a file or preset, then applies `overrides` (None: not given) and `sets`, and checks.
 
     A file's recipe block belongs to the file's method: another method starts from its own defaults.
     A setting that the recipe does not follow is refused if `overrides` or `sets` give it; in a
     file, which several methods may share, it stands without effect, and the run says so. `source`
     may be a file's contents.
     """
-    pairs = [parse_setting(one) if isinstance(one, str) else one for one in sets]
+    pairs = [parse_setting(entry) if isinstance(entry, str) else entry for entry in sets]
     pairs = [*((k, v) for k, v in (overrides or {}).items() if v is not None), *pairs]
     read = dict(source) if isinstance(source, Mapping) else {}
     if isinstance(source, (str, Path)):
@@ -61,14 +60,14 @@ def load_config(
     tree: dict[str, Any] = {}
     for key, value in [*_entries(read), *pairs, ("method", chosen.slug)]:
         _put(tree, place(key, chosen.defaults), value, key)
-    config = build(tree)
+    config = build_config(tree)
     recipe = config.make_recipe()
     check_used(config, recipe, {".".join(place(key, chosen.defaults)) for key, _ in pairs})
     return _with_pool(config, recipe)
 
 
 def _with_pool(config: Config, recipe: Recipe) -> Config:
-    """A pool of problems that come again, for a method that learns from that and an endless task.
+    """Adds a pool of problems that come again, for methods that learn from revisits.
 
     It depends on no setting that may change while a run goes on.
     """
@@ -82,7 +81,7 @@ def _with_pool(config: Config, recipe: Recipe) -> Config:
 
 
 def find(source: str | Path) -> Path:
-    """The file: a path, or the name of a preset."""
+    """The file of a config: a path, or the name of a preset."""
     if Path(source).is_file():
         return Path(source)
     if re.search(r"\.ya?ml$|[/\\]", str(source)):
@@ -97,26 +96,26 @@ def presets() -> dict[str, Path]:
 
 
 def to_yaml(config: Config, remarks: Iterable[str] = ()) -> str:
-    """The whole config; `load_config` of it gives an equal one. Remarks are comments above it."""
+    """The whole config as YAML, which `load_config` reads back. Remarks are comments above it."""
     return "".join(f"# {line}\n" for line in remarks) + dump_yaml(as_dict(config))
 
 
 def write_config(config: Config, path: Path, remarks: Iterable[str] = ()) -> None:
-    """The resolved config beside the run's results."""
+    """Writes the resolved config beside the run's results."""
     write_whole(path, to_yaml(config, remarks).encode())
 
 
 def _entries(read: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The settings of a file one by one; a section may be one word, its name."""
-    found: list[tuple[str, Any]] = []
+    entries: list[tuple[str, Any]] = []
     for key, value in read.items():
         if key in SECTIONS and isinstance(value, Mapping):
-            found += [(f"{key}.{inner}", given) for inner, given in value.items()]
+            entries += [(f"{key}.{inner}", entry) for inner, entry in value.items()]
         elif key == "recipe" and isinstance(value, Mapping):
-            found += [(f"recipe.{inner}", given) for inner, given in value.items()]
+            entries += [(f"recipe.{inner}", entry) for inner, entry in value.items()]
         elif not (value is None and (key in SECTIONS or key == "recipe")):
-            found.append((key, value))
-    return found
+            entries.append((key, value))
+    return entries
 
 
 def _put(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
@@ -139,7 +138,7 @@ __all__ = [
     "Config",
     "Setting",
     "as_dict",
-    "build",
+    "build_config",
     "changes",
     "check_resume",
     "differences",

@@ -1,7 +1,7 @@
-"""Responses in one turn or several: a tool's words are read by the policy and never trained on.
+"""Responses in one turn or several; a tool's replies are read by the policy, never trained on.
 
-Each round samples the next turn of the episodes that are still open. What was sampled is kept as
-ids, never decoded and tokenised again; only what the tool says is tokenised.
+Each round samples the next turn of the episodes that are still open. Sampled tokens are kept as
+ids, never decoded and tokenised again; only the tool's replies are tokenised.
 """
 
 import time
@@ -13,9 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Int, Tensor
-from proxpo.sampler import Rollout, Samples, inputs
-from proxpo.sampler._agreement import Inputs
-from proxpo.sampler._types import join, reorder
+from proxpo.sampler import Sampler, Samples, inputs
+from proxpo.sampler._types import Inputs, join_samples, reorder
 from proxpo.train.tasks import Task
 
 Seeds = Callable[[int, int], int]  # row, turn
@@ -23,12 +22,12 @@ Seeds = Callable[[int, int], int]  # row, turn
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """Finished episodes. `samples.mask` holds what the policy said, `real` the tool's words too.
+    """Finished episodes. `samples.mask` marks the policy's tokens, `real` the tool's as well.
 
     turn: number of the turn of each token, a tool's reply counting with the call
     void: a turn neither called the tool nor answered; a turn that was cut calls nothing
-    texts: everything said after the prompt; answers: the last turn, which the reward sees
-    begins: where the last turn begins, in tokens
+    texts: everything after the prompt; answers: the last turn, which the reward sees
+    begins: first token of the last turn
     seconds: time spent in the tool
     """
 
@@ -48,7 +47,7 @@ class Episodes:
 
 @dataclass
 class _Episode:
-    """One response as it grows."""
+    """One response while it is being sampled."""
 
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
@@ -60,16 +59,16 @@ class _Episode:
     begin: int = 0
     seconds: float = 0.0
 
-    def add(self, ids: list[int], logp: list[float], *, turn: int, said: bool) -> None:
+    def add(self, ids: list[int], logp: list[float], *, turn: int, sampled: bool) -> None:
         self.tokens += ids
         self.logp += logp
-        self.mask += [said] * len(ids)
+        self.mask += [sampled] * len(ids)
         self.turn += [turn] * len(ids)
 
 
 def play(
     policy: Policy,
-    rollout: Rollout,
+    sampler: Sampler,
     task: Task,
     prompts: list[list[int]],
     *,
@@ -79,16 +78,16 @@ def play(
     top_p: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Episodes:
-    """One episode per prompt; `max_tokens` bounds every turn, for all rows or row by row."""
+    """Plays one episode per prompt; `max_tokens` bounds every turn, for all rows or row by row."""
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
 
-    def draw(rows: list[int], given: list[list[int]], turn: int) -> Samples:
+    def draw(rows: list[int], ids: list[list[int]], turn: int) -> Samples:
         own = [limits[row] for row in rows]
         parts, order = [], []
-        for most, places in _waves(own, list(map(len, given)), rollout.context):
+        for most, places in _waves(own, list(map(len, ids)), sampler.context):
             order += places
-            drawn = rollout.sample(
-                [given[i] for i in places],
+            drawn = sampler.sample(
+                [ids[i] for i in places],
                 seeds=[seeds(rows[i], turn) for i in places],
                 max_tokens=most,
                 temperature=temperature,
@@ -96,7 +95,7 @@ def play(
                 progress=progress,
             )
             parts.append(drawn)
-        samples = reorder(join(parts, policy.pad_id), order)
+        samples = reorder(join_samples(parts, policy.pad_id), order)
         return _cut(samples, own, policy.pad_id)
 
     rows = list(range(len(prompts)))
@@ -105,21 +104,21 @@ def play(
         return _single(policy, first)
     episodes = [_Episode() for _ in rows]
     for turn in range(task.max_turns):
-        samples = first if turn == 0 else draw(rows, _given(prompts, episodes, rows), turn)
+        samples = first if turn == 0 else draw(rows, _so_far(prompts, episodes, rows), turn)
         last = turn == task.max_turns - 1
         rows = [
             row
-            for row, said in zip(rows, _rows(samples))
-            if _answered(policy, task, episodes[row], *said, turn=turn)
+            for row, sampled in zip(rows, _rows(samples))
+            if _add_turn(policy, task, episodes[row], *sampled, turn=turn)
             and not last
-            and len(prompts[row]) + len(episodes[row].tokens) + limits[row] <= rollout.context
+            and len(prompts[row]) + len(episodes[row].tokens) + limits[row] <= sampler.context
         ]
         if not rows:
             break
     return _finished(policy, prompts, episodes)
 
 
-def _answered(
+def _add_turn(
     policy: Policy,
     task: Task,
     episode: _Episode,
@@ -129,14 +128,14 @@ def _answered(
     *,
     turn: int,
 ) -> bool:
-    """Whether the tool answered, so that another turn may follow."""
+    """Adds a turn and the tool's reply to it; True if there is one, so that a turn may follow."""
     assert task.tool is not None
     episode.begin = len(episode.tokens)
-    episode.add(ids, logp, turn=turn, said=True)
+    episode.add(ids, logp, turn=turn, sampled=True)
     episode.answer = policy.tokenizer.decode(ids, skip_special_tokens=True)
     episode.finished = False
     if not finished:
-        # A turn that was cut calls nothing: the tool only tells whether it holds an answer.
+        # A turn that was cut calls nothing: the tool is asked only whether it holds an answer.
         reply = task.tool(episode.answer)
         episode.void |= reply.void or bool(reply.text)
         return False
@@ -147,8 +146,8 @@ def _answered(
     if not reply.text:
         episode.finished = True
         return False
-    told = list(policy.tokenizer.encode(reply.text, add_special_tokens=False))
-    episode.add(told, [0.0] * len(told), turn=turn, said=False)
+    reply_ids = list(policy.tokenizer.encode(reply.text, add_special_tokens=False))
+    episode.add(reply_ids, [0.0] * len(reply_ids), turn=turn, sampled=False)
     return True
 
 
@@ -170,16 +169,15 @@ def _single(policy: Policy, samples: Samples) -> Episodes:
 
 
 def _finished(policy: Policy, prompts: list[list[int]], episodes: list[_Episode]) -> Episodes:
-    """The rows padded to one width; a reply that nobody answered is left out."""
-    for one in episodes:
-        used = max((i + 1 for i, said in enumerate(one.mask) if said), default=0)
-        for column in (one.tokens, one.logp, one.mask, one.turn):
+    """The rows padded to one width; a reply after the last turn is left out."""
+    for episode in episodes:
+        used = max((i + 1 for i, sampled in enumerate(episode.mask) if sampled), default=0)
+        for column in (episode.tokens, episode.logp, episode.mask, episode.turn):
             del column[used:]
 
     def padded(name: str, value: float | int, dtype: torch.dtype) -> Tensor:
-        columns = [torch.tensor(getattr(one, name), dtype=dtype) for one in episodes]
-        found = pad_sequence(columns, batch_first=True, padding_value=value)
-        return found.to(policy.device)
+        columns = [torch.tensor(getattr(episode, name), dtype=dtype) for episode in episodes]
+        return pad_sequence(columns, batch_first=True, padding_value=value).to(policy.device)
 
     tokens, lengths = padded("tokens", policy.pad_id, torch.long), [len(e.tokens) for e in episodes]
     real = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
@@ -190,15 +188,15 @@ def _finished(policy: Policy, prompts: list[list[int]], episodes: list[_Episode]
             tokens=tokens,
             logp=padded("logp", 0.0, torch.float32),
             mask=padded("mask", False, torch.bool),
-            finished=torch.tensor([one.finished for one in episodes], device=policy.device),
+            finished=torch.tensor([episode.finished for episode in episodes], device=policy.device),
         ),
         real=real.to(policy.device),
         turn=padded("turn", 0, torch.long),
-        void=torch.tensor([one.void for one in episodes], device=policy.device),
+        void=torch.tensor([episode.void for episode in episodes], device=policy.device),
         texts=[policy.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in whole],
-        answers=[one.answer for one in episodes],
-        begins=[one.begin for one in episodes],
-        seconds=[one.seconds for one in episodes],
+        answers=[episode.answer for episode in episodes],
+        begins=[episode.begin for episode in episodes],
+        seconds=[episode.seconds for episode in episodes],
     )
 
 
@@ -216,12 +214,13 @@ def _waves(limits: list[int], lengths: list[int], context: int) -> list[tuple[in
     return list(waves.items())
 
 
-def _given(prompts: list[list[int]], episodes: list[_Episode], rows: list[int]) -> list[list[int]]:
+def _so_far(prompts: list[list[int]], episodes: list[_Episode], rows: list[int]) -> list[list[int]]:
+    """Prompts with all turns up to now."""
     return [prompts[row] + episodes[row].tokens for row in rows]
 
 
 def _rows(samples: Samples) -> list[tuple[list[int], list[float], bool]]:
-    """Each row's ids, their log-probabilities, and whether it ended by itself."""
+    """Ids of each row, their log-probabilities, and True if it ended by itself."""
     lengths = samples.mask.sum(dim=1).tolist()
     columns = zip(samples.tokens.tolist(), samples.logp.tolist(), lengths)
     return [
@@ -231,7 +230,7 @@ def _rows(samples: Samples) -> list[tuple[list[int], list[float], bool]]:
 
 
 def _cut(samples: Samples, limits: list[int], pad_id: int) -> Samples:
-    """Rows with a limit of their own below the one they were drawn with, as if drawn with it."""
+    """Cuts rows to their own limit, as if they had been drawn with it."""
     if samples.mask.shape[1] <= min(limits):
         return samples
     most = torch.tensor(limits, device=samples.mask.device)

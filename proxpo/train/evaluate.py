@@ -1,4 +1,4 @@
-"""What a policy can do, on problems and seeds that never change during a run."""
+"""Evaluation of a policy on held-out problems, with seeds that never change during a run."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,18 @@ from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.streams import turn_seed
 from proxpo.rewards import Outcome, RewardPool
-from proxpo.sampler import Rollout
+from proxpo.sampler import Sampler
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.grading import grade, verdicts
+from proxpo.train.observer import SILENT, Observer
 from proxpo.train.tasks import Problem, Task
 
 Progress = Callable[[int, int], None]  # done, total
-Told = Callable[[str, int, int], None]  # phase, done, total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """The held-out problems, how many answers to each, and how long they may be."""
+    """Held-out problems, number of answers to each, their longest length and distribution."""
 
     problems: list[Problem]
     samples: int
@@ -38,25 +38,25 @@ def evaluate(
     *,
     policy: Policy,
     initial: nn.Module | None,
-    rollout: Rollout,
+    sampler: Sampler,
     task: Task,
     pool: RewardPool,
     exam: Examination,
-    told: Told = lambda phase, done, total: None,
-    state: Mapping[str, int | float] | None = None,
+    observer: Observer = SILENT,
+    trainer_state: Mapping[str, int | float] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
     """Rewards, accuracy, avg@k and pass@k, KL to the initial policy and entropy; a few answers.
 
-    Greedy answers, but for avg@k and pass@k. Accuracies are there where the reward function or the
-    setting task.correct_above says what is right. With no samples (k = 0), KL and entropy are those
-    along the greedy answers. `told` is called all along, so that an evaluation can be given up by
-    an error raised there. state: as `Job.progress`.
+    Greedy answers, but for avg@k and pass@k. There are accuracies if the reward function or the
+    setting task.correct_above tells right from wrong. With no samples (k = 0), KL and entropy are
+    those along the greedy answers. `observer.on_progress` is called all along, so that an error
+    raised there gives the evaluation up. trainer_state: as `Job.trainer_state`.
     """
-    progress = partial(told, "evaluating")
+    progress = partial(observer.on_progress, "evaluating")
     prompts = [task.encode(problem, policy.tokenizer) for problem in exam.problems]
-    best = play(
+    greedy = play(
         policy,
-        rollout,
+        sampler,
         task,
         prompts,
         seeds=lambda row, turn: 0,
@@ -64,13 +64,15 @@ def evaluate(
         temperature=0.0,
         progress=progress,
     )
-    outcomes = grade(pool, exam.problems, best, progress=progress, state=state)
+    outcomes = grade(pool, exam.problems, greedy, progress=progress, trainer_state=trainer_state)
     logged = {f"eval/reward_log/{name}": value for name, value in pool.logged.metrics.items()}
     right = verdicts(pool, outcomes)
-    drawn: Episodes = best
+    drawn: Episodes = greedy
     chances: dict[str, float] = {}
     if exam.samples:
-        drawn, chances = _drawn(policy, rollout, task, pool, exam, prompts, progress, state)
+        drawn, chances = _sampled(
+            policy, sampler, task, pool, exam, prompts, progress, trainer_state
+        )
     kl, entropy = distance(policy, initial, drawn, exam, progress=progress)
     numbers = {
         **({} if right is None else {"eval/accuracy": float(torch.tensor(right).float().mean())}),
@@ -84,26 +86,26 @@ def evaluate(
         numbers["eval/kl"] = kl
     shown = [
         {"prompt": p.prompt, "completion": t, "answer": p.answer, "correct": r}
-        for p, t, r in zip(exam.problems[:8], best.texts, right or repeat(None))
+        for p, t, r in zip(exam.problems[:8], greedy.texts, right or repeat(None))
     ]
     return numbers, shown
 
 
-def _drawn(
+def _sampled(
     policy: Policy,
-    rollout: Rollout,
+    sampler: Sampler,
     task: Task,
     pool: RewardPool,
     exam: Examination,
     prompts: list[list[int]],
     progress: Progress,
-    state: Mapping[str, int | float] | None,
+    trainer_state: Mapping[str, int | float] | None,
 ) -> tuple[Episodes, dict[str, float]]:
-    """k answers to every problem, what they earn, and how often they are right."""
+    """k answers to every problem, their mean reward, avg@k and pass@k."""
     k = exam.samples
     drawn = play(
         policy,
-        rollout,
+        sampler,
         task,
         [prompt for prompt in prompts for _ in range(k)],
         seeds=lambda row, turn: turn_seed((exam.seed, "eval", row // k, row % k), turn),
@@ -112,7 +114,7 @@ def _drawn(
         progress=progress,
     )
     repeated = [problem for problem in exam.problems for _ in range(k)]
-    outcomes = grade(pool, repeated, drawn, progress=progress, state=state)
+    outcomes = grade(pool, repeated, drawn, progress=progress, trainer_state=trainer_state)
     earned = {f"eval/reward@{k}": _mean_reward(outcomes)}
     right = verdicts(pool, outcomes)
     if right is None:
@@ -143,11 +145,11 @@ def distance(
 
     The contexts are those the current policy has just sampled.
     """
-    given, samples = episodes.inputs(policy.pad_id), episodes.samples
+    inputs, samples = episodes.inputs(policy.pad_id), episodes.samples
     kl = entropy = 0.0
     for rows in torch.arange(len(samples.mask)).split(exam.micro_batch):
         progress(int(rows[0]), len(samples.mask))
-        ids, attention = given.input_ids[rows], given.attention_mask[rows]
+        ids, attention = inputs.input_ids[rows], inputs.attention_mask[rows]
         mask = samples.mask[rows]
 
         def logp(

@@ -1,4 +1,11 @@
-"""What a rollout leaves behind for training: token ids, masks, rewards, who sampled it and when."""
+"""`Experience`: sampled sequences with rewards, as tensors; choosing and mixing its prompts.
+
+Shapes of the data on the way from the sampler to the optimizer:
+    Samples        responses as the sampler draws them (proxpo.sampler)
+    Episodes       the same in turns, with text for the reward function (episodes.py)
+    Experience     token ids, masks and rewards of a rollout, kept for training and replay
+    TrainingBatch  an Experience and its prepared `Batch`; mini- and micro-batches are cuts of it
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,7 +15,7 @@ from torch.nn.functional import pad
 
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
-WHOLE = ("input_ids", "attention_mask")  # fields over the prompt and the response
+FULL_SEQUENCE = ("input_ids", "attention_mask")  # fields over the prompt and the response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +23,7 @@ class Experience:
     """B sequences: prompts padded on the left, responses on the right (the last `tok` columns).
 
     group numbers are unique over the run, so that rows of several rollouts can be mixed.
-    `version` is the number of optimizer steps the sampling policy had made. A tool's words are in
+    `version` is the number of optimizer steps the sampling policy had made. A tool's reply is in
     `attention_mask` and not in `mask`.
     """
 
@@ -42,7 +49,7 @@ class Experience:
         return _trimmed(chosen)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are there, for a checkpoint."""
+        """The fields that have a value, for a checkpoint."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -51,44 +58,116 @@ class Experience:
 
 
 def join(parts: Sequence[Experience]) -> Experience:
-    """Rollouts as one, padded to a common width on both sides."""
+    """Joins rollouts, padded to a common width on both sides."""
     if len(parts) == 1:
         return parts[0]
     tokens = max(part.mask.shape[1] for part in parts)
     prompt = max(part.input_ids.shape[1] - part.mask.shape[1] for part in parts)
 
-    def widened(part: Experience, name: str, value: Tensor) -> Tensor:
+    def padded(part: Experience, name: str, value: Tensor) -> Tensor:
         if value.dim() == 1:
             return value
         right = tokens - part.mask.shape[1]
         left = prompt - (part.input_ids.shape[1] - part.mask.shape[1])
-        return pad(value, (left if name in WHOLE else 0, right))
+        return pad(value, (left if name in FULL_SEQUENCE else 0, right))
 
     names = parts[0].tensors()
     merged = {
-        name: torch.cat([widened(part, name, part.tensors()[name]) for part in parts])
+        name: torch.cat([padded(part, name, part.tensors()[name]) for part in parts])
         for name in names
     }
     return Experience(**merged)
 
 
-def _trimmed(rows: Experience) -> Experience:
-    """Without columns in which every sequence has padding."""
-    tokens = rows.mask.shape[1]
-    used = int(rows.mask.any(dim=0).nonzero().max()) + 1 if rows.mask.any() else 1
-    real = rows.attention_mask.any(dim=0).nonzero()
-    first = min(int(real.min()) if len(real) else 0, rows.input_ids.shape[1] - tokens)
-    last = rows.input_ids.shape[1] - tokens + used
+def mini_batch_rows(
+    experience: Experience, shuffle: torch.Generator, parts: int, part: int
+) -> Int[Tensor, " row"]:
+    """Rows of mini-batch `part` of the shuffled prompts; responses to a prompt stay together."""
+    _, index = experience.group.unique(return_inverse=True)
+    index = index.cpu()
+    order = torch.randperm(int(index.max()) + 1, generator=shuffle)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
+    ranks = place[index]
+    share = ranks * parts // len(order)
+    chosen = (share == part).nonzero()[:, 0]
+    return chosen[ranks[chosen].argsort(stable=True)].to(experience.group.device)
+
+
+def random_prompts(
+    experience: Experience, shuffle: torch.Generator, prompts: int
+) -> Int[Tensor, " row"]:
+    """All rows of `prompts` prompts drawn at random."""
+    groups, index = experience.group.unique(return_inverse=True)
+    chosen = torch.randperm(len(groups), generator=shuffle)[:prompts].to(index.device)
+    return torch.isin(index, chosen).nonzero()[:, 0]
+
+
+def with_replayed_share(
+    fresh: Experience, past: list[Experience], share: float, draw: torch.Generator
+) -> Experience:
+    """The rollout with a share of its prompts replaced by prompts of earlier rollouts."""
+    prompts = len(fresh.group.unique())
+    replayed = round(share * prompts)
+    if not replayed or not past:
+        return fresh
+    earlier = join(past)
+    kept = random_prompts(fresh, draw, prompts - replayed)
+    return join([fresh.rows(kept), earlier.rows(random_prompts(earlier, draw, replayed))])
+
+
+def mixture(
+    fresh: Experience, past: list[Experience], share: float, draw: torch.Generator
+) -> Experience:
+    """Takes each prompt, with chance `share`, from one of the earlier rollouts, drawn evenly."""
+    prompts = len(fresh.group.unique())
+    if not past or not share:
+        return fresh
+    replayed = int((torch.rand(prompts, generator=draw) < share).sum())
+    source = torch.randint(len(past), (replayed,), generator=draw)
+    counts = [(fresh, prompts - replayed)]
+    counts += [(rollout, int((source == i).sum())) for i, rollout in enumerate(past)]
+    return join(
+        [rollout.rows(random_prompts(rollout, draw, count)) for rollout, count in counts if count]
+    )
+
+
+def kept_rollouts(
+    past: list[Experience], fresh: Experience, *, samples: int = 0, rollouts: int = 0
+) -> list[Experience]:
+    """The rollouts to keep for replay: the last `rollouts`, or as many as have `samples` rows."""
+    kept = [*past, fresh]
+    most = max(samples, len(fresh.mask)) if samples else 0
+    while kept and len(kept) > rollouts and sum(len(rollout.mask) for rollout in kept) > most:
+        kept.pop(0)
+    return kept
+
+
+def _trimmed(experience: Experience) -> Experience:
+    """Drops the columns in which every sequence has padding."""
+    tokens = experience.mask.shape[1]
+    mask, ids = experience.mask, experience.input_ids
+    used = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
+    real = experience.attention_mask.any(dim=0).nonzero()
+    first = min(int(real.min()) if len(real) else 0, ids.shape[1] - tokens)
+    last = ids.shape[1] - tokens + used
     return replace(
-        rows,
-        input_ids=rows.input_ids[:, first:last],
-        attention_mask=rows.attention_mask[:, first:last],
+        experience,
+        input_ids=ids[:, first:last],
+        attention_mask=experience.attention_mask[:, first:last],
         **{
             name: value[:, :used]
-            for name, value in rows.tensors().items()
-            if value.dim() == 2 and name not in WHOLE
+            for name, value in experience.tensors().items()
+            if value.dim() == 2 and name not in FULL_SEQUENCE
         },
     )
 
 
-__all__ = ["Experience", "join"]
+__all__ = [
+    "Experience",
+    "join",
+    "kept_rollouts",
+    "mini_batch_rows",
+    "mixture",
+    "random_prompts",
+    "with_replayed_share",
+]

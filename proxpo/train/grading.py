@@ -1,4 +1,4 @@
-"""Episodes -> outcomes. Rewards see decoded text; training keeps the sampled ids."""
+"""Rewards of episodes. The reward function sees decoded text; training keeps the sampled ids."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -20,11 +20,11 @@ def grade(
     episodes: Episodes,
     *,
     progress: Callable[[int, int], None] | None = None,
-    state: Mapping[str, Any] | None = None,
+    trainer_state: Mapping[str, Any] | None = None,
 ) -> list[Outcome]:
-    """What the reward function says to every response, or to its last turn.
+    """Scores the last turn of every episode.
 
-    state: how far training is, for functions that ask for TRL's `trainer_state`
+    trainer_state: progress of training, for functions that ask for TRL's `trainer_state`
     """
     tokens, mask = episodes.samples.tokens.cpu(), episodes.samples.mask.cpu()
     items = [
@@ -39,13 +39,13 @@ def grade(
             zip(problems, episodes.answers, episodes.begins)
         )
     ]
-    return pool.score(items, progress=progress, state=state)
+    return pool.score(items, progress=progress, state=trainer_state)
 
 
 def verdicts(pool: RewardPool, outcomes: Sequence[Outcome]) -> list[bool] | None:
-    """Right or wrong for each response, or None where nobody says what is right.
+    """Right or wrong for each response; None if neither function nor setting tells.
 
-    The reward function says it ("acc" or "correct"), or the setting task.correct_above. A response
+    The reward function tells ("acc" or "correct"), or the setting task.correct_above. A response
     whose reward failed is wrong.
     """
     return [bool(outcome.correct) for outcome in outcomes] if pool.judges else None
@@ -54,16 +54,16 @@ def verdicts(pool: RewardPool, outcomes: Sequence[Outcome]) -> list[bool] | None
 def span_rewards(
     policy: Policy, episodes: Episodes, outcomes: Sequence[Outcome]
 ) -> Float[Tensor, "seq tok"]:
-    """The marks a reward function put on the text it saw, on its tokens; 0 where there is none."""
+    """Values that the reward function gave to spans of the text, on its tokens; 0 elsewhere."""
     mask = episodes.samples.mask
-    found = torch.zeros(mask.shape)
+    rewards = torch.zeros(mask.shape)
     for row, outcome in enumerate(outcomes):
         if outcome.spans:
             first, text = episodes.begins[row], episodes.answers[row]
             ids = episodes.samples.tokens[row, first:][mask[row, first:]].tolist()
             values = token_values(text, _offsets(policy, ids, len(text)), outcome.spans)
-            found[row, first : first + len(ids)] = values.float()
-    return found.to(mask.device)
+            rewards[row, first : first + len(ids)] = values.float()
+    return rewards.to(mask.device)
 
 
 def _offsets(policy: Policy, ids: list[int], length: int) -> list[tuple[int, int]]:

@@ -16,27 +16,27 @@ from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.rewards import RewardPool
 from proxpo.runs.checkpoint import Checkpoint, save_checkpoint
-from proxpo.sampler import Rollout, make_rollout
+from proxpo.sampler import Sampler, make_sampler
 from proxpo.settings import at_length
 from proxpo.train.collect import Source
 from proxpo.train.config import Change, Config, as_dict
 from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
-from proxpo.train.learner import Learner
 from proxpo.train.refusals import check_fields
+from proxpo.train.scoring import Learner
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.types import Clock, Recipe
 
 
 @dataclass(kw_only=True)
 class Job:
-    """Everything that runs; what `progress` holds is what a checkpoint must bring back."""
+    """The parts of a run and its progress; `save` and `restore` say what a checkpoint holds."""
 
     config: Config
     task: Task
     learner: Learner
-    rollout: Rollout
+    sampler: Sampler
     pool: RewardPool
     exam: Examination
     source: Source
@@ -56,8 +56,8 @@ class Job:
         return self.learner.policy
 
     @property
-    def progress(self) -> dict[str, int | float]:
-        """How far training is, in the words of TRL's `trainer_state`."""
+    def trainer_state(self) -> dict[str, int | float]:
+        """Progress of training, under the names of TRL's `trainer_state`."""
         return {
             "global_step": self.step,
             "max_steps": self.config.train.steps,
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def clock(self) -> Clock:
-        """Where the run is, for stages that follow it."""
+        """Progress of training, for stages that follow it."""
         learner = self.learner
         rate = learner.optimizer.param_groups[0]["lr"]
         return Clock(
@@ -78,11 +78,11 @@ class Job:
 
     def close(self) -> None:
         self.pool.close()
-        self.rollout.close()
+        self.sampler.close()
 
 
-def build(config: Config) -> Job:
-    """Load the model and the task and put the parts together."""
+def build_job(config: Config) -> Job:
+    """Builds a job: loads the model and the task, starts sampler and reward workers."""
     recipe = config.make_recipe()
     _check_blocks(config)
     policy = load_policy(
@@ -115,7 +115,7 @@ def build(config: Config) -> Job:
         config=config,
         task=task,
         learner=_learner(config, policy, recipe, initial),
-        rollout=make_rollout(config.rollout.backend, policy, **config.rollout.options),
+        sampler=make_sampler(config.rollout.backend, policy, **config.rollout.options),
         pool=RewardPool(
             task.reward,
             workers=config.task.reward_workers,
@@ -130,7 +130,7 @@ def build(config: Config) -> Job:
 
 
 def splits(job: Job) -> list[str]:
-    """Lines on what is trained on, what is held out, and what both have in common."""
+    """Lines on the sizes of the training and held-out splits and on their overlap."""
     task, pool, size = job.task, job.config.task.problems, job.config.evaluate.size
     lines = []
     if pool is not None:
@@ -152,7 +152,7 @@ def splits(job: Job) -> list[str]:
 
 
 def fitted(recipe: Recipe, config: Config, task: Task) -> Recipe:
-    """The recipe with the lengths it leaves open from the longest response of this run."""
+    """The recipe with its open lengths set to the longest response of this run."""
     turns = task.max_turns if task.tool is not None else 1
     return at_length(recipe, config.rollout.max_tokens * turns)
 
@@ -175,7 +175,7 @@ RESERVED = {
 
 
 def _check_blocks(config: Config) -> None:
-    """Refuse options that are settings of their own: one of the two would be ignored."""
+    """Refuses options that are settings of their own: one of the two would be ignored."""
     for path, names in RESERVED.items():
         section, name = path.split(".")
         for option in getattr(getattr(config, section), name):
@@ -184,15 +184,15 @@ def _check_blocks(config: Config) -> None:
 
 
 def save(job: Job, root: Path) -> Path:
-    """Everything needed to continue as if nothing had happened, and weights others can load."""
+    """Writes a checkpoint from which a run continues bit for bit, with weights others can load."""
     learner = job.learner
     trained = {n: p for n, p in learner.policy.model.named_parameters() if p.requires_grad}
     parts: dict[str, Any] = {
         "weights": trained,
         "optimizer": learner.optimizer.state_dict(),
         "recipe": learner.state,
-        "waiting": [one.tensors() for one in job.waiting],
-        "past": [one.tensors() for one in job.past],
+        "waiting": [experience.tensors() for experience in job.waiting],
+        "past": [experience.tensors() for experience in job.past],
     }
     if learner.transform is not None:
         parts["transform"] = learner.transform.state_dict()
@@ -214,30 +214,35 @@ def save(job: Job, root: Path) -> Path:
     return save_checkpoint(root, job.step, parts, info, keep_last=keep, write_model=write_model)
 
 
-def restore(job: Job, found: Checkpoint, changed: Sequence[Change] = ()) -> None:
-    """Put a freshly built job where the checkpoint was taken; refused where it does not fit.
+def restore(job: Job, checkpoint: Checkpoint, changed: Sequence[Change] = ()) -> None:
+    """Brings a freshly built job to the state of the checkpoint, or refuses one that does not fit.
 
     `changed` settings, already in the job's config, are recorded with the step.
     """
     try:
-        _restore(job, found)
+        _restore(job, checkpoint)
         job.changes += [
-            {"step": found.step, "setting": one.path, "before": one.before, "after": one.after}
-            for one in changed
-            if one.path != "out"
+            {
+                "step": checkpoint.step,
+                "setting": change.path,
+                "before": change.before,
+                "after": change.after,
+            }
+            for change in changed
+            if change.path != "out"
         ]
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200]
         raise ProxpoError(
-            f"{found.path} does not fit these settings ({reason}): resume with those the run was "
-            "started with, or start another with --out"
+            f"{checkpoint.path} does not fit these settings ({reason}): resume with those the run "
+            "was started with, or start another with --out"
         ) from error
 
 
-def _restore(job: Job, found: Checkpoint) -> None:
-    learner, parts, info = job.learner, found.parts, found.info
+def _restore(job: Job, checkpoint: Checkpoint) -> None:
+    learner, parts, info = job.learner, checkpoint.parts, checkpoint.info
     _fill(learner.policy.model, parts["weights"])
     _restore_optimizer(learner.optimizer, parts["optimizer"])
     learner.state = parts["recipe"]
@@ -246,18 +251,18 @@ def _restore(job: Job, found: Checkpoint) -> None:
     if learner.critic is not None:
         learner.critic.load_state_dict(parts["critic"])
     device = job.policy.device
-    job.waiting = [Experience(**one).to(device) for one in parts["waiting"]]
-    job.past = [Experience(**one).to(device) for one in parts["past"]]
-    job.step, learner.version = found.step, info["version"]
+    job.waiting = [Experience(**tensors).to(device) for tensors in parts["waiting"]]
+    job.past = [Experience(**tensors).to(device) for tensors in parts["past"]]
+    job.step, learner.version = checkpoint.step, info["version"]
     job.source.cursor, job.tokens = info["cursor"], info["tokens"]
     job.seconds, job.skipped, job.before = info["seconds"], info["skipped"], info["before"]
     # Checkpoints of earlier versions have neither.
     job.unwritten, job.changes = info.get("unwritten"), list(info.get("changes", ()))
-    job.rollout.sync()
+    job.sampler.sync()
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """The optimizer's state from the checkpoint; its rate and decay stay those of the settings.
+    """Loads the optimizer's state; its rate and decay stay those of the settings.
 
     Groups come as last scheduled, `lr` = `base_lr` x factor; a new rate takes the factor over
     until the next step sets its own.
@@ -274,7 +279,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) 
 
 
 def _fill(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Every trained weight from the checkpoint, which must have these and no others."""
+    """Loads the trained weights of the checkpoint, which must have these and no others."""
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if own.keys() != weights.keys():
         raise ValueError(f"it holds {len(weights)} trained weights, this model has {len(own)}")
@@ -339,4 +344,4 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-__all__ = ["Job", "build", "fitted", "restore", "save", "splits"]
+__all__ = ["Job", "build_job", "fitted", "restore", "save", "splits"]

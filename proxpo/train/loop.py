@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,231 +15,240 @@ from proxpo.runs.sinks import Sinks, make_sinks, public_names
 from proxpo.runs.status import clear_end
 from proxpo.runs.stop import Overdue, StopRequest, stop_on_signal
 from proxpo.sampler import agreement
-from proxpo.train.collect import Collected, Sampler, Sampling, collect
-from proxpo.train.config import Change, Config, as_dict, check_resume, write_config
-from proxpo.train.config import build as build_config
+from proxpo.train.collect import Collected, Collector, SamplingOptions, collect
+from proxpo.train.config import (
+    Change,
+    Config,
+    as_dict,
+    build_config,
+    check_resume,
+    write_config,
+)
 from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import Examined, finish_run
-from proxpo.train.job import Job, build, restore, save, splits
+from proxpo.train.job import Job, build_job, restore, save, splits
+from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import remarks
 from proxpo.train.update import update
 
-Told = Callable[[str, int, int], None]
-Noted = Callable[[str], None]
-EveryStep = Callable[[int, dict[str, Any]], None]
-
 
 class _Stopped(Exception):
-    """A rollout or evaluation given up on a stop signal; it has changed nothing."""
+    """Raised inside a rollout or evaluation after a stop signal; it has changed nothing."""
 
 
-def train(
-    config: Config,
-    *,
-    resume: bool = False,
-    told: Told = lambda phase, done, total: None,
-    noted: Noted = lambda line: None,
-    every_step: EveryStep = lambda step, metrics: None,
-) -> dict[str, Any]:
-    """Train, leaving config.yaml, metrics.jsonl, samples.jsonl, checkpoints and pictures behind.
+def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) -> dict[str, Any]:
+    """Trains; leaves config.yaml, metrics.jsonl, samples.jsonl, checkpoints and pictures behind.
 
-    `told(phase, done, total)` follows the work inside a step, `every_step` gets its metrics and
-    `noted` lines worth reading. Returns the summary, which is also in summary.json; a run that a
-    signal stopped returns {"stopped", "steps", "out"} instead and writes none.
+    Returns the summary, which is also in summary.json; a run that a signal stopped returns
+    {"stopped", "steps", "out"} instead and writes none.
     """
     out = Path(config.folder)
-    with hold_folder(out, on_notice=noted), explained(out, config) as at:
-        resumed = _resumed(out, config, resume=resume, noted=noted)
-        job = build(config)
+    with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
+        resumed = _resumed(out, config, resume=resume, observer=observer)
+        job = build_job(config)
         try:
             if resumed is not None:
                 restore(job, *resumed)
                 at.saved = job.step
-            return _run(job, out, at, told=told, noted=noted, every_step=every_step)
+            return _finished(_ActiveRun(job, out, at, observer))
         finally:
             job.close()
 
 
-def _run(
-    job: Job, out: Path, at: Progress, *, told: Told, noted: Noted, every_step: EveryStep
-) -> dict[str, Any]:
-    """The run in stop signals' reach: they are honoured between steps and inside evaluations.
+@dataclass
+class _ActiveRun:
+    """A run after loading: its job, folder, position and observer, and the stop that was asked."""
+
+    job: Job
+    out: Path
+    at: Progress
+    observer: Observer
+    stop: StopRequest | None = None
+
+    @property
+    def stoppable(self) -> Observer:
+        """The observer of work that can be given up: progress raises after a stop signal."""
+
+        def on_progress(phase: str, done: int, total: int) -> None:
+            if self.stop is not None and self.stop.requested:
+                raise _Stopped
+            self.observer.on_progress(phase, done, total)
+
+        return replace(self.observer, on_progress=on_progress)
+
+    def save(self) -> None:
+        self.at.phase = "checkpoint"
+        save(self.job, self.out / "checkpoints")
+        self.at.saved = self.job.step
+
+
+def _finished(run: _ActiveRun) -> dict[str, Any]:
+    """Runs to the end, within reach of stop signals: between steps and inside evaluations.
 
     An update that has begun is finished and saved, if that takes no longer than
     `checkpoint.grace`; a checkpoint that is being written always is.
     """
-    stop = StopRequest()
+    job, out, at, observer = run.job, run.out, run.at, run.observer
     at.step = job.step
+    run.stop = StopRequest()
     try:
         with stop_on_signal(
             signal.SIGTERM,
             signal.SIGINT,
             grace=job.config.checkpoint.grace,
             may_end=lambda: at.phase != "checkpoint",
-        ) as stop:
-
-            def ask(phase: str, done: int, total: int) -> None:
-                if stop.requested:
-                    raise _Stopped
-                told(phase, done, total)
-
-            examined = _trained(
-                job, out, at, ask=ask, told=told, noted=noted, every_step=every_step
-            )
+        ) as run.stop:
+            examined = _trained(run)
     except (_Stopped, Overdue) as end:
+        by = run.stop.by
         if at.saved is None:
-            noted(f"stopped by {stop.by} before the first step; nothing was saved")
+            observer.on_notice(f"stopped by {by} before the first step; nothing was saved")
         else:
             late = f", in the {at.phase} of step {at.step + 1}" if isinstance(end, Overdue) else ""
-            noted(
-                f"stopped by {stop.by} after step {at.saved}{late}; --resume continues from there"
+            observer.on_notice(
+                f"stopped by {by} after step {at.saved}{late}; --resume continues from there"
             )
-        return {"stopped": stop.by, "steps": at.saved or 0, "out": str(out)}
+        return {"stopped": by, "steps": at.saved or 0, "out": str(out)}
     at.phase = "finish"
-    return finish_run(job, out, examined or _examine(job, told), on_notice=noted)
+    return finish_run(job, out, examined or _examine(job, observer), on_notice=observer.on_notice)
 
 
-def _trained(
-    job: Job,
-    out: Path,
-    at: Progress,
-    *,
-    ask: Told,
-    told: Told,
-    noted: Noted,
-    every_step: EveryStep,
-) -> Examined | None:
-    """All steps that are left; the last evaluation, where one was made. _Stopped when asked to."""
+def _trained(run: _ActiveRun) -> Examined | None:
+    """Makes all steps that are left; the last evaluation, if there was one."""
+    job, out, at, on_notice = run.job, run.out, run.at, run.observer.on_notice
     fresh = not job.before
     if fresh:  # before anything is written: much that is wrong with the input shows here
         at.phase = "evaluate"
         for line in splits(job):
-            noted(line)
-        _check_sampler(job, noted)
-        metrics, answers = _examine(job, ask)
+            on_notice(line)
+        _check_sampler(job, run.observer)
+        metrics, answers = _examine(job, run.stoppable)
         job.before = {"metrics": metrics, "answers": answers}
     at.phase = "logging"
     clear_end(out)
     lines = remarks(job.config, job.learner.recipe)
     for line in lines if fresh else ():
-        noted(line)
+        on_notice(line)
     write_config(job.config, out / "config.yaml", lines)
     # The row of a step whose evaluation is still due is written after it.
     resume_at = None if fresh else job.step - (job.unwritten is not None)
     drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
     with (
-        _sinks(job, out, resume_at, noted) as sinks,
-        JsonLines(out / "samples.jsonl", resume_at=drawn, on_notice=noted) as samples,
+        _sinks(run, resume_at) as sinks,
+        JsonLines(out / "samples.jsonl", resume_at=drawn, on_notice=on_notice) as samples,
     ):
         if fresh:
             sinks.write(0, job.before["metrics"])
-            _save(job, out, at)
-        return _steps(job, out, at, sinks, samples, ask, told, noted, every_step)
+            run.save()
+        return _steps(run, sinks, samples)
 
 
-def _steps(
-    job: Job,
-    out: Path,
-    at: Progress,
-    sinks: Sinks,
-    samples: JsonLines,
-    ask: Told,
-    told: Told,
-    noted: Noted,
-    every_step: EveryStep,
-) -> Examined | None:
-    """Step by step to the end, or until `ask` raises _Stopped; then the state is saved first."""
-    config, examined = job.config, None
+def _steps(run: _ActiveRun, sinks: Sinks, samples: JsonLines) -> Examined | None:
+    """Step by step to the end, or to a stop, before which the state is saved."""
+    job, at, observer, config = run.job, run.at, run.observer, run.job.config
+    examined = None
     try:
         while job.unwritten is not None or job.step < config.train.steps:
             at.step = job.step
             if job.unwritten is None:
-                job.unwritten = _step(job, at, ask, told, samples)
+                job.unwritten = _step(run, samples)
             metrics = job.unwritten
             if not math.isfinite(metrics["grad_norm"]):
-                noted(f"step {job.step}: an update was left out, its gradient was not finite")
+                observer.on_notice(
+                    f"step {job.step}: an update was left out, its gradient was not finite"
+                )
             if _due(job.step, config.evaluate.every, config.train.steps):
                 at.phase = "evaluate"
-                ask("evaluating", 0, 1)
-                examined = _examine(job, ask)
+                run.stoppable.on_progress("evaluating", 0, 1)
+                examined = _examine(job, run.stoppable)
                 metrics = metrics | examined[0]
             at.phase = "logging"
             sinks.write(job.step, metrics)
             job.unwritten = None
-            every_step(job.step, public_names(metrics))
+            observer.on_step(job.step, public_names(metrics))
             if _due(job.step, config.checkpoint.every, config.train.steps):
-                told("saving", 0, 1)
-                _save(job, out, at)
+                observer.on_progress("saving", 0, 1)
+                run.save()
     except _Stopped:
         if at.saved != job.step:
-            _save(job, out, at)
+            run.save()
         raise
     return examined
 
 
-def _save(job: Job, out: Path, at: Progress) -> None:
-    at.phase = "checkpoint"
-    save(job, out / "checkpoints")
-    at.saved = job.step
-
-
-def _sinks(job: Job, out: Path, resume_at: int | None, noted: Noted) -> Sinks:
-    log, plain = job.config.log, as_dict(job.config)
+def _sinks(run: _ActiveRun, resume_at: int | None) -> Sinks:
+    config = run.job.config
     return make_sinks(
-        out, log.sinks, resume_at=resume_at, project=log.project, config=plain, on_notice=noted
+        run.out,
+        config.log.sinks,
+        resume_at=resume_at,
+        project=config.log.project,
+        config=as_dict(config),
+        on_notice=run.observer.on_notice,
     )
 
 
-def _step(job: Job, at: Progress, ask: Told, told: Told, samples: JsonLines) -> dict[str, float]:
+def _step(run: _ActiveRun, samples: JsonLines) -> dict[str, float]:
     """One step: a rollout (of this policy or, with a lag, of an earlier one) and its updates."""
-    clock = _Clock()
+    job, timer = run.job, _StepTimer()
     before = job.learner.version
-    at.phase = "rollout"
-    sampled: dict[str, float] = {}  # stays empty while a lag that was lowered is worked off
-    while len(job.waiting) <= job.config.train.off_policy_lag:
-        number, cursor = job.step + len(job.waiting), job.source.cursor
-        try:
-            ask("sampling", 0, 1)
-            drawn = _sample(job, number, ask)
-        except _Stopped:
-            job.source.cursor = cursor
-            raise
-        job.waiting.append(drawn.experience)
-        job.tokens += int(drawn.metrics["proxpo/tokens"])
-        sampled = drawn.metrics
-        for line in drawn.shown[: job.config.log.samples]:
-            samples.append(line)
-    clock.lap("rollout")
-    at.phase = "update"
-    told("updating", 0, 1)
+    run.at.phase = "rollout"
+    sampled = _rollouts(run, samples)
+    timer.lap("rollout")
+    run.at.phase = "update"
+    run.observer.on_progress("updating", 0, 1)
     metrics = update(job, job.waiting.pop(0))
-    clock.lap("update")
-    job.rollout.sync()
-    clock.lap("sync")
+    timer.lap("update")
+    job.sampler.sync()
+    timer.lap("sync")
     job.step += 1
-    job.seconds += clock.total
+    job.seconds += timer.total
     return {
         **sampled,
         **metrics,
         "learning_rate": job.learner.optimizer.param_groups[0]["lr"],
         "num_tokens": job.tokens,
-        "step_time": clock.total,
+        "step_time": timer.total,
         "proxpo/updates": job.learner.version - before,
         "proxpo/skipped": job.skipped,
-        **{f"proxpo/time/{name}": seconds for name, seconds in clock.laps.items()},
+        **{f"proxpo/time/{name}": seconds for name, seconds in timer.laps.items()},
     }
 
 
-def _sample(job: Job, number: int, told: Told) -> Collected:
+def _rollouts(run: _ActiveRun, samples: JsonLines) -> dict[str, float]:
+    """Samples until a rollout waits for training; metrics of the last one.
+
+    There are none while a lag that was lowered is worked off.
+    """
+    job, observer = run.job, run.stoppable
+    metrics: dict[str, float] = {}
+    while len(job.waiting) <= job.config.train.off_policy_lag:
+        number, cursor = job.step + len(job.waiting), job.source.cursor
+        try:
+            observer.on_progress("sampling", 0, 1)
+            collected = collect_rollout(job, number, observer)
+        except _Stopped:
+            job.source.cursor = cursor
+            raise
+        job.waiting.append(collected.experience)
+        job.tokens += int(collected.metrics["proxpo/tokens"])
+        metrics = collected.metrics
+        for line in collected.lines[: job.config.log.samples]:
+            samples.append(line)
+    return metrics
+
+
+def collect_rollout(job: Job, number: int, observer: Observer = SILENT) -> Collected:
+    """Samples and scores rollout `number` with the job's settings."""
     rollout, learner = job.config.rollout, job.learner
-    sampler = Sampler(
+    collector = Collector(
         policy=job.policy,
-        rollout=job.rollout,
+        sampler=job.sampler,
         task=job.task,
         pool=job.pool,
         recipe=learner.recipe,
-        how=Sampling(
+        options=SamplingOptions(
             samples=rollout.samples_per_prompt,
             max_tokens=rollout.max_tokens,
             temperature=rollout.temperature,
@@ -249,37 +258,34 @@ def _sample(job: Job, number: int, told: Told) -> Collected:
         seed=job.config.seed,
         state=learner.state,
         clock=job.clock,
-        progress=job.progress,
-        told=told,
+        trainer_state=job.trainer_state,
+        observer=observer,
     )
-    return collect(
-        sampler,
-        job.source,
-        prompts=rollout.prompts_per_step,
-        step=number,
-        version=learner.version,
-    )
+    prompts = rollout.prompts_per_step
+    return collect(collector, job.source, prompts=prompts, step=number, version=learner.version)
 
 
-def _examine(job: Job, told: Told) -> Examined:
+def _examine(job: Job, observer: Observer) -> Examined:
     return evaluate(
         policy=job.policy,
         initial=job.initial,
-        rollout=job.rollout,
+        sampler=job.sampler,
         task=job.task,
         pool=job.pool,
         exam=job.exam,
-        told=told,
-        state=job.progress,
+        observer=observer,
+        trainer_state=job.trainer_state,
     )
 
 
-def _check_sampler(job: Job, noted: Noted) -> None:
-    """Sampler and trainer must see the same policy; the gap is told."""
+def _check_sampler(job: Job, observer: Observer) -> None:
+    """Refuses a sampler that runs another model than the trainer; reports their difference."""
     prompts = [job.task.encode(p, job.policy.tokenizer) for p in job.exam.problems[:16]]
     tokens = min(job.config.rollout.max_tokens, 64)
-    gap = agreement(job.policy, job.rollout, prompts, max_tokens=tokens)
-    noted(f"sampler and trainer differ by {gap.largest:.1e} at most, {gap.mean:.1e} on average")
+    gap = agreement(job.policy, job.sampler, prompts, max_tokens=tokens)
+    observer.on_notice(
+        f"sampler and trainer differ by {gap.largest:.1e} at most, {gap.mean:.1e} on average"
+    )
     if not gap.mean < 0.1:
         raise ProxpoError(
             f"the sampler's log-probs differ from the trainer's by {gap.mean:.2g} on average: they "
@@ -288,7 +294,7 @@ def _check_sampler(job: Job, noted: Noted) -> None:
 
 
 def _resumed(
-    out: Path, config: Config, *, resume: bool, noted: Noted
+    out: Path, config: Config, *, resume: bool, observer: Observer
 ) -> tuple[Checkpoint, list[Change]] | None:
     """The checkpoint to continue from and the settings that change there, if there is one."""
     checkpoint = load_latest(out / "checkpoints")
@@ -297,7 +303,7 @@ def _resumed(
     if not resume:
         raise ProxpoError(f"{out} already holds a run: --resume continues it, --out starts another")
     for line in checkpoint.skipped:
-        noted(f"damaged checkpoint passed over: {line}")
+        observer.on_notice(f"damaged checkpoint passed over: {line}")
     if config.train.steps < checkpoint.step:
         raise ProxpoError(
             f"{out} has done {checkpoint.step} steps already; steps={config.train.steps} asks for "
@@ -307,7 +313,7 @@ def _resumed(
     changed = check_resume(earlier, config, step=checkpoint.step, where=checkpoint.path)
     for change in changed:
         if change.path not in ("train.steps", "out"):
-            noted(f"setting changed since the checkpoint: {change}")
+            observer.on_notice(f"setting changed since the checkpoint: {change}")
     return checkpoint, changed
 
 
@@ -315,7 +321,7 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-class _Clock:
+class _StepTimer:
     """Seconds of each phase of a step."""
 
     def __init__(self) -> None:
@@ -331,4 +337,4 @@ class _Clock:
         return self.mark - self.start
 
 
-__all__ = ["train"]
+__all__ = ["collect_rollout", "train"]

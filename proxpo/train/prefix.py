@@ -1,4 +1,4 @@
-"""The update's forward pass with every prompt run once, however many responses it has.
+"""Forward pass that runs every prompt once, however many responses it has.
 
 A group's responses see the same keys and values of their prompt, so that states and gradients are
 those of the model run on each whole sequence: K(prompt) is computed for the group and handed to its
@@ -20,27 +20,27 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _Prompts(NamedTuple):
-    """The distinct prompts of some rows, and which of them each row has."""
+    """The distinct prompts of some rows, and the number of each row's prompt."""
 
     ids: Int[Tensor, "group pos"]
     pad: Int[Tensor, " group"]
     which: Int[Tensor, " seq"]
 
 
-class _Said(NamedTuple):
-    """The responses without their last column, and which of its places are run, counted flat."""
+class _Responses(NamedTuple):
+    """The responses without their last column, and the places that are run, counted flat."""
 
     ids: Int[Tensor, "seq tok"]
     run: Int[Tensor, " run"]
 
     def spread(self, x: Float[Tensor, "run *rest"]) -> Float[Tensor, "seq tok *rest"]:
-        """What was computed in a list, back in rows, with 0 between."""
+        """Values of the list of places back in rows, with 0 between."""
         blank = x.new_zeros(self.ids.numel(), *x.shape[1:])
         return blank.index_copy(0, self.run, x).unflatten(0, self.ids.shape)
 
 
 def shares_prompts(model: nn.Module) -> bool:
-    """Whether this pass computes what the model computes: the Llama family in full precision.
+    """True if this pass computes what the model computes: the Llama family in full precision.
 
     Not with adapters or hooks, which live in modules that do not run here, and not on a GPU, where
     the model's own kernels are the better choice.
@@ -62,32 +62,34 @@ def states_before(model: nn.Module, rows: Experience) -> Float[Tensor, "seq tok 
     """
     tokens = rows.mask.shape[1]
     prompts = _prompts(rows, rows.input_ids.shape[1] - tokens)
-    said = _Said(
+    responses = _Responses(
         rows.input_ids[:, -tokens:-1],
         rows.attention_mask[:, -tokens:][:, 1:].flatten().nonzero()[:, 0],  # a tool's words too
     )
     weights = read(model, next(model.parameters()).dtype, rows.input_ids.shape[1])
-    hidden = _run(weights, prompts, said)
-    asked, answered = hidden.split([prompts.ids.numel(), len(said.run)])
+    hidden = _run(weights, prompts, responses)
+    asked, answered = hidden.split([prompts.ids.numel(), len(responses.run)])
     last = asked.unflatten(0, prompts.ids.shape)[:, -1]
-    return torch.cat([last.index_select(0, prompts.which)[:, None], said.spread(answered)], dim=1)
+    return torch.cat(
+        [last.index_select(0, prompts.which)[:, None], responses.spread(answered)], dim=1
+    )
 
 
 def _prompts(rows: Experience, length: int) -> _Prompts:
-    """Rows of one group have one prompt, with the same padding on its left."""
+    """The prompt of each group, whose rows have it with the same padding on the left."""
     groups, which = rows.group.unique(return_inverse=True)
     first = which.new_empty(len(groups)).scatter_(0, which, torch.arange(len(which)))
     pad = (~rows.attention_mask[first, :length]).sum(dim=1)
     return _Prompts(rows.input_ids[first, :length], pad, which)
 
 
-def _run(weights: Weights, prompts: _Prompts, said: _Said) -> Float[Tensor, "all dim"]:
+def _run(weights: Weights, prompts: _Prompts, responses: _Responses) -> Float[Tensor, "all dim"]:
     """States of all prompts, then of the tokens of all responses, in one list."""
-    (groups, length), tokens = prompts.ids.shape, said.ids.shape[1]
-    which, parts, dtype = prompts.which, [groups * length, len(said.run)], weights.embed.dtype
-    seen = causal(prompts.pad, length + tokens)
-    at_prompt = additive(seen[:, :, :length, :length], dtype)
-    at_response = additive(seen[:, :, length:], dtype).index_select(0, which)
+    (groups, length), tokens = prompts.ids.shape, responses.ids.shape[1]
+    which, parts, dtype = prompts.which, [groups * length, len(responses.run)], weights.embed.dtype
+    visible = causal(prompts.pad, length + tokens)
+    at_prompt = additive(visible[:, :, :length, :length], dtype)
+    at_response = additive(visible[:, :, length:], dtype).index_select(0, which)
     if not prompts.pad.any():
         at_prompt, at_response = at_prompt[:1], at_response[:1]
 
@@ -95,16 +97,16 @@ def _run(weights: Weights, prompts: _Prompts, said: _Said) -> Float[Tensor, "all
         split = [x.split(parts) for x in qkv]
         q, k, v = (x.unflatten(0, (groups, length)) for x, _ in split)
         asked = attention(q, k, v, at_prompt)
-        if not len(said.run):
+        if not len(responses.run):
             return asked
-        own = [said.spread(x) for _, x in split]
+        own = [responses.spread(x) for _, x in split]
         k, v = (torch.cat([a.index_select(0, which), b], dim=1) for a, b in zip((k, v), own[1:]))
         answered = attention(own[0], k, v, at_response)
-        return torch.cat([asked, answered.index_select(0, said.run)])
+        return torch.cat([asked, answered.index_select(0, responses.run)])
 
     place = places(prompts.pad, length + tokens)
-    positions = [place[:, :length].flatten(), place[which, length:].flatten()[said.run]]
-    ids = [prompts.ids.flatten(), said.ids.flatten()[said.run]]
+    positions = [place[:, :length].flatten(), place[which, length:].flatten()[responses.run]]
+    ids = [prompts.ids.flatten(), responses.ids.flatten()[responses.run]]
     return run(weights, torch.cat(ids), torch.cat(positions), attend)
 
 

@@ -1,15 +1,16 @@
-"""What a run cannot honour: fields nobody provides, settings that the recipe does not follow."""
+"""Refusals: batch fields that nothing provides, settings that the recipe does not follow."""
 
 from collections.abc import Collection
 
 from proxpo.errors import ProxpoError
 from proxpo.settings import lengths
 from proxpo.stages.ratio.gaussian import GAUSSIAN
-from proxpo.train._schema import Config, changes
+from proxpo.train._schema import Config
+from proxpo.train._settings import changes
 from proxpo.train.tasks import Task
 from proxpo.types import FIELDS, Recipe, Stage
 
-NOBODY = {
+NOT_PROVIDED = {
     **dict.fromkeys(
         (field.name for field in GAUSSIAN),
         "tokens of a language model have no Gaussian policy: bring it in a batch of your own",
@@ -51,10 +52,10 @@ def unused(config: Config, recipe: Recipe) -> dict[str, str]:
     return dict(sorted(lines.items()))
 
 
-def check_used(config: Config, recipe: Recipe, given: Collection[str]) -> None:
-    """Refuse settings without effect among the `given` paths, which the user wrote for this run."""
+def check_used(config: Config, recipe: Recipe, paths: Collection[str]) -> None:
+    """Refuses settings without effect among `paths`, which the user wrote for this run."""
     for path, line in unused(config, recipe).items():
-        if any(one == path or one.startswith(f"{path}.") for one in given):
+        if any(written == path or written.startswith(f"{path}.") for written in paths):
             raise ProxpoError(line)
 
 
@@ -70,10 +71,10 @@ def remarks(config: Config, recipe: Recipe) -> list[str]:
 
 
 def check_fields(recipe: Recipe, task: Task) -> None:
-    """Refuse a recipe one of whose fields nobody in this run provides."""
+    """Refuses a recipe that reads a batch field which nothing in this run provides."""
     for _, stage in recipe.stages():
         for name in stage.needs:
-            reason = NOBODY.get(name, "")
+            reason = NOT_PROVIDED.get(name, "")
             if name == "void" and task.tool is None:
                 reason = f"task {task.name} has no tool; take one with turns, such as calculator"
             schedule = recipe.schedule.name if recipe.schedule else "none"

@@ -8,7 +8,7 @@ from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import DAMAGE, checkpoints, read_info, verify
 from proxpo.runs.jsonlines import OnNotice
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.train.config import build, find, write_config
+from proxpo.train.config import build_config, find, write_config
 
 
 def own_config(
@@ -44,7 +44,7 @@ def _restore_config(path: Path, on_notice: OnNotice) -> None:
     for folder in reversed(checkpoints(path.parent / "checkpoints")):
         try:
             verify(folder)
-            config = build(read_info(folder)["config"])
+            config = build_config(read_info(folder)["config"])
         except DAMAGE:
             continue
         write_config(config, path)

@@ -21,7 +21,7 @@ from proxpo.compose import policy_loss, prepare
 from proxpo.exact import ActionBatch, FlatPolicy
 from proxpo.ops.sums import over_microbatches
 from proxpo.stages.schedule import variants
-from proxpo.train.collect import _factor
+from proxpo.train.collect import prompt_factor
 from proxpo.types import MANY, Budget, Clock, Context
 
 CLOCKS = (
@@ -62,7 +62,7 @@ def batches() -> tuple[Batch, ...]:
 
 def of_loss(made: Recipe) -> Iterator[Any]:
     """Whole and in two micro-batches, over two rollouts, early and late in a run."""
-    yield _factor(made)
+    yield prompt_factor(made)
     for batch in batches():
         state = made.init_state()
         for clock in CLOCKS:

@@ -4,20 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import job_of, sample
+from train_runs import batch_of, job_of, options_of, sample
 
-import proxpo.train.learner as module
+import proxpo.train.scoring as module
 from proxpo.errors import ProxpoError
 from proxpo.stages import STAGES, stage
 from proxpo.stages.budget.responses import responses_by_prompt
 from proxpo.stages.schedule import Rescale
+from proxpo.train.batch import TrainingBatch
 from proxpo.train.config import load_config
-from proxpo.train.descent import gradients
-from proxpo.train.fields import batch_of
-from proxpo.train.job import build, splits
-from proxpo.train.learner import Pass
-from proxpo.train.steps import Steps
-from proxpo.train.update import update
+from proxpo.train.job import build_job, splits
+from proxpo.train.minibatch import gradients
+from proxpo.train.update import RolloutUpdates, update
 from proxpo.types import Stage
 
 
@@ -163,7 +161,7 @@ def test_a_method_that_learns_from_revisits_gets_a_pool(method, tmp_path) -> Non
     assert load_config(None, ["task=a.jsonl"], overrides={"method": method}).task.problems is None
     assert load_config(None, [], overrides={"method": "grpo"}).task.problems is None
     assert load_config(None, ["history=false"], overrides={"method": "dcpo"}).task.problems is None
-    job = build(config)
+    job = build_job(config)
     first = {p.id for p in job.source.take(32)}
     assert len(first) == 32
     assert {p.id for p in job.source.take(32)} == first
@@ -207,7 +205,7 @@ def test_pruned_rows_cost_no_pass(tmp_path, monkeypatch) -> None:
 
         return call
 
-    monkeypatch.setattr(module, "_shared", counted(module._shared))
+    monkeypatch.setattr(module, "_prompts_once", counted(module._prompts_once))
     update(job, rows)
     kept = len(rows.mask) // 2
     assert seen == [kept, kept]  # reference and current; fresh data need no old pass of their own
@@ -224,11 +222,11 @@ def test_rows_without_tokens_change_nothing_but_the_cost(tmp_path) -> None:
     """Dropped from the pass or run along with a mask of 0: the same gradient, the same counts."""
     job = job_of(tmp_path, "aggregate=token_mean", method="grpo")
     rows = sample(job).experience
-    steps = Steps(job, rows, path=("test",))
-    batch = steps.batch()
+    updates = RolloutUpdates(job, rows, path=("test",))
+    batch = updates.batch()
     empty = torch.arange(len(batch.mask)) % 3 == 0
     batch = batch.replace(mask=batch.mask & ~empty[:, None])
-    how, learner, found = Pass(temperature=1.0, micro_batch=5), job.learner, []
+    options, learner, found = options_of(job, micro_batch=5), job.learner, []
     for compared in (False, True):
         recipe = learner.recipe
         if compared:  # rows of recipes that compare responses all stay
@@ -236,7 +234,8 @@ def test_rows_without_tokens_change_nothing_but_the_cost(tmp_path) -> None:
             recipe = recipe.replace(advantage=live)
         learner.optimizer.zero_grad()
         batch = batch.replace(refresh=None)
-        metrics = gradients(learner, recipe, rows, batch, how=how, seed=0).metrics
+        data = TrainingBatch(rows, batch)
+        metrics, _ = gradients(learner, recipe, data, options, seed=0)
         found.append((float(metrics["loss"]), [p.grad.clone() for p in learner.trainable()]))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
     for a, b in zip(found[0][1], found[1][1]):
@@ -255,20 +254,19 @@ def test_rescaling_divides_by_what_was_clipped(tmp_path) -> None:
         ratio=STAGES["ratio"]["token"](), trust=STAGES["trust"]["unclipped"]()
     )
     rows = sample(job).experience
-    steps = Steps(job, rows, path=("test",))
-    how, learner = Pass(temperature=1.0, micro_batch=5), job.learner
+    updates = RolloutUpdates(job, rows, path=("test",))
+    options, learner = options_of(job, micro_batch=5), job.learner
 
-    def grads(**options):
+    def grads(rescale=None):
         learner.optimizer.zero_grad()
-        metrics = gradients(
-            learner, learner.recipe, rows, steps.batch(), how=how, seed=0, **options
-        ).metrics
+        data = TrainingBatch(rows, updates.batch())
+        metrics, _ = gradients(learner, learner.recipe, data, options, seed=0, rescale=rescale)
         return metrics, torch.cat([p.grad.flatten() for p in learner.trainable()])
 
     _, plain = grads()
     trust = Stage(kind="trust", name="thrice", apply=thrice, takes=("ratio",), gives="loss")
     rescale = Rescale(learner.recipe.replace(trust=trust), lambda norm: 1 / norm)
-    metrics, scaled = grads(rescale=rescale)
+    metrics, scaled = grads(rescale)
     norm = float(metrics["rescale/norm"])
     assert norm == pytest.approx(3 * float(plain.norm()), rel=1e-4)
     torch.testing.assert_close(scaled, plain / norm, rtol=1e-3, atol=1e-6)
@@ -330,7 +328,7 @@ def test_a_trl_reward_ranks_the_rollout_and_knows_how_far_training_is(tmp_path) 
     assert "proxpo/train_accuracy" not in drawn.metrics
     assert drawn.metrics["reward_log/rows"] == 16
     assert drawn.metrics["reward_log/progress"] == 0.5
-    said = drawn.shown[0]["extra"]["ids"]
+    said = drawn.lines[0]["extra"]["ids"]
     last = rows.input_ids[0, -rows.mask.shape[1] :][rows.mask[0]].tolist()
     assert last[-len(eval(said)) :] == eval(said)  # the tokens of the last turn, which is scored
     assert torch.isfinite(torch.tensor(update(job, rows)["loss"]))
@@ -365,7 +363,7 @@ def test_spans_that_nobody_marks(tmp_path) -> None:
 )
 def test_fields_that_nobody_brings_are_refused_at_once(sets, message, tmp_path) -> None:
     with pytest.raises(ProxpoError, match=message) as caught:
-        build(load_config(None, sets, overrides={"out": str(tmp_path)}))
+        build_job(load_config(None, sets, overrides={"out": str(tmp_path)}))
     assert "\n" not in str(caught.value)
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.train._schema import _leaves, build
+from proxpo.train._schema import leaves
+from proxpo.train._settings import build_config
 from proxpo.train.config import (
     Config,
     as_dict,
@@ -154,7 +155,7 @@ def test_absurd_sizes_are_refused_in_one_line(setting):
 
 
 def test_every_number_has_bounds():
-    for path, kind, leaf in _leaves(Config):
+    for path, kind, leaf in leaves(Config):
         if {int, float} & {kind, *typing.get_args(kind)}:
             info = leaf.metadata
             assert info["high"] is not None, path
@@ -252,8 +253,8 @@ def test_yaml_gives_back_the_same_config(tmp_path_factory, chosen):
     path = tmp_path_factory.mktemp("yaml") / "config.yaml"
     write_config(config, path)
     assert load_config(path) == config
-    assert build(as_dict(config)) == config
-    assert build(yaml.safe_load(to_yaml(config))) == config
+    assert build_config(as_dict(config)) == config
+    assert build_config(yaml.safe_load(to_yaml(config))) == config
 
 
 def test_a_config_is_frozen():

@@ -103,7 +103,7 @@ def outcome(job: Job) -> list[Any]:
         drawn = sample(job)
         rows = drawn.experience
         seen += [rows.input_ids.tolist(), rows.rollout_logp.tolist(), update(job, rows)]
-        job.rollout.sync()
+        job.sampler.sync()
         job.step += 1
     seen.append(job.learner.optimizer.param_groups[0]["lr"])
     return [*seen, *(repr(p.double().sum().item()) for p in job.learner.trainable())]
@@ -240,7 +240,7 @@ def test_replay_waits_for_its_start_and_takes_its_batch(tmp_path: Path) -> None:
         counts = []
         for _ in range(3):
             counts.append(update(job, sample(job).experience)["schedule/replayed"])
-            job.rollout.sync()
+            job.sampler.sync()
             job.step += 1
         job.close()
         return counts

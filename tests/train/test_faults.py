@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import proxpo.train.steps as steps_module
+import proxpo.train.update as update_module
 from proxpo.cli import main
 from proxpo.compare.state import state_of
 from proxpo.errors import ProxpoError
@@ -26,6 +26,7 @@ from proxpo.runs.checkpoint import load_latest
 from proxpo.runs.folder import hold_folder
 from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
+from proxpo.train.observer import Observer
 from proxpo.train.picture import panels
 
 pytestmark = pytest.mark.long
@@ -89,20 +90,20 @@ def halfway(tmp_path_factory, straight) -> Path:
     """The same run, stopped after two steps."""
     out = tmp_path_factory.mktemp("halfway") / "run"
     hook = at_phase("sampling", lambda: os.kill(os.getpid(), signal.SIGTERM), step=2)
-    assert train(config_of(out, "steps=4"), **hook)["stopped"] == "SIGTERM"
+    assert train(config_of(out, "steps=4"), observer=hook)["stopped"] == "SIGTERM"
     return out
 
 
-def at_phase(wanted: str, act, *, step: int) -> dict:
-    """Callbacks for `train` that call `act` once, in a phase of the step after `step`."""
+def at_phase(wanted: str, act, *, step: int) -> Observer:
+    """An observer that calls `act` once, in a phase of the step after `step`."""
     done, acted = [step == 0], []
 
-    def told(phase: str, *_: int) -> None:
+    def on_progress(phase: str, *_: int) -> None:
         if phase == wanted and done[-1] and not acted:
             acted.append(True)
             act()
 
-    return {"told": told, "every_step": lambda number, _: done.append(number >= step)}
+    return Observer(on_progress=on_progress, on_step=lambda number, _: done.append(number >= step))
 
 
 # Bad input -----------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_out_of_memory_names_the_phase_and_the_knobs(phase, word, ask, tmp_path)
     out = tmp_path / "run"
     sets = ("steps=3", "evaluate.every=1")
     with pytest.raises(ProxpoError) as caught:
-        train(config_of(out, *sets), **at_phase(phase, lambda: ask(1 << 50), step=1))
+        train(config_of(out, *sets), observer=at_phase(phase, lambda: ask(1 << 50), step=1))
     error = str(caught.value)
     assert error.startswith(f"out of memory in the {word} of step 2")
     assert ("more wanted" in error) == (ask is torch.empty)
@@ -329,7 +330,7 @@ def test_knobs_that_are_at_their_end_are_not_offered():
 
 def test_one_bad_gradient_is_left_out_counted_and_told(tmp_path, monkeypatch):
     notes: list[str] = []
-    whole, made = steps_module.gradients, []
+    whole, made = update_module.gradients, []
 
     def spoilt(learner, *args, **options):
         made.append(whole(learner, *args, **options))
@@ -337,8 +338,8 @@ def test_one_bad_gradient_is_left_out_counted_and_told(tmp_path, monkeypatch):
             learner.trainable()[-1].grad[0] = torch.inf
         return made[-1]
 
-    monkeypatch.setattr(steps_module, "gradients", spoilt)
-    train(config_of(tmp_path / "run", "steps=8"), noted=notes.append)
+    monkeypatch.setattr(update_module, "gradients", spoilt)
+    train(config_of(tmp_path / "run", "steps=8"), observer=Observer(on_notice=notes.append))
     rows = rows_of(tmp_path / "run")[1:]
     skipped = [row["step"] for row in rows if row["proxpo/skipped"]]
     assert skipped == [3, 6]
@@ -448,7 +449,7 @@ def test_a_signal_in_any_phase_saves_and_the_run_goes_on(phase, number, straight
     sets = (*sets, "checkpoint.every=0") if phase != "saving" else sets
     out = tmp_path / "run"
     hook = at_phase(phase, lambda: os.kill(os.getpid(), number), step=1)
-    ended = train(config_of(out, *sets), **hook)
+    ended = train(config_of(out, *sets), observer=hook)
     assert ended == {
         "stopped": number.name,
         "steps": 1 if phase in ("sampling", "saving") else 2,
@@ -505,7 +506,7 @@ def test_the_last_word_is_the_current_one(tmp_path):
         raise RuntimeError("the machine\nsays no")
 
     with pytest.raises(RuntimeError, match="says no"):
-        train(config_of(out, "steps=3"), **at_phase("updating", fail, step=1))
+        train(config_of(out, "steps=3"), observer=at_phase("updating", fail, step=1))
     assert json.loads((out / "failure.json").read_text()) == {
         "reason": "RuntimeError: the machine says no",
         "step": 1,
@@ -516,7 +517,7 @@ def test_the_last_word_is_the_current_one(tmp_path):
     assert json.loads((out / "summary.json").read_text())["steps"] == 3
     assert not (out / "failure.json").exists()
     hook = at_phase("sampling", lambda: os.kill(os.getpid(), signal.SIGTERM), step=4)
-    train(config_of(out, "steps=5"), resume=True, **hook)
+    train(config_of(out, "steps=5"), resume=True, observer=hook)
     assert not (out / "summary.json").exists()
 
 

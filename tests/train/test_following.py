@@ -4,18 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import job_of, sample
+from train_runs import job_of, options_of, sample
 
-import proxpo.train.steps as steps_module
+import proxpo.train.update as update_module
 from proxpo.errors import ProxpoError
 from proxpo.ops.kl import kl_exact
 from proxpo.stages import STAGES
 from proxpo.stages.schedule import Rescale
-from proxpo.train.descent import gradients
-from proxpo.train.fields import reference_kl
-from proxpo.train.learner import Pass, vocabulary
-from proxpo.train.steps import Steps
-from proxpo.train.update import update
+from proxpo.train.batch import TrainingBatch
+from proxpo.train.minibatch import gradients
+from proxpo.train.scoring import reference_kl, vocabulary_logp
+from proxpo.train.update import RolloutUpdates, update
 
 MOMENTS = "select.curvature_mask"
 BETA = "regularisers.kl_dual"
@@ -29,14 +28,14 @@ def moments(job, place: str = MOMENTS) -> dict[str, torch.Tensor]:
 def test_moments_follow_every_optimizer_step(tmp_path) -> None:
     job = job_of(tmp_path, "updates_per_rollout=3", method="capo")
     seen = []
-    original = steps_module.optimizer_step
+    original = update_module.optimizer_step
 
     def counted(job, **options):
         seen.append(float(moments(job)["steps"]))
         return original(job, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps_module, "optimizer_step", counted)
+        patch.setattr(update_module, "optimizer_step", counted)
         update(job, sample(job).experience)
     assert seen == [0.0, 1.0, 2.0]
     assert float(moments(job)["steps"]) == 3.0
@@ -70,7 +69,7 @@ def test_moments_are_those_of_the_whole_mini_batch(tmp_path) -> None:
 def test_a_step_that_is_left_out_moves_no_memory(tmp_path, monkeypatch) -> None:
     job = job_of(tmp_path, method="capo")
     rows = sample(job).experience
-    monkeypatch.setattr(steps_module.torch.nn.utils, "clip_grad_norm_", lambda *_: torch.inf)
+    monkeypatch.setattr(update_module.torch.nn.utils, "clip_grad_norm_", lambda *_: torch.inf)
     update(job, rows)
     assert job.skipped == 1
     assert float(moments(job)["steps"]) == 0.0
@@ -91,13 +90,13 @@ def test_the_multiplier_follows_every_step(tmp_path) -> None:
 def test_rescaling_spares_the_critic(tmp_path) -> None:
     job = job_of(tmp_path, "critic=true", "variant=turn-ppo", method="st-ppo", task="calculator")
     learner, rows, grads = job.learner, sample(job).experience, []
-    batch = Steps(job, rows, path=("test",)).batch()
+    data = TrainingBatch(rows, RolloutUpdates(job, rows, path=("test",)).batch())
     trust = STAGES["trust"]["unclipped"]()
     tenth = Rescale(learner.recipe.replace(trust=trust, value=None), lambda norm: 0.1)
-    how = Pass(temperature=1.0, micro_batch=7)
+    options = options_of(job, micro_batch=7)
     for rescale in (None, tenth):
         learner.optimizer.zero_grad()
-        gradients(learner, learner.recipe, rows, batch, how=how, seed=0, rescale=rescale)
+        gradients(learner, learner.recipe, data, options, seed=0, rescale=rescale)
         own = torch.cat([p.grad.flatten() for p in job.policy.model.parameters()])
         grads.append((own.clone(), learner.critic.weight.grad.clone()))
     (plain, critic), (scaled, spared) = grads
@@ -111,13 +110,12 @@ def test_divergence_from_the_reference_over_the_vocabulary(tmp_path) -> None:
     """0 as long as the policy is the reference; then KL(π‖π_ref), whatever the micro-batches."""
     job = job_of(tmp_path, "kl_coef=0.1", "train.lr=1e-3", method="grpo")
     learner, rows = job.learner, sample(job).experience
-    whole = Pass(temperature=1.0, micro_batch=99)
-    start = reference_kl(learner, rows, how=whole)
+    start = reference_kl(learner, rows, options_of(job, micro_batch=99))
     assert start[rows.mask].abs().max() < 1e-6
     update(job, rows)
-    found = reference_kl(learner, rows, how=Pass(temperature=1.0, micro_batch=5))
+    found = reference_kl(learner, rows, options_of(job, micro_batch=5))
     with torch.no_grad():
-        both = [vocabulary(m, rows, None, whole) for m in (job.policy.model, job.initial)]
+        both = [vocabulary_logp(m, rows, 1.0) for m in (job.policy.model, job.initial)]
     torch.testing.assert_close(found[rows.mask], kl_exact(*both)[rows.mask], rtol=1e-3, atol=1e-6)
     assert found[rows.mask].max() > 1e-4
     job.close()
@@ -163,4 +161,19 @@ def test_a_field_that_one_form_reads_is_provided(tmp_path) -> None:
     metrics = update(job, sample(job).experience)
     assert job.learner.reference is not None
     assert metrics["loss"] == pytest.approx(metrics["loss"])
+    job.close()
+
+
+def test_the_clock_of_an_update_has_its_rate(tmp_path, monkeypatch) -> None:
+    job, rates = job_of(tmp_path, "train.lr=1e-3", "warmup_steps=4", method="grpo"), []
+    gradients_of = update_module.gradients
+
+    def watched(*args, clock, **options):
+        rates.append(clock.learning_rate)
+        return gradients_of(*args, clock=clock, **options)
+
+    monkeypatch.setattr(update_module, "gradients", watched)
+    for job.step in range(3):
+        update(job, sample(job).experience)
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3])
     job.close()

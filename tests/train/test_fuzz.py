@@ -15,7 +15,7 @@ from train_runs import job_of
 from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.runs.jsonlines import JsonLines, missing_steps
-from proxpo.train.config import Config, as_dict, build, explain, load_config, to_yaml
+from proxpo.train.config import Config, as_dict, build_config, explain, load_config, to_yaml
 from proxpo.train.job import RESERVED
 from proxpo.train.resume import own_config
 
@@ -85,8 +85,8 @@ def nested(entries: list) -> dict:
 
 def holds(config: Config) -> None:
     """A config that was accepted is within its types and comes back from its file."""
-    assert build(as_dict(config)) == config
-    assert build(yaml.safe_load(to_yaml(config))) == config
+    assert build_config(as_dict(config)) == config
+    assert build_config(yaml.safe_load(to_yaml(config))) == config
     numbers = [v for section in as_dict(config).values() if isinstance(section, dict)
                for v in section.values() if isinstance(v, (int, float))]  # fmt: skip
     assert all(math.isfinite(number) for number in numbers)
@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_is_whole_or_passed_over(saved, tmp_path_factory, d
     checkpoint = load_latest(root)
     assert checkpoint.step == int(checkpoint.info["before"]["x"])
     assert same(checkpoint.parts, parts_of(checkpoint.step))
-    assert build(checkpoint.info["config"]).seed == checkpoint.step
+    assert build_config(checkpoint.info["config"]).seed == checkpoint.step
     assert len(checkpoint.skipped) == (checkpoint.step == 1)
     assert all("\n" not in line for line in checkpoint.skipped)
     shutil.rmtree(root / "step-1")

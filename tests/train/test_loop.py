@@ -16,6 +16,7 @@ from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.train.config import load_config
 from proxpo.train.loop import train
+from proxpo.train.observer import Observer
 
 SMALL = [
     "prompts_per_step=4",
@@ -118,7 +119,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(sets, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     sets = (*sets, "checkpoint.every=2", "evaluate.every=3")
     train(config_of(straight, *sets, "steps=5"))
-    train(config_of(broken, *sets, "steps=5"), every_step=_interrupt_after(3))
+    train(config_of(broken, *sets, "steps=5"), observer=_interrupt_after(3))
     train(config_of(broken, *sets, "steps=5"), resume=True)
     expected, found = weights_of(straight, 5), weights_of(broken, 5)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -127,11 +128,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(sets, tmp_path):
 
 
 def _interrupt_after(steps: int):
-    def every_step(step: int, metrics: dict) -> None:
+    def on_step(step: int, metrics: dict) -> None:
         if step == steps:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return every_step
+    return Observer(on_step=on_step)
 
 
 def _train_in_child(out: str, steps: int) -> None:
@@ -234,7 +235,11 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path):
     train(config_of(tmp_path, *sets, "steps=3", method="grpo"))
     (tmp_path / "checkpoints/step-3/weights.safetensors").write_bytes(b"\0" * 100)
     lines: list[str] = []
-    train(config_of(tmp_path, *sets, "steps=4", method="grpo"), resume=True, noted=lines.append)
+    train(
+        config_of(tmp_path, *sets, "steps=4", method="grpo"),
+        resume=True,
+        observer=Observer(on_notice=lines.append),
+    )
     assert any("step-3" in line and "damaged" in line for line in lines)
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]
 

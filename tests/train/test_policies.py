@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import proxpo.models as module
 from proxpo.errors import ProxpoError
 from proxpo.models import SUMS, TINY, load_policy, verify_tiny
-from proxpo.sampler import make_rollout
+from proxpo.sampler import make_sampler
 from proxpo.train.tasks.arithmetic import arithmetic
 
 
@@ -51,7 +51,7 @@ def test_model_in_the_box_is_small_and_mediocre():
     prompts = [task.encode(problem, policy.tokenizer) for problem in task.test]
     reached = {}
     for temperature in (0.0, 1.0):
-        samples = make_rollout("local", policy).sample(
+        samples = make_sampler("local", policy).sample(
             prompts, seeds=list(range(300)), max_tokens=8, temperature=temperature
         )
         texts = policy.tokenizer.batch_decode(samples.tokens, skip_special_tokens=True)

@@ -18,13 +18,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import proxpo.train.learner as learner_module
+import proxpo.train.scoring as scoring_module
 from proxpo import gradients
 from proxpo.models import Policy
 from proxpo.recipes.reinforce import reinforce
 from proxpo.train.experience import Experience
-from proxpo.train.learner import Learner, Pass, forward
 from proxpo.train.prefix import shares_prompts, states_before
+from proxpo.train.scoring import Learner, LogpOptions, forward
 
 SHAPE = {
     "vocab_size": 30,
@@ -134,7 +134,8 @@ def test_numbers_and_gradients_are_those_of_whole_sequences(name, rows):
     model, experience = make_model(name), make_rows(**rows)
     assert shares_prompts(model)
     once, whole = (
-        outcome(find, model, experience) for find in (learner_module._shared, learner_module._whole)
+        outcome(run, model, experience)
+        for run in (scoring_module._prompts_once, scoring_module._whole_sequences)
     )
     assert once.keys() == whole.keys()
     for part, expected in whole.items():
@@ -174,10 +175,10 @@ def test_what_lives_in_modules_runs_through_them():
 @pytest.mark.parametrize("transformed", [False, True])
 def test_gradient_transforms_get_whole_sequences(transformed, monkeypatch):
     model, used = make_model(), []
-    for name in ("_shared", "_whole"):
-        find = getattr(learner_module, name)
+    for name in ("_prompts_once", "_whole_sequences"):
+        find = getattr(scoring_module, name)
         monkeypatch.setattr(
-            learner_module,
+            scoring_module,
             name,
             lambda *a, name=name, find=find, **k: used.append(name) or find(*a, **k),
         )
@@ -188,5 +189,5 @@ def test_gradient_transforms_get_whole_sequences(transformed, monkeypatch):
         transform=gradients.isopo() if transformed else None,
     )
     rows = make_rows(prompts=[3, 3], samples=[2, 2], lengths=[2, 3])
-    forward(learner, rows, how=Pass(temperature=1.0, micro_batch=4))
-    assert used == ["_whole" if transformed else "_shared"]
+    forward(learner, rows, LogpOptions(temperature=1.0, micro_batch=4))
+    assert used == ["_whole_sequences" if transformed else "_prompts_once"]

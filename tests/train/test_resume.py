@@ -17,9 +17,10 @@ from proxpo.cli import main
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import NAMES
 from proxpo.runs.checkpoint import Checkpoint, load_latest
-from proxpo.train.config import as_dict, build, check_resume, differences, explain
+from proxpo.train.config import as_dict, build_config, check_resume, differences, explain
 from proxpo.train.job import Job, restore, save
 from proxpo.train.loop import train
+from proxpo.train.observer import Observer
 
 pytestmark = pytest.mark.long
 GRPO = {"method": "grpo"}
@@ -112,7 +113,7 @@ def changed(config, path: str):
     (tree[section] if section else tree)[name] = OTHER[path]
     if path == "method":
         tree["recipe"] = {}
-    return build(tree)
+    return build_config(tree)
 
 
 def test_every_setting_says_what_a_change_does_on_resuming():
@@ -155,7 +156,7 @@ def test_a_change_is_refused_or_applied_and_recorded(path, finished, tmp_path):
 
 
 def job_with(config) -> Job:
-    from proxpo.train.job import build as build_job
+    from proxpo.train.job import build_job
 
     return build_job(config)
 
@@ -163,7 +164,7 @@ def job_with(config) -> Job:
 def resumed_job(out: Path, config) -> Job:
     checkpoint = load_latest(out / "checkpoints")
     job = job_with(config)
-    restore(job, checkpoint, differences(build(checkpoint.info["config"]), config))
+    restore(job, checkpoint, differences(build_config(checkpoint.info["config"]), config))
     return job
 
 
@@ -177,7 +178,7 @@ def facts(job: Job) -> list:
     pool = (job.pool.timeout, job.pool.memory, job.pool.max_failed, job.pool._size)
     recipe = [(kind, stage.name, stage.options) for kind, stage in job.learner.recipe.stages()]
     exam = replace(job.exam, problems=[])
-    rows = job.rollout._max_rows
+    rows = job.sampler._max_rows
     return [job.config, groups, pool, recipe, exam, rows, job.policy.dtype, job.clock.steps]
 
 
@@ -213,7 +214,9 @@ def test_explain_says_what_a_change_does_on_resuming(capsys):
 def test_a_new_rate_and_decay_take_effect_and_are_recorded(run):
     sets = ("steps=4", "checkpoint.every=1", "lr=1e-3", "weight_decay=0.3")
     notes: list[str] = []
-    summary = train(config_of(run, *sets, **GRPO), resume=True, noted=notes.append)
+    summary = train(
+        config_of(run, *sets, **GRPO), resume=True, observer=Observer(on_notice=notes.append)
+    )
     assert [row["learning_rate"] for row in rows_of(run)[1:]] == [3e-5, 3e-5, 1e-3, 1e-3]
     [group] = load_latest(run / "checkpoints").parts["optimizer"]["param_groups"]
     assert (group["lr"], group["weight_decay"]) == (1e-3, 0.3)
@@ -257,8 +260,8 @@ def saved(job: Job, out: Path) -> Checkpoint:
 
 def test_a_smaller_lag_works_off_what_waits(tmp_path):
     sets = ("steps=5", "checkpoint.every=1", "off_policy_lag=2")
-    stop = {"every_step": lambda step, _: step == 2 and os.kill(os.getpid(), signal.SIGTERM)}
-    assert train(config_of(tmp_path, *sets, **GRPO), **stop)["steps"] == 2
+    stop = Observer(on_step=lambda step, _: step == 2 and os.kill(os.getpid(), signal.SIGTERM))
+    assert train(config_of(tmp_path, *sets, **GRPO), observer=stop)["steps"] == 2
     config = config_of(tmp_path, *sets[:2], "off_policy_lag=0", **GRPO)
     train(config, resume=True)
     rows = rows_of(tmp_path)
@@ -287,7 +290,9 @@ def test_the_report_of_a_run_with_lost_rows_says_so(run):
     (run / "metrics.jsonl").write_text(lines[0] + lines[2])
     notes: list[str] = []
     sets = ("steps=3", "checkpoint.every=1", "lr=1e-4")
-    summary = train(config_of(run, *sets, **GRPO), resume=True, noted=notes.append)
+    summary = train(
+        config_of(run, *sets, **GRPO), resume=True, observer=Observer(on_notice=notes.append)
+    )
     assert summary["missing_steps"] == "1"
     assert sum("has no row of step 1:" in note for note in notes) == 2
     page = (run / "report.html").read_text()
@@ -322,11 +327,11 @@ def curve(out: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(out)]
 
 
-def in_evaluation(number: int) -> dict:
-    """Callbacks for `train` that send SIGTERM in the middle of the evaluation after a step."""
+def in_evaluation(number: int, **callbacks) -> Observer:
+    """An observer that sends SIGTERM in the middle of the evaluation after a step."""
     begun, sent = [0], []
 
-    def told(phase: str, done: int, total: int) -> None:
+    def on_progress(phase: str, done: int, total: int) -> None:
         if phase != "evaluating" or sent:
             return
         if (done, total) == (0, 1):
@@ -335,7 +340,7 @@ def in_evaluation(number: int) -> dict:
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return {"told": told}
+    return Observer(on_progress=on_progress, **callbacks)
 
 
 EXAMINED = ("steps=2", "evaluate.every=1", "evaluate.k=2", "evaluate.size=6")
@@ -354,10 +359,10 @@ def straight(tmp_path_factory) -> Path:
 def test_a_signal_inside_an_evaluation_loses_nothing(step, straight, tmp_path):
     """The evaluation is given up at once and made after resuming, the last one too."""
     config = config_of(tmp_path, *EXAMINED, **GRPO)
-    ended = train(config, **in_evaluation(step))
+    ended = train(config, observer=in_evaluation(step))
     assert ended == {"stopped": "SIGTERM", "steps": step, "out": str(tmp_path)}
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(step)), "its row is not written"
-    assert train(config, resume=True, **in_evaluation(1)) == ended, "stopped there once more"
+    assert train(config, resume=True, observer=in_evaluation(1)) == ended, "stopped there once more"
     assert "stopped" not in train(config, resume=True)
     assert curve(tmp_path) == curve(straight)
     expected, weights = weights_of(straight, 2), weights_of(tmp_path, 2)
@@ -367,7 +372,8 @@ def test_a_signal_inside_an_evaluation_loses_nothing(step, straight, tmp_path):
 def test_a_signal_inside_the_first_evaluation_leaves_nothing(tmp_path):
     notes: list[str] = []
     out = tmp_path / "run"
-    ended = train(config_of(out, *EXAMINED, **GRPO), noted=notes.append, **in_evaluation(0))
+    observer = in_evaluation(0, on_notice=notes.append)
+    ended = train(config_of(out, *EXAMINED, **GRPO), observer=observer)
     assert ended == {"stopped": "SIGTERM", "steps": 0, "out": str(out)}
     assert "stopped by SIGTERM before the first step; nothing was saved" in notes
     assert not out.exists()
@@ -376,7 +382,7 @@ def test_a_signal_inside_the_first_evaluation_leaves_nothing(tmp_path):
 def test_an_update_that_does_not_end_is_given_up_after_the_grace(tmp_path):
     """The last checkpoint counts, and the steps since come again."""
 
-    def told(phase: str, *_: int) -> None:
+    def on_progress(phase: str, *_: int) -> None:
         if phase == "updating" and (tmp_path / "checkpoints/step-1").exists():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
@@ -384,7 +390,8 @@ def test_an_update_that_does_not_end_is_given_up_after_the_grace(tmp_path):
     sets = ("steps=3", "checkpoint.every=1", "checkpoint.grace=0.2")
     notes: list[str] = []
     started = time.monotonic()
-    ended = train(config_of(tmp_path, *sets, **GRPO), told=told, noted=notes.append)
+    observer = Observer(on_progress=on_progress, on_notice=notes.append)
+    ended = train(config_of(tmp_path, *sets, **GRPO), observer=observer)
     assert time.monotonic() - started < 40
     assert ended == {"stopped": "SIGTERM", "steps": 1, "out": str(tmp_path)}
     assert notes[-1] == (

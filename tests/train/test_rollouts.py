@@ -24,7 +24,7 @@ from transformers import (
 
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
-from proxpo.sampler import LocalRollout, agreement, inputs, make_rollout
+from proxpo.sampler import LocalSampler, agreement, inputs, make_sampler
 from proxpo.sampler import _draw as drawing
 from proxpo.sampler._draw import draw, uniforms
 
@@ -70,7 +70,7 @@ def prompts(rows: int, *, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logp_is_that_of_a_full_forward_pass(name, temperature):
     policy = make_policy(name)
-    rollout = make_rollout("local", policy)
+    rollout = make_sampler("local", policy)
     gap = agreement(policy, rollout, prompts(24), max_tokens=16, temperature=temperature)
     assert gap.tokens > 60
     assert gap.largest < 1e-5
@@ -78,7 +78,7 @@ def test_logp_is_that_of_a_full_forward_pass(name, temperature):
 
 
 def test_family_runs_on_the_lean_engine_and_the_rest_does_not():
-    engines = {name: type(LocalRollout(make_policy(name))._engine).__name__ for name in MODELS}
+    engines = {name: type(LocalSampler(make_policy(name))._engine).__name__ for name in MODELS}
     lean = ["qwen3", "qwen2", "llama"]
     assert engines == {**dict.fromkeys(lean, "LeanEngine"), "gpt2": "ModelEngine"}
 
@@ -93,15 +93,15 @@ def test_sliding_windows_and_changing_rotations_run_on_the_model_itself():
     ]
     for model in models:
         policy = Policy(model.eval(), None, [0], 0, "other", 64)
-        assert type(LocalRollout(policy)._engine).__name__ == "ModelEngine"
-        rollout = LocalRollout(policy)
+        assert type(LocalSampler(policy)._engine).__name__ == "ModelEngine"
+        rollout = LocalSampler(policy)
         assert agreement(policy, rollout, prompts(6), max_tokens=8).largest < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_a_row_depends_on_its_prompt_and_seed_alone(name):
     policy = make_policy(name)
-    rollout = make_rollout("local", policy, max_rows=512)
+    rollout = make_sampler("local", policy, max_rows=512)
     given, seeds = prompts(20), list(range(100, 120))
     options = {"max_tokens": 12, "temperature": 1.0}
     together = rollout.sample(given, seeds=seeds, **options)
@@ -114,7 +114,7 @@ def test_a_row_depends_on_its_prompt_and_seed_alone(name):
         length = alone.tokens.shape[1]
         assert_close(alone.tokens[0], together.tokens[row, :length])
         assert_close(alone.logp[0], together.logp[row, :length], atol=1e-5, rtol=0)
-    waves = make_rollout("local", policy, max_rows=3).sample(given, seeds=seeds, **options)
+    waves = make_sampler("local", policy, max_rows=3).sample(given, seeds=seeds, **options)
     for field in ("tokens", "mask", "finished"):
         assert_close(getattr(waves, field), getattr(together, field))
 
@@ -123,7 +123,7 @@ def test_lean_engine_draws_what_the_model_itself_draws():
     policy, given = make_policy(), prompts(30)
     options = {"seeds": list(range(30)), "max_tokens": 12, "temperature": 1.3, "top_p": 0.8}
     lean, own = (
-        make_rollout("local", policy, lean=x).sample(given, **options) for x in (True, False)
+        make_sampler("local", policy, lean=x).sample(given, **options) for x in (True, False)
     )
     assert_close(lean.tokens, own.tokens)
     assert_close(lean.logp, own.logp, atol=1e-5, rtol=0)
@@ -132,16 +132,16 @@ def test_lean_engine_draws_what_the_model_itself_draws():
 def test_same_seeds_same_samples_bit_for_bit():
     policy, given = make_policy(), prompts(12)
     options = {"seeds": list(range(12)), "max_tokens": 8, "temperature": 1.0}
-    one, two = (make_rollout("local", policy).sample(given, **options) for _ in range(2))
+    one, two = (make_sampler("local", policy).sample(given, **options) for _ in range(2))
     assert torch.equal(one.tokens, two.tokens)
     assert torch.equal(one.logp, two.logp)
-    other = make_rollout("local", policy).sample(given, **options | {"seeds": list(range(1, 13))})
+    other = make_sampler("local", policy).sample(given, **options | {"seeds": list(range(1, 13))})
     assert not torch.equal(one.tokens[:, :1], other.tokens[:, :1])
 
 
 def test_rows_end_with_their_first_end_token_and_hold_padding_after_it():
     policy, given = make_policy(ends=6), prompts(40)
-    samples = make_rollout("local", policy).sample(
+    samples = make_sampler("local", policy).sample(
         given, seeds=list(range(40)), max_tokens=10, temperature=1.0
     )
     assert samples.prompts == given
@@ -162,8 +162,8 @@ def test_rows_end_with_their_first_end_token_and_hold_padding_after_it():
 def test_greedy_takes_the_likeliest_token_whatever_the_seed():
     policy, given = make_policy(), prompts(10)
     options = {"max_tokens": 10, "temperature": 0.0}
-    samples = make_rollout("local", policy).sample(given, seeds=[1] * 10, **options)
-    again = make_rollout("local", policy).sample(given, seeds=[2] * 10, **options)
+    samples = make_sampler("local", policy).sample(given, seeds=[1] * 10, **options)
+    again = make_sampler("local", policy).sample(given, seeds=[2] * 10, **options)
     assert_close(samples.tokens, again.tokens)
     ids, seen = inputs(samples, policy.pad_id)
     positions = (seen.long().cumsum(dim=1) - 1).clamp(min=0)
@@ -176,7 +176,7 @@ def test_weights_are_those_of_the_last_sync():
     for name in ("qwen3", "gpt2"):
         policy, given = make_policy(name), prompts(16)
         options = {"seeds": list(range(16)), "max_tokens": 8, "temperature": 1.0}
-        rollout = make_rollout("local", policy)
+        rollout = make_sampler("local", policy)
         before = rollout.sample(given, **options)
         with torch.no_grad():
             for parameter in policy.model.parameters():
@@ -195,7 +195,7 @@ def test_lora_is_sampled_with(lean):
     config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
     wrapped = get_peft_model(policy.model, config)
     policy = replace(policy, model=wrapped.eval())
-    rollout = make_rollout("local", policy, lean=lean)
+    rollout = make_sampler("local", policy, lean=lean)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
@@ -206,7 +206,7 @@ def test_lora_is_sampled_with(lean):
 
 
 def test_samples_can_enter_a_backward_pass():
-    samples = make_rollout("local", make_policy()).sample(
+    samples = make_sampler("local", make_policy()).sample(
         prompts(4), seeds=[0, 1, 2, 3], max_tokens=4, temperature=1.0
     )
     weight = torch.ones((), requires_grad=True)
@@ -217,7 +217,7 @@ def test_samples_can_enter_a_backward_pass():
 
 def test_progress_counts_finished_rows():
     seen: list[tuple[int, int]] = []
-    make_rollout("local", make_policy(), max_rows=8).sample(
+    make_sampler("local", make_policy(), max_rows=8).sample(
         prompts(20),
         seeds=list(range(20)),
         max_tokens=6,
@@ -298,7 +298,7 @@ def test_top_p_draws_from_the_nucleus_and_reports_the_whole_distribution():
 def request(**changes):
     options = {"seeds": [0], "max_tokens": 4, "temperature": 1.0} | changes
     given = options.pop("prompts", [[5, 6]])
-    return make_rollout("local", make_policy()).sample(given, **options)
+    return make_sampler("local", make_policy()).sample(given, **options)
 
 
 @pytest.mark.parametrize(
@@ -322,13 +322,13 @@ def test_impossible_requests_get_one_clear_line(changes, message):
 
 def test_unknown_names_and_options_get_the_nearest():
     with pytest.raises(ProxpoError, match="unknown rollout 'lokal'; did you mean 'local'"):
-        make_rollout("lokal", make_policy())
+        make_sampler("lokal", make_policy())
     with pytest.raises(ProxpoError, match="did you mean 'max_rows'"):
-        make_rollout("local", make_policy(), maxrows=3)
+        make_sampler("local", make_policy(), maxrows=3)
     with pytest.raises(ProxpoError, match="max_rows is 0"):
-        make_rollout("local", make_policy(), max_rows=0)
+        make_sampler("local", make_policy(), max_rows=0)
     with pytest.raises(ProxpoError, match="lean=true does not fit this GPT2LMHeadModel"):
-        make_rollout("local", make_policy("gpt2"), lean=True)
+        make_sampler("local", make_policy("gpt2"), lean=True)
 
 
 def test_a_diverged_policy_is_reported():
@@ -336,7 +336,7 @@ def test_a_diverged_policy_is_reported():
     with torch.no_grad():
         policy.model.model.norm.weight[0] = float("nan")
     with pytest.raises(ProxpoError, match="diverged"):
-        make_rollout("local", policy).sample([[5]], seeds=[0], max_tokens=2, temperature=1.0)
+        make_sampler("local", policy).sample([[5]], seeds=[0], max_tokens=2, temperature=1.0)
 
 
 # Other devices and engines
@@ -346,11 +346,11 @@ def test_a_diverged_policy_is_reported():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_on_a_gpu_give_the_same_numbers():
     policy = make_policy()
-    expected = make_rollout("local", policy).sample(
+    expected = make_sampler("local", policy).sample(
         prompts(40), seeds=list(range(40)), max_tokens=40, temperature=0.0
     )
     policy.model.cuda()
-    rollout = make_rollout("local", policy)
+    rollout = make_sampler("local", policy)
     for _ in range(2):  # the second time from captured graphs
         gap = agreement(policy, rollout, prompts(40), max_tokens=40)
         assert gap.largest < 1e-4

@@ -7,15 +7,14 @@ import pytest
 import torch
 from train_runs import job_of, sample
 
-import proxpo.train.descent as descent_module
-import proxpo.train.learner as learner_module
-import proxpo.train.steps as steps_module
+import proxpo.train.minibatch as minibatch_module
+import proxpo.train.scoring as scoring_module
+import proxpo.train.update as update_module
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.ops.kl import kl_exact
 from proxpo.stages.schedule import Updates
-from proxpo.train.replay import mixture, remembered
-from proxpo.train.steps import Steps
-from proxpo.train.update import update
+from proxpo.train.experience import kept_rollouts, mixture
+from proxpo.train.update import RolloutUpdates, update
 from proxpo.types import MOST_SKIPPED
 
 pytestmark = pytest.mark.long
@@ -33,7 +32,7 @@ def after(out, *sets: str, steps: int = 1, **overrides) -> list[torch.Tensor]:
     job = job_of(out, *sets, **overrides)
     for _ in range(steps):
         update(job, sample(job).experience)
-        job.rollout.sync()
+        job.sampler.sync()
         job.step += 1
     job.close()
     return weights(job)
@@ -41,7 +40,7 @@ def after(out, *sets: str, steps: int = 1, **overrides) -> list[torch.Tensor]:
 
 def test_the_trainer_offers_what_a_schedule_may_use(tmp_path) -> None:
     job = job_of(tmp_path, method="grpo")
-    assert isinstance(Steps(job, sample(job).experience, path=("x",)), Updates)
+    assert isinstance(RolloutUpdates(job, sample(job).experience, path=("x",)), Updates)
     job.close()
 
 
@@ -67,10 +66,10 @@ def test_fixpo_keeps_its_region(radius, tmp_path) -> None:
     sets = ("updates_per_rollout=4", "train.lr=3e-4", f"radius={radius}", "micro_batch=6")
     job = job_of(tmp_path, *sets, method="fixpo")
     rows = sample(job).experience
-    steps = Steps(job, rows, path=("look",))
-    old = steps.batch().old_vocab_logp
+    updates = RolloutUpdates(job, rows, path=("look",))
+    old = updates.batch().old_vocab_logp
     metrics = update(job, rows)
-    batch = steps.now(torch.arange(len(rows.mask)))
+    batch = updates.now(torch.arange(len(rows.mask)))
     kl = kl_exact(old, batch.vocab_logp)[batch.mask]
     assert metrics["fixup/reached"] == 1.0
     assert float(kl.max()) <= radius * (1 + 1e-4)
@@ -97,12 +96,12 @@ def test_fixpo_gives_up_with_the_weights_it_came_with(tmp_path) -> None:
 def test_trpo_takes_one_searched_step(tmp_path) -> None:
     job = job_of(tmp_path, "cg_iterations=3", "delta=0.005", method="trpo")
     rows, before = sample(job).experience, weights(job)
-    steps = Steps(job, rows, path=("look",))
-    start = steps.batch()
+    updates = RolloutUpdates(job, rows, path=("look",))
+    start = updates.batch()
     metrics = update(job, rows)
     assert metrics["trust/accepted"] == 1.0
     assert 0 < metrics["kl/old"] < 0.005
-    now = steps.now(torch.arange(len(rows.mask)))
+    now = updates.now(torch.arange(len(rows.mask)))
     ratio = (now.logp - start.old_logp).exp()
     gain = ((ratio - 1) * start.advantages)[start.mask].mean()
     assert metrics["trust/gain"] == pytest.approx(float(gain), rel=1e-3, abs=1e-6)
@@ -122,7 +121,7 @@ def test_remix_reuses_rollouts_and_then_starts_anew(tmp_path) -> None:
     centres, kept = [], []
     for _ in range(4):
         metrics = update(job, sample(job).experience)
-        job.rollout.sync()
+        job.sampler.sync()
         job.step += 1
         centres.append(metrics["trust/centre"])
         kept.append(len(job.past))
@@ -156,10 +155,10 @@ def test_rollouts_are_mixed_by_prompt(tmp_path) -> None:
 def test_what_is_remembered(tmp_path) -> None:
     job = job_of(tmp_path, "prompts_per_step=2", method="grpo")
     one = sample(job).experience
-    assert remembered([], one) == []
-    assert len(remembered([one, one], one, rollouts=2)) == 2
-    assert len(remembered([one] * 5, one, samples=3 * len(one.mask))) == 3
-    assert len(remembered([], one, samples=1)) == 1  # the newest is kept whole
+    assert kept_rollouts([], one) == []
+    assert len(kept_rollouts([one, one], one, rollouts=2)) == 2
+    assert len(kept_rollouts([one] * 5, one, samples=3 * len(one.mask))) == 3
+    assert len(kept_rollouts([], one, samples=1)) == 1  # the newest is kept whole
     job.close()
 
 
@@ -167,13 +166,13 @@ def test_what_is_remembered(tmp_path) -> None:
 def test_inner_steps(on, rows, tmp_path, monkeypatch) -> None:
     sets = ("schedule=inner_steps", "schedule.steps=2", f"schedule.on={on}")
     job, seen = job_of(tmp_path, *sets, method="grpo"), []
-    gradients = steps_module.gradients
+    gradients = update_module.gradients
 
-    def counted(learner, recipe, part, *args, **options):
-        seen.append(len(part.mask))
-        return gradients(learner, recipe, part, *args, **options)
+    def counted(learner, recipe, data, *args, **options):
+        seen.append(len(data.batch.mask))
+        return gradients(learner, recipe, data, *args, **options)
 
-    monkeypatch.setattr(steps_module, "gradients", counted)
+    monkeypatch.setattr(update_module, "gradients", counted)
     update(job, sample(job).experience)
     assert seen == [rows] * 2
     job.close()
@@ -206,7 +205,7 @@ def test_an_update_that_is_not_finite_leaves_no_trace(method, sets, tmp_path, mo
     job = job_of(tmp_path, *sets, method=method)
     update(job, sample(job).experience)
     rows, before = sample(job).experience, everything(job)
-    forward = descent_module.forward
+    forward = minibatch_module.forward
 
     def spoilt(*args, **options):
         found = forward(*args, **options)
@@ -214,7 +213,7 @@ def test_an_update_that_is_not_finite_leaves_no_trace(method, sets, tmp_path, mo
         return found | {"logp": found["logp"] * factor}
 
     with monkeypatch.context() as patch:
-        patch.setattr(descent_module, "forward", spoilt)
+        patch.setattr(minibatch_module, "forward", spoilt)
         update(job, rows)
     assert job.skipped > 0
     torch.testing.assert_close(everything(job), before, rtol=0, atol=0)
@@ -231,14 +230,14 @@ def test_a_transform_that_meets_infinity_skips_the_step(tmp_path, monkeypatch) -
     """Counted as under any other method, the weights untouched; too many in a row end the run."""
     job = job_of(tmp_path, method="isopo")
     rows, before = sample(job).experience, weights(job)
-    whole = learner_module._whole
+    whole = scoring_module._whole_sequences
 
     def spoilt(*args, **options):
         found, states = whole(*args, **options)
         return found * torch.where(torch.arange(found.shape[1]) == 0, torch.inf, 1.0), states
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner_module, "_whole", spoilt)
+        patch.setattr(scoring_module, "_whole_sequences", spoilt)
         metrics = update(job, rows)
         assert not torch.isfinite(torch.tensor(metrics["grad_norm"]))
         assert job.skipped == 1

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import job_of, sample
+from train_runs import batch_of, job_of, options_of, sample
 
 from proxpo.compose import prepare
 from proxpo.errors import ProxpoError
 from proxpo.models import load_policy
-from proxpo.sampler import Samples, make_rollout
-from proxpo.train.descent import gradients
+from proxpo.sampler import Samples, make_sampler
+from proxpo.train.batch import TrainingBatch
 from proxpo.train.episodes import play
-from proxpo.train.fields import batch_of
-from proxpo.train.learner import Pass, forward
+from proxpo.train.minibatch import gradients
+from proxpo.train.scoring import forward
 from proxpo.train.tasks import Reply, make_task
 from proxpo.train.update import update
 
@@ -100,7 +100,7 @@ def test_a_long_prompt_is_drawn_with_its_own_limit_near_the_context(policy) -> N
 
     Responses are those of the rows drawn alone, in their order.
     """
-    task, rollout = make_task("arithmetic"), make_rollout("local", policy)
+    task, rollout = make_task("arithmetic"), make_sampler("local", policy)
     short = policy.tokenizer.encode("123+456=")
     full = (short * policy.context)[: policy.context - 9]
     prompts, limits = [full, short, full[1:]], [9, 40, 9]
@@ -161,11 +161,11 @@ def test_log_probs_and_gradients_are_those_of_the_whole_sequence(tmp_path, monke
     job = job_of(tmp_path, method="reinforce", task="calculator")
     rows = sample(job).experience
     assert bool((rows.attention_mask[:, -rows.mask.shape[1] :] & ~rows.mask).any())
-    how, learner = Pass(temperature=1.0, micro_batch=64), job.learner
+    options, learner = options_of(job, micro_batch=64), job.learner
     found = []
     for shares in (True, False):
-        monkeypatch.setattr("proxpo.train.learner.shares_prompts", lambda model, s=shares: s)
-        logp = forward(learner, rows, how=how)["logp"]
+        monkeypatch.setattr("proxpo.train.scoring.shares_prompts", lambda model, s=shares: s)
+        logp = forward(learner, rows, options)["logp"]
         weight = torch.linspace(-1, 1, logp.numel()).view(logp.shape)
         learner.optimizer.zero_grad()
         (weight * logp).sum().backward()
@@ -184,11 +184,11 @@ def test_what_the_tool_said_does_not_move_the_policy(tmp_path) -> None:
     job = job_of(tmp_path, method="grpo", task="calculator")
     rows = sample(job).experience
     ready = prepare(job.learner.recipe, batch_of(job, rows)).batch
-    how, norms = Pass(temperature=1.0, micro_batch=64), []
+    options, norms = options_of(job, micro_batch=64), []
     for spoilt in (0.0, 1e3):
         batch = ready.replace(advantages=ready.advantages.masked_fill(~ready.mask, spoilt))
         job.learner.optimizer.zero_grad()
-        gradients(job.learner, job.learner.recipe, rows, batch, how=how, seed=0)
+        gradients(job.learner, job.learner.recipe, TrainingBatch(rows, batch), options, seed=0)
         norms.append([p.grad.clone() for p in job.learner.trainable()])
     assert all(torch.equal(a, b) for a, b in zip(*norms))
     job.close()
@@ -216,7 +216,7 @@ def test_a_turn_has_its_own_draws(policy) -> None:
     found = [
         play(
             policy,
-            make_rollout("local", policy),
+            make_sampler("local", policy),
             task,
             prompts,
             seeds=lambda row, turn, shift=shift: 7 * row + 1000 * turn + shift,

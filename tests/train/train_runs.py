@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+from proxpo.train.batch import UpdatePlan, sampled_fields, start_fields
 from proxpo.train.config import load_config
-from proxpo.train.job import Job, build
+from proxpo.train.experience import Experience
+from proxpo.train.job import Job, build_job
+from proxpo.train.scoring import LogpOptions
+from proxpo.types import Batch
 
 SMALL = [
     "prompts_per_step=4",
@@ -23,7 +27,19 @@ def config_of(out: Path, *sets: str, **overrides):
 
 
 def job_of(out: Path, *sets: str, **overrides) -> Job:
-    return build(config_of(out, *sets, **overrides))
+    return build_job(config_of(out, *sets, **overrides))
+
+
+def options_of(job: Job, *, micro_batch: int) -> LogpOptions:
+    fields = frozenset(job.learner.recipe.needs())
+    return LogpOptions(temperature=1.0, micro_batch=micro_batch, fields=fields)
+
+
+def batch_of(job: Job, experience: Experience) -> Batch:
+    """All fields of a rollout, before `prepare`."""
+    plan = UpdatePlan.of(job.learner.recipe, job.config, rows=len(experience.mask))
+    fields = sampled_fields(job.learner, experience) | start_fields(job.learner, experience, plan)
+    return Batch(mask=experience.mask, **fields)
 
 
 def rows_of(out: Path) -> list[dict]:
@@ -32,6 +48,6 @@ def rows_of(out: Path) -> list[dict]:
 
 def sample(job: Job):
     """A rollout of the job's next step."""
-    from proxpo.train.loop import _sample
+    from proxpo.train.loop import collect_rollout
 
-    return _sample(job, job.step, lambda *_: None)
+    return collect_rollout(job, job.step)

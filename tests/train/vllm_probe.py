@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.sampler import agreement, make_rollout
+from proxpo.sampler import agreement, make_sampler
 from proxpo.train import loop
 from proxpo.train.config import load_config
 from proxpo.train.job import Job
@@ -30,8 +30,8 @@ class Watched:
     """The job's sampler, looked at whenever it is given new weights."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._sampler = job, job.rollout
-        self.context = job.rollout.context
+        self._job, self._sampler = job, job.sampler
+        self.context = job.sampler.context
         self._old = copy.deepcopy(job.policy.model)
         problems = job.task.test[:12]
         self.prompts = [job.task.encode(one, job.policy.tokenizer) for one in problems]
@@ -59,7 +59,7 @@ class Watched:
         """What does not depend on the step: other temperatures, greedy, seeds, refusals."""
         found: dict[str, object] = {"cool": self.gap(0.7)}
         options: dict[str, Any] = {"seeds": list(range(len(self.prompts))), "max_tokens": 6}
-        local = make_rollout("local", self._job.policy)
+        local = make_sampler("local", self._job.policy)
         greedy = [one.sample(self.prompts, temperature=0.0, **options) for one in (local, self)]
         found["greedy_is_that_of_local"] = torch.equal(greedy[0].tokens, greedy[1].tokens)
         one, two = (self.sample(self.prompts, temperature=1.0, **options) for _ in range(2))
@@ -72,17 +72,17 @@ class Watched:
 
 
 def main(out: str) -> None:
-    build, jobs = loop.build, list[Job]()
+    build, jobs = loop.build_job, list[Job]()
 
     def watched(config: Any) -> Job:
         jobs.append(build(config))
-        jobs[0].rollout = Watched(jobs[0])
+        jobs[0].sampler = Watched(jobs[0])
         return jobs[0]
 
-    loop.build = watched
+    loop.build_job = watched
     config = load_config("quickstart", SETTINGS, overrides={"out": out})
     summary = loop.train(config)
-    seen: Any = jobs[0].rollout
+    seen: Any = jobs[0].sampler
     found = {"start": seen.start, "steps": seen.steps, **seen.found, "trained": summary["steps"]}
     print(json.dumps(found))
 

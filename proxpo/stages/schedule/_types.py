@@ -62,11 +62,11 @@ class Updates(Protocol):
         ...
 
     def mix(self, *, share: float, rollouts: int) -> None:
-        """Before the first step: each prompt is, with this chance, one of the last rollouts'."""
+        """Before the first step: takes each prompt, with chance `share`, from the last rollouts."""
         ...
 
     def keep(self, *, samples: int = 0, rollouts: int = 0) -> None:
-        """Remember earlier rollouts: this many, or as many as have this many samples."""
+        """Keeps earlier rollouts: this many, or as many as have this many samples."""
         ...
 
     def batch(self) -> Batch:
@@ -86,7 +86,7 @@ class Updates(Protocol):
         ...
 
     def load(self, weights: Weights) -> None:
-        """Put weights in place; the optimizer keeps its moments."""
+        """Puts weights in place; the optimizer keeps its moments."""
         ...
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Updates(Protocol):
         ...
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Put the optimizer's state back."""
+        """Puts the optimizer's state back."""
         ...
 
     def logp(self, weights: Weights) -> Float[Tensor, "seq tok"]:

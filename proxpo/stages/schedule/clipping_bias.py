@@ -44,7 +44,7 @@ class ClippingBias:
         return torch.where(clipped, ratio * adv, 0.0), {}
 
     def factor(self, norm: float) -> float:
-        """1/max(norm, norm_floor); 1 where nothing is clipped, unless told to divide by the floor.
+        """1/max(norm, norm_floor); 1 if nothing is clipped, unless when_unclipped is "floor".
 
         A norm that is not finite leaves the gradient alone too.
         """
@@ -79,8 +79,8 @@ def clipping_bias(
 
 def clipping_bias_of(recipe: Recipe) -> ClippingBias | None:
     """The recipe's schedule if it divides by the clipping bias."""
-    found = recipe.schedule.apply if recipe.schedule is not None else None
-    return found if isinstance(found, ClippingBias) else None
+    schedule = recipe.schedule.apply if recipe.schedule is not None else None
+    return schedule if isinstance(schedule, ClippingBias) else None
 
 
 __all__ = ["ClippingBias", "clipping_bias", "clipping_bias_of"]

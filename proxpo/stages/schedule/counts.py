@@ -68,7 +68,7 @@ class PoissonReplay:
         """The recipe for data of the current policy: without corrections for another sampler."""
         if self.fresh_entropy is None:
             return recipe
-        others = [one for one in recipe.regularisers if not one.name.startswith("ess_kl")]
+        others = [stage for stage in recipe.regularisers if not stage.name.startswith("ess_kl")]
         return recipe.replace(
             ratio=none(),
             trust=score_function(),

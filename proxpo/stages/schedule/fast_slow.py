@@ -41,8 +41,8 @@ def fast_slow(
 
     def schedule(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
         batch = updates.batch()
-        found = batch.require("entropy", by="schedule=fast_slow")
-        entropy = masked_mean(found, batch.mask, all_sum=ctx.all_sum).double().cpu()
+        per_token = batch.require("entropy", by="schedule=fast_slow")
+        entropy = masked_mean(per_token, batch.mask, all_sum=ctx.all_sum).double().cpu()
         past = ctx.state["entropies"]
         z = z_score(entropy, past[-window:] if len(past) >= window else past[:0])
         fired = trigger is not None and bool(z.abs() >= trigger)

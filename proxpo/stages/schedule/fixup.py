@@ -14,7 +14,7 @@ from proxpo.types import Batch, Context, Metrics, Recipe, Stage, State
 
 
 class Fixed(NamedTuple):
-    """How a fix-up phase went."""
+    """The result of a fix-up phase."""
 
     reached: bool
     steps: int
@@ -47,25 +47,25 @@ def fixup(
             epoch_ends = number % updates.parts == 0 and every == "epoch"
             if not (epoch_ends or number == updates.count):
                 continue
-            found = fix(updates, penalty, rows=rows, max_passes=max_passes)
-            done, passes = done + found.steps, passes + found.passes
-            if found.reached:
+            fixed = fix(updates, penalty, rows=rows, max_passes=max_passes)
+            done, passes = done + fixed.steps, passes + fixed.passes
+            if fixed.reached:
                 inside = updates.weights()
             else:
                 updates.load(inside)
                 reached = 0.0
         last = largest(updates, penalty, torch.arange(len(updates.batch().mask)).split(rows))
-        seen = {"reached": reached, "steps": done, "passes": passes, "kl_max": last}
-        return {}, {f"fixup/{name}": torch.tensor(float(x)) for name, x in seen.items()}
+        numbers = {"reached": reached, "steps": done, "passes": passes, "kl_max": last}
+        return {}, {f"fixup/{name}": torch.tensor(float(x)) for name, x in numbers.items()}
 
     return schedule
 
 
 def dual_penalty(recipe: Recipe) -> Stage:
     """The regulariser that holds the region and β."""
-    for one in recipe.regularisers:
-        if one.name == "kl_dual":
-            return one
+    for regulariser in recipe.regularisers:
+        if regulariser.name == "kl_dual":
+            return regulariser
     raise ProxpoError(
         f"{recipe.name}: schedule=fixup keeps the region of a kl_dual regulariser, which is "
         "missing: add regularisers+=kl_dual"
@@ -73,7 +73,7 @@ def dual_penalty(recipe: Recipe) -> Stage:
 
 
 def fix(updates: Updates, penalty: Stage, *, rows: int, max_passes: int) -> Fixed:
-    """Passes over the rollout until one changes nothing; that one certifies the region."""
+    """Goes over the rollout until a pass changes nothing, which certifies the region."""
     only_kl = kl_alone(updates.recipe, penalty)
     parts = torch.arange(len(updates.batch().mask)).split(rows)
     radius, steps, kl = penalty.options["radius"], 0, 0.0
@@ -92,15 +92,15 @@ def fix(updates: Updates, penalty: Stage, *, rows: int, max_passes: int) -> Fixe
 def largest(updates: Updates, penalty: Stage, parts: Iterable[Tensor]) -> float:
     """The statistic of KL(π_old‖π) that must stay in the region, the worst of the parts."""
     exact, of = penalty.options["kl"] == "exact", penalty.options["statistic"]
-    found = (_statistic(updates.now(part), exact=exact, of=of) for part in parts)
-    return max(found, default=0.0)
+    statistics = (_statistic(updates.now(part), exact=exact, of=of) for part in parts)
+    return max(statistics, default=0.0)
 
 
 def _statistic(batch: Batch, *, exact: bool, of: str) -> float:
-    found: Float[Tensor, " some"] = divergence_from_old(batch, exact=exact)[batch.mask]
-    if not found.numel():
+    kl: Float[Tensor, " some"] = divergence_from_old(batch, exact=exact)[batch.mask]
+    if not kl.numel():
         return 0.0
-    value = float(found.max() if of == "max" else found.mean())
+    value = float(kl.max() if of == "max" else kl.mean())
     return value if value == value else float("inf")  # NaN is no certificate
 
 

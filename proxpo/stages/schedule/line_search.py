@@ -39,7 +39,7 @@ def line_search(
 
     def schedule(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
         policy, samples = updates.exact()
-        found = trpo_step(
+        result = trpo_step(
             policy,
             samples,
             updates.batch().require("advantages", by="schedule=line_search"),
@@ -51,16 +51,16 @@ def line_search(
             searches=searches,
             average=average,
         )
-        seen = {
-            "loss": -found.old_surrogate,
-            "grad_norm": found.gradient_norm,
-            "trust/accepted": float(found.accepted),
-            "trust/shrinks": found.shrinks,
-            "trust/gain": found.surrogate - found.old_surrogate,
-            "kl/old": found.kl,
-            "schedule/step_norm": float(found.step.norm()),
+        numbers = {
+            "loss": -result.old_surrogate,
+            "grad_norm": result.gradient_norm,
+            "trust/accepted": float(result.accepted),
+            "trust/shrinks": result.shrinks,
+            "trust/gain": result.surrogate - result.old_surrogate,
+            "kl/old": result.kl,
+            "schedule/step_norm": float(result.step.norm()),
         }
-        return {}, {name: torch.tensor(float(value)) for name, value in seen.items()}
+        return {}, {name: torch.tensor(float(value)) for name, value in numbers.items()}
 
     return schedule
 

@@ -10,8 +10,10 @@ from proxpo.types import Context, Metrics, State
 
 @stage("schedule", decides=("count",))
 def reincarnation(*, share: float = 0.4, window: int = 2, passes: int = 2, at: int | None = 50):
-    """Until optimizer step `at`: each prompt from one of the last `window` rollouts with chance
-    `share`. Then the reference policy becomes the present one, and training goes on on-policy.
+    """Mixes earlier rollouts in until step `at`; then a new reference and on-policy training.
+
+    Before optimizer step `at` each prompt comes, with chance `share`, from one of the last `window`
+    rollouts. Then the reference policy becomes the present one.
 
     Every batch is used `passes` times (the update-to-data ratio). The log-probabilities under the
     policy before the last rollout's updates are added as `prev_logp`. at=None never resets.

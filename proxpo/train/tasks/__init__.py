@@ -74,7 +74,7 @@ def _make(name: str, reward: str | None, options: dict[str, Any]) -> Task:
 
 
 def is_generated(name: str) -> bool:
-    """Whether the task called `name` makes its problems up, so that hardly any comes again."""
+    """True if the task called `name` generates its problems, so that hardly any comes again."""
     return fold(name.partition(":")[0]) in map(fold, GENERATED)
 
 

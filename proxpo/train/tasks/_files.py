@@ -1,4 +1,4 @@
-"""JSON-lines files of problems: read with the line number in every complaint, split by hash."""
+"""JSON-lines files of problems: read with line numbers in errors, split by hash."""
 
 import json
 from collections.abc import Mapping

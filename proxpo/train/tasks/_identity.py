@@ -20,7 +20,7 @@ def question(prompt: str | Messages) -> str:
 def _written(prompt: str | Messages) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 __all__ = ["identity", "question"]

@@ -1,4 +1,4 @@
-"""What a task is: problems to train on, held-out ones, and the function that scores an answer."""
+"""Types of a task: problems to train on, held-out ones, reward function, tool."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class Problem:
 
     @cached_property
     def id(self) -> int:
-        """The same number wherever the prompt occurs; what methods remember problems by."""
+        """A number of the prompt, the same wherever it occurs, by which methods remember it."""
         return identity(self.prompt)
 
     @cached_property
@@ -59,7 +59,7 @@ class Lazy(Sequence[Problem]):
 
 
 class Reply(NamedTuple):
-    """What a tool says to a turn; no text ends the episode. Void: neither a call nor an answer."""
+    """Reply of a tool to a turn; no text ends the episode. Void: neither a call nor an answer."""
 
     text: str
     void: bool
@@ -127,7 +127,7 @@ class Task:
 
 
 def _encode_text(text: str, tokenizer: Any) -> list[int]:
-    """With the tokenizer's own start token, without an end: the response is still to come."""
+    """Token ids with the tokenizer's own start token and without its end token."""
     ids = list(tokenizer.encode(text))
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 

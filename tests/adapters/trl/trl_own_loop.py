@@ -7,9 +7,10 @@ from torch import nn
 
 from proxpo.compose import prepare
 from proxpo.models import Policy
-from proxpo.train.descent import gradients
+from proxpo.train.batch import TrainingBatch
 from proxpo.train.experience import Experience
-from proxpo.train.learner import Learner, Pass, score
+from proxpo.train.minibatch import gradients
+from proxpo.train.scoring import Learner, LogpOptions, score
 from proxpo.types import Batch, Recipe
 
 
@@ -54,13 +55,17 @@ def own_gradients(
         state=recipe.init_state(),
     )
     rows = experience(parts)
-    how = Pass(temperature=1.0, micro_batch=len(parts[0]["rewards"]))
-    current = score(learner, rows, how=how)
+    options = LogpOptions(
+        temperature=1.0,
+        micro_batch=len(parts[0]["rewards"]),
+        fields=frozenset(recipe.needs()),
+    )
+    current = score(learner, rows, options)
     logp = current["logp"]
     given = {"old_logp": logp, "ref_logp": logp, "rewards": rows.rewards, "group": rows.group}
     ready = prepare(recipe, Batch(**current, mask=rows.mask, **given))
     model.zero_grad()
-    gradients(learner, recipe, rows, ready.batch, how=how, seed=0)
+    gradients(learner, recipe, TrainingBatch(rows, ready.batch), options, seed=0)
     if transform is not None:
         transform.step()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from train_runs import job_of, sample
+from train_runs import job_of, options_of, sample
 
-from proxpo.train.descent import gradients
-from proxpo.train.learner import Pass
-from proxpo.train.steps import Steps
+from proxpo.train.batch import TrainingBatch
+from proxpo.train.minibatch import gradients
+from proxpo.train.update import RolloutUpdates
 
 
 @pytest.mark.long
@@ -28,11 +28,11 @@ def test_micro_batches_give_the_metrics_and_the_gradient_of_the_whole(tmp_path, 
     with torch.no_grad():
         for p in learner.trainable():
             p.add_(0.02 * torch.randn_like(p))  # away from the policy that has sampled
-    batch = Steps(job, rows, path=("test",)).batch()
+    data = TrainingBatch(rows, RolloutUpdates(job, rows, path=("test",)).batch())
     for size in (99, 3):
         learner.optimizer.zero_grad()
-        how = Pass(temperature=1.0, micro_batch=size)
-        metrics = gradients(learner, learner.recipe, rows, batch, how=how, seed=0).metrics
+        options = options_of(job, micro_batch=size)
+        metrics, _ = gradients(learner, learner.recipe, data, options, seed=0)
         grads = [p.grad.flatten() for p in learner.trainable() if p.grad is not None]
         found.append((metrics, torch.cat(grads).clone()))
     job.close()

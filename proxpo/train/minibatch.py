@@ -1,0 +1,187 @@
+"""Gradient of one mini-batch: a forward and a backward pass for each of its micro-batches."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from proxpo.backward import BackwardPass, backward_pass, policy_term, sums_over_step
+from proxpo.compose import count, policy_loss
+from proxpo.ops.metering import combined
+from proxpo.ops.shapes import Tensor
+from proxpo.stages.schedule import Rescale
+from proxpo.train.batch import TrainingBatch
+from proxpo.train.experience import Experience
+from proxpo.train.scoring import (
+    VOCABULARY,
+    Learner,
+    LogpOptions,
+    forward,
+    micro_batches,
+    score,
+    vocabulary_logp,
+    widened,
+)
+from proxpo.types import AllSum, Batch, Clock, Context, Metrics, Recipe, local
+
+
+def gradients(
+    learner: Learner,
+    recipe: Recipe,
+    data: TrainingBatch,
+    options: LogpOptions,
+    *,
+    seed: int,
+    clock: Clock = Clock(),
+    rescale: Rescale | None = None,
+) -> tuple[Metrics, Batch]:
+    """Adds the gradient of a mini-batch to the parameters, micro-batch by micro-batch.
+
+    `data.batch` holds what is fixed for the rollout; the micro-batches share its denominators, so
+    that they add up to the gradient of the mini-batch in one piece. Responses without a token to
+    train on count in the denominators and cost nothing. Returns the metrics of the whole, and the
+    batch with those fields of the present policy that a stage reads after the step.
+    """
+    ctx = Context(all_sum=local, denominators=count(data.batch), states=learner.state, clock=clock)
+    data = _trained_rows(recipe, data)
+    mask = data.batch.mask
+    parts = micro_batches(len(mask), options.micro_batch, mask.device)
+    sums = partial(_sums, learner, data=data, parts=parts, options=options, ctx=ctx)
+    policy_sum = None
+    if learner.transform is not None and policy_term(recipe) != recipe:
+        policy_sum = sums(policy_term(recipe))  # which asks for other sums, in another order
+    ctx = replace(ctx, all_sum=sums(recipe))
+    tokens = [float(mask[part].sum()) for part in parts]
+    metrics: Metrics = {}
+    present: list[dict[str, Tensor]] = []
+    for number, part in enumerate(parts):
+        own = replace(ctx, generator=_generator(seed, number))
+        _, loss, fields = _backward(learner, recipe, data.rows(part), options, own, policy_sum)
+        present.append(_read_after_step(recipe, fields, mask.shape[1]))
+        share = tokens[number] / max(sum(tokens), 1.0)
+        metrics = combined(recipe, metrics, {**loss.metrics, "loss": loss.value}, share=share)
+    if rescale is not None:
+        metrics |= _rescaled(learner, rescale, data, parts, options, ctx, seed)
+    joined = {name: torch.cat([fields[name] for fields in present]) for name in present[0]}
+    return metrics, data.batch.replace(**joined).clean(*joined) if joined else data.batch
+
+
+def _trained_rows(recipe: Recipe, data: TrainingBatch) -> TrainingBatch:
+    """The responses with a token to train on; all of them where they are compared with others."""
+    filled = data.batch.mask.any(dim=1)
+    compared = recipe.trust.gives == "log_ratio" or (recipe.advantage and recipe.advantage.live)
+    if compared or bool(filled.all()):
+        return data
+    return data.rows(filled.nonzero()[:, 0] if bool(filled.any()) else filled.new_zeros(1).long())
+
+
+def _read_after_step(recipe: Recipe, fields: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """The policy's fields that a stage reads after the step, padded to this width."""
+    read = {name for _, stage in recipe.stages() if stage.step for name in stage.needs}
+    return {name: widened(fields[name].detach(), width) for name in fields.keys() & read}
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    """Random numbers of a micro-batch."""
+    return torch.Generator(device="cpu").manual_seed((seed + number) % 2**63)
+
+
+def _rescaled(
+    learner: Learner,
+    rescale: Rescale,
+    data: TrainingBatch,
+    parts: list[Tensor],
+    options: LogpOptions,
+    ctx: Context,
+    seed: int,
+) -> Metrics:
+    """Measures the gradient of `rescale.loss` in a second pass and scales the policy's gradient."""
+    parameters = [p for p in learner.policy.model.parameters() if p.requires_grad]
+    gradient = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    for number, part in enumerate(parts):
+        cut = data.rows(part)
+        batch = cut.batch.replace(**forward(learner, cut.experience, options))
+        own = replace(ctx, generator=_generator(seed, number))
+        value = policy_loss(rescale.loss, batch, own).value
+        if value.requires_grad:
+            value.backward()
+    squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    factor = rescale.factor(norm)
+    for p, grad in zip(parameters, gradient):
+        p.grad = None if grad is None else grad.mul_(factor)
+    return {"rescale/norm": torch.tensor(norm), "rescale/factor": torch.tensor(factor)}
+
+
+def _backward(
+    learner: Learner,
+    recipe: Recipe,
+    data: TrainingBatch,
+    options: LogpOptions,
+    ctx: Context,
+    policy_sum: AllSum | None,
+) -> BackwardPass:
+    """Forward and backward of a micro-batch, under the learner's transform if it has one."""
+    rows, applied = data.experience, None
+    run: Callable[..., dict[str, Tensor]] = partial(forward, learner, rows, options)
+    policy_run = run
+    if learner.transform is not None:
+        vocabulary = _vocabulary(learner, rows, options)
+        policy_run = lambda: run(without=VOCABULARY) | vocabulary  # noqa: E731
+        number = torch.arange(len(rows.mask), device=rows.mask.device)[:, None]
+        applied = partial(
+            learner.transform.applied,
+            learner.policy.model,
+            sequences=torch.where(rows.attention_mask, number, -1),
+            groups=rows.group,
+        )
+    with backward_pass(
+        recipe,
+        data.batch,
+        ctx,
+        forward=policy_run,
+        forward_rest=run,
+        applied=applied,
+        policy_sum=policy_sum,
+    ) as opened:
+        opened.objective.backward()
+    return opened
+
+
+@torch.no_grad()
+def _vocabulary(learner: Learner, rows: Experience, options: LogpOptions) -> dict[str, Tensor]:
+    """The whole vocabulary's log-probabilities, where they are wanted.
+
+    In a pass of its own: a transform sees each layer once, and the policy term moves `logp` alone.
+    """
+    if not options.fields & VOCABULARY:
+        return {}
+    with learner.policy.autocast():
+        model = learner.policy.model
+        return {"vocab_logp": vocabulary_logp(model, rows, options.temperature)}
+
+
+def _sums(
+    learner: Learner,
+    recipe: Recipe,
+    *,
+    data: TrainingBatch,
+    parts: list[Tensor],
+    options: LogpOptions,
+    ctx: Context,
+) -> AllSum:
+    """Sums over all micro-batches, for recipes that ask for any."""
+
+    def microbatches() -> list[Batch]:
+        fields = score(learner, data.experience, options)
+        return [data.batch.replace(**fields).rows(part) for part in parts]
+
+    if len(parts) == 1:
+        return ctx.all_sum
+    return sums_over_step(recipe, data.batch, ctx, microbatches=microbatches)
+
+
+__all__ = ["gradients"]

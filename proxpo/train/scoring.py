@@ -1,0 +1,284 @@
+"""The learner, and its models' log-probabilities and other numbers for sampled sequences."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from proxpo.exact.policy import ActionBatch, FlatPolicy
+from proxpo.logp import model_logp, score_features, token_logp
+from proxpo.models import Policy
+from proxpo.ops.kl import kl_exact
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.train.experience import Experience
+from proxpo.train.prefix import shares_prompts, states_before
+from proxpo.types import FIELDS, Recipe, State
+
+VOCABULARY = {name for name, field in FIELDS.items() if field.last == "vocab"}
+STATES = {"hidden"} | VOCABULARY  # fields read off the states before the head
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """The policy, critic, reference, optimizer and state that a step changes.
+
+    version: optimizer steps made so far
+    """
+
+    policy: Policy
+    recipe: Recipe
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module | None = None
+    critic: nn.Linear | None = None
+    transform: Any = None
+    state: Mapping[str, State] = field(default_factory=dict)
+    version: int = 0
+
+    def trainable(self) -> list[nn.Parameter]:
+        extra = [] if self.critic is None else list(self.critic.parameters())
+        return [p for p in [*self.policy.model.parameters(), *extra] if p.requires_grad]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogpOptions:
+    """Options of a forward pass over sampled sequences.
+
+    micro_batch: sequences in one pass
+    fields: batch fields that are wanted of the policy; its `logp` always comes
+    old_is_current: the data are the current policy's own and get one update, so that `old_logp` is
+        the pass's own `logp` without gradient
+    """
+
+    temperature: float
+    micro_batch: int
+    fields: frozenset[str] = frozenset()
+    old_is_current: bool = False
+
+
+def micro_batches(rows: int, size: int, device: torch.device) -> list[Int[Tensor, " row"]]:
+    """Row numbers of each micro-batch."""
+    return list(torch.arange(rows, device=device).split(size))
+
+
+def forward(
+    learner: Learner,
+    experience: Experience,
+    options: LogpOptions,
+    *,
+    without: frozenset[str] | set[str] = frozenset(),
+) -> dict[str, Tensor]:
+    """Runs the policy: `logp` of the response tokens, and the other wanted fields that it gives.
+
+    Prompts run once for all their responses where that comes to the same; gradient transforms work
+    in the model's own modules, on whole sequences. `without` names fields to leave out.
+    """
+    model, wanted = learner.policy.model, options.fields - without
+    shared = learner.transform is None and shares_prompts(model)
+    hidden = learner.critic is not None or bool(wanted & STATES)
+    with learner.policy.autocast():
+        fields, states = _logp(
+            model, experience, options, shared=shared, entropy="entropy" in wanted, hidden=hidden
+        )
+        if wanted & VOCABULARY:
+            before_head = states if shared else None
+            fields["vocab_logp"] = vocabulary_logp(
+                model, experience, options.temperature, states=before_head
+            )
+    if learner.critic is not None:
+        # The critic does not move the policy.
+        fields["values"] = learner.critic(states.detach().float())[..., 0]
+    if "hidden" in wanted:
+        fields["hidden"] = states.detach().float()
+    if options.old_is_current:
+        fields["old_logp"] = fields["logp"].detach()
+    return fields
+
+
+@torch.no_grad()
+def score(learner: Learner, experience: Experience, options: LogpOptions) -> dict[str, Tensor]:
+    """`forward` without gradient, a micro-batch at a time, on all rows."""
+    width = experience.mask.shape[1]
+    parts = []
+    for index in _cuts(experience, options):
+        fields = forward(learner, experience.rows(index), options)
+        parts.append({name: widened(value, width) for name, value in fields.items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@torch.no_grad()
+def other_logp(
+    learner: Learner, model: Any, experience: Experience, options: LogpOptions
+) -> Float[Tensor, "seq tok"]:
+    """log π of the response tokens under another model or other weights, for all rows."""
+    shared, width = learner.transform is None and shares_prompts(model), experience.mask.shape[1]
+    parts = []
+    for index in _cuts(experience, options):
+        with learner.policy.autocast():
+            fields, _ = _logp(model, experience.rows(index), options, shared=shared)
+        parts.append(widened(fields["logp"], width))
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def features(
+    learner: Learner, experience: Experience, options: LogpOptions
+) -> Float[Tensor, "seq dim"]:
+    """d log π/d hidden, averaged over each response, a micro-batch at a time."""
+    model, temperature = learner.policy.model, options.temperature
+    shared, head = shares_prompts(model), model.get_output_embeddings()
+    parts = []
+    for index in _cuts(experience, options):
+        rows = experience.rows(index)
+        with learner.policy.autocast():
+            _, states = _logp(model, rows, options, shared=shared, hidden=True)
+        targets = rows.input_ids[:, -rows.mask.shape[1] :]
+        parts.append(
+            score_features(
+                states, head.weight, targets, rows.mask, bias=head.bias, temperature=temperature
+            )
+        )
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def reference_kl(
+    learner: Learner, experience: Experience, options: LogpOptions
+) -> Float[Tensor, "seq tok"]:
+    """KL(π‖π_ref) at each token over the whole vocabulary, a micro-batch at a time."""
+    parts = []
+    for index in _cuts(experience, options):
+        rows = experience.rows(index)
+        with learner.policy.autocast():
+            own, reference = (
+                vocabulary_logp(model, rows, options.temperature)
+                for model in (learner.policy.model, learner.reference)
+            )
+        parts.append(widened(kl_exact(own, reference), experience.mask.shape[1]))
+    return torch.cat(parts)
+
+
+def vocabulary_logp(
+    model: Any, experience: Experience, temperature: float, *, states: Tensor | None = None
+) -> Float[Tensor, "seq tok vocab"]:
+    """log π of every token of the vocabulary, from the states that enter the head or a whole run.
+
+    All of it is held at once: rows x tokens x vocabulary.
+    """
+    if states is not None:
+        head = model.get_output_embeddings()
+        logits = nn.functional.linear(states, head.weight, head.bias)
+    else:
+        width = experience.mask.shape[1]
+        logits = model(
+            input_ids=experience.input_ids,
+            attention_mask=experience.attention_mask,
+            position_ids=_positions(experience),
+            use_cache=False,
+        ).logits[:, -width - 1 : -1]
+    return (logits.float() / temperature).log_softmax(dim=-1)
+
+
+def exact_policy(
+    model: Any, experience: Experience, mask: Bool[Tensor, "seq tok"], *, temperature: float
+) -> tuple[FlatPolicy, ActionBatch]:
+    """The model as a function of its parameters, and the sequences it is judged on."""
+    width = experience.mask.shape[1]
+    inputs = {
+        "attention_mask": experience.attention_mask,
+        "position_ids": _positions(experience),
+        "use_cache": False,
+    }
+
+    def read(model: Any, ids: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # the others know no forward-mode derivative
+            logits = model(input_ids=ids, **inputs).logits
+        return logits[:, -width - 1 : -1].float() / temperature
+
+    ids = experience.input_ids
+    return FlatPolicy(model, read), ActionBatch(ids, ids[:, -width:], mask)
+
+
+def widened(x: Tensor, tokens: int) -> Tensor:
+    """Pads on the right to this many tokens."""
+    behind = [0, 0] * (x.dim() - 2)
+    return nn.functional.pad(x, (*behind, 0, tokens - x.shape[1]))
+
+
+def _cuts(experience: Experience, options: LogpOptions) -> list[Int[Tensor, " row"]]:
+    return micro_batches(len(experience.mask), options.micro_batch, experience.mask.device)
+
+
+def _positions(experience: Experience) -> Int[Tensor, "seq pos"]:
+    return (experience.attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _logp(
+    model: Any,
+    rows: Experience,
+    options: LogpOptions,
+    *,
+    shared: bool,
+    entropy: bool = False,
+    hidden: bool = False,
+) -> tuple[dict[str, Tensor], Any]:
+    """logp, with the entropy if wanted, and the states that each token is predicted from."""
+    asked = {"temperature": options.temperature, "entropy": entropy}
+    run = _prompts_once if shared else _whole_sequences
+    scored, states = run(model, rows, asked, hidden=hidden)
+    return dict(scored._asdict()) if entropy else {"logp": scored}, states
+
+
+def _prompts_once(
+    model: Any, rows: Experience, asked: dict[str, Any], *, hidden: bool
+) -> tuple[Any, Tensor | None]:
+    """Runs every prompt once for all its responses (prefix.py)."""
+    states, head = states_before(model, rows), model.get_output_embeddings()
+    targets = rows.input_ids[:, -rows.mask.shape[1] :]
+    scored = token_logp(states, head.weight, targets, bias=head.bias, mask=rows.mask, **asked)
+    return scored, states if hidden else None
+
+
+def _whole_sequences(
+    model: Any, rows: Experience, asked: dict[str, Any], *, hidden: bool
+) -> tuple[Any, Tensor | None]:
+    """Runs the model on every sequence."""
+    with _head_inputs(model.get_output_embeddings(), wanted=hidden) as states:
+        scored = model_logp(
+            model, rows.input_ids, rows.mask, attention_mask=rows.attention_mask, **asked
+        )
+    # A token's value belongs to the state before it.
+    return scored, states[0][:, -rows.mask.shape[1] - 1 : -1] if hidden else None
+
+
+@contextmanager
+def _head_inputs(head: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
+    """Collects the hidden states that enter the head during the block, if they are wanted."""
+    caught: list[Tensor] = []
+    if not wanted:
+        yield caught
+        return
+    handle = head.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
+    try:
+        yield caught
+    finally:
+        handle.remove()
+
+
+__all__ = [
+    "VOCABULARY",
+    "Learner",
+    "LogpOptions",
+    "exact_policy",
+    "features",
+    "forward",
+    "micro_batches",
+    "other_logp",
+    "reference_kl",
+    "score",
+    "vocabulary_logp",
+    "widened",
+]

@@ -28,6 +28,14 @@ from proxpo.adapters.trl._checkpoint import (
     write_memory,
     write_reference,
 )
+from proxpo.adapters.trl._generation_batch import (
+    GenerationBatch,
+    batch_fields,
+    fields_before_update,
+    has_unscored_tokens,
+    prepared,
+    weighted_rewards,
+)
 from proxpo.adapters.trl._metrics import ClipRecorder, GradientLengths, trl_metrics
 from proxpo.adapters.trl._optimizer_step import (
     ROW,
@@ -43,14 +51,6 @@ from proxpo.adapters.trl._refusals import (
     needs_whole_groups,
     replaced_defaults,
     resolve_recipe,
-)
-from proxpo.adapters.trl._rollout import (
-    Rollout,
-    batch_fields,
-    fields_before_update,
-    has_unscored_tokens,
-    prepared,
-    weighted_rewards,
 )
 from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.adapters.trl._vllm import mend_sync
@@ -138,7 +138,7 @@ class ProxpoTrainer(GRPOTrainer):
         gradient = self.recipe.gradient
         self._transform = None if gradient is None else gradient.apply()
         self._states = self.recipe.init_state()
-        self._rollouts: dict[str, list[Rollout]] = {}
+        self._rollouts: dict[str, list[GenerationBatch]] = {}
         self._optimizer_step: OptimizerStep | None = None
         self._block = ExitStack()  # holds the transform open until TRL's backward is done
         self._skipped = 0

@@ -20,7 +20,7 @@ from proxpo.types import FIELDS, Batch, Clock, Context, Recipe, Stage
 PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
 GROUP_KINDS = ("reward", "filter", "advantage", "prune")
-HOST_KINDS = ("budget",)  # rollouts as verl makes them
+UNSUPPORTED_KINDS = ("budget",)  # rollouts as verl makes them
 # Fields that verl gives to a policy loss and to an estimator.
 LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
 GROUP_FIELDS = {"mask", "rewards", "token_rewards", "group"}
@@ -130,7 +130,7 @@ def loss_refusal(recipe: Recipe, engine: bool) -> str:
     if recipe.schedule is not None and recipe.schedule.name != "single_update":
         return f"{where} follows schedule={recipe.schedule.name}, and verl keeps its own"
     for _, stage in recipe.stages():
-        if stage.kind in HOST_KINDS:
+        if stage.kind in UNSUPPORTED_KINDS:
             return f"{where} has {stage.kind}={stage.name}, for which verl has no place"
     if recipe.gradient is not None and not engine:
         return (

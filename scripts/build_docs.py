@@ -1,4 +1,4 @@
-"""Writes the pages that are read off the code: docs/methods, docs/stages.md, the README's catalogue.
+"""Writes the pages made from the code: docs/methods, docs/stages.md, the README catalogue.
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -186,7 +186,7 @@ def _after_colon(summary: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Bars would end the cell of a table."""
+    """The text with bars escaped, which would end the cell of a table."""
     return text.replace("|", "\\|")
 
 

@@ -138,8 +138,8 @@ def test_hidden_weights_of_a_hugging_face_model():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    found = hidden_weights(GPT2LMHeadModel(config))
-    assert [name.removeprefix("transformer.h.0.") for name in found] == [
+    actual = hidden_weights(GPT2LMHeadModel(config))
+    assert [name.removeprefix("transformer.h.0.") for name in actual] == [
         "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight",
     ]  # fmt: skip
 

@@ -59,9 +59,7 @@ def scale(
     defined: False where every gradient of J is 0, so that F is unknown and its factors are 1.
     times: A_i, multiplied from the left: the result is then A_i s_i.
     """
-    if r and R2 is None:
-        assert F2 is not None
-        assert N2 is not None
+    if r and R2 is None and F2 is not None and N2 is not None:
         R2 = ratio2(F2, N2)
     s = times
     for name, x2, exponent, rho, E in zip("FNR", (F2, N2, R2), (p, q, r), reg, mean):
@@ -168,13 +166,8 @@ class Isopo(LengthRule):
         """w_i = A_i s_i (/ m) of some sequences of this layer; their lengths are collected."""
         handle.done = True
         top, bottom, N2 = lengths.top, lengths.bottom, lengths.norm2
-        F2 = R2 = None
-        if top is not None and bottom is not None:
-            F2 = ratio2(top, bottom)
-        if self.r:
-            assert F2 is not None
-            assert N2 is not None
-            R2 = ratio2(F2, N2)
+        F2 = None if top is None or bottom is None else ratio2(top, bottom)
+        R2 = ratio2(F2, N2) if self.r and F2 is not None and N2 is not None else None
         weights = scale(
             F2, N2, R2, p=self.p, q=self.q, r=self.r,
             reg=self.strengths, mean=self._means(handle), eps=self.eps,

@@ -199,13 +199,13 @@ def _model(transformers: Any, config: Any) -> nn.Module:
 
 def _untie(model: nn.Module) -> None:
     """A copy for each place of a shared weight, so that brute force can tell its uses apart."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for module in model.modules():
         for name, value in module._parameters.items():
-            if value is not None and id(value) in seen:
+            if value is not None and id(value) in visited:
                 module._parameters[name] = nn.Parameter(value.detach().clone())
             elif value is not None:
-                seen.add(id(value))
+                visited.add(id(value))
 
 
 def losses(model: nn.Module, ids: Tensor, seq: Tensor) -> Tensor:
@@ -226,12 +226,12 @@ def sequence_gradients(model: nn.Module, ids: Tensor, seq: Tensor) -> dict[str, 
         torch.autograd.grad(one, [*named.values()], retain_graph=True, allow_unused=True)
         for one in total
     ]
-    found = {}
+    actual = {}
     for name, parts in zip(named, zip(*rows)):
         if any(part is not None for part in parts):
             zero = torch.zeros_like(named[name])
-            found[name] = torch.stack([zero if part is None else part for part in parts])
-    return found
+            actual[name] = torch.stack([zero if part is None else part for part in parts])
+    return actual
 
 
 def position_gradients(
@@ -263,16 +263,16 @@ def position_gradients(
     for handle in handles:
         handle.remove()
     model.zero_grad()
-    found: dict[str, list[Tensor]] = {}
+    actual: dict[str, list[Tensor]] = {}
     numbers: dict[str, list[Tensor]] = {}
     for name, module, (args, kwargs), grads in calls:
         own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
         leaves = tree_flatten(module(*args, **kwargs))[0]
         pairs = [(_per_sequence(x), e["grad"]) for x, e in zip(leaves, grads) if "grad" in e]
         for n, (value, row) in _of_call(own, pairs, seq).items():
-            found.setdefault(f"{name}.{n}", []).append(value)
+            actual.setdefault(f"{name}.{n}", []).append(value)
             numbers.setdefault(f"{name}.{n}", []).append(row)
-    return {name: (torch.cat(parts), torch.cat(numbers[name])) for name, parts in found.items()}
+    return {name: (torch.cat(parts), torch.cat(numbers[name])) for name, parts in actual.items()}
 
 
 def _of_call(
@@ -348,12 +348,12 @@ def transformed(
             losses(model, ids, seq).sum().backward()
     announced: set[str] = set()
     for warning in caught:
-        said = re.search(
+        message = re.search(
             r"no per-sequence form for (\S+|the model itself) \(\w+: (.*?)\);", str(warning.message)
         )
-        if said:
-            prefix = "" if said[1] == "the model itself" else f"{said[1]}."
-            announced |= {prefix + name for name in said[2].split(", ")}
+        if message:
+            prefix = "" if message[1] == "the model itself" else f"{message[1]}."
+            announced |= {prefix + name for name in message[2].split(", ")}
     grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     return grads, session, announced
 
@@ -403,7 +403,7 @@ def _check(kind: str) -> Result:
     g: dict[str, tuple[Tensor, Tensor]] = {}
     for method, make in TRANSFORMS.items():
         try:
-            found, session, announced = transformed(model, ids, seq, make())
+            actual, session, announced = transformed(model, ids, seq, make())
         except ProxpoError as why:
             return Result(kind, "refused", str(why))
         except Exception as why:
@@ -411,9 +411,9 @@ def _check(kind: str) -> Result:
         result.unnormalised = sorted(announced)
         g = g or position_gradients(model, ids, seq, announced)
         worst = 0.0
-        for name in found.keys() | v.keys():
+        for name in actual.keys() | v.keys():
             bank = name not in session.handles
-            error, what = _compare(method, name, found[name], v, g, bank, name in announced)
+            error, what = _compare(method, name, actual[name], v, g, bank, name in announced)
             if error > worst:
                 worst, result.detail = error, f"{method}: {name}: {what} ({error:.1e})"
         result.errors[method] = worst
@@ -446,8 +446,8 @@ def _compare(
     return _distance(grad, want), "gradient"
 
 
-def _distance(found: Tensor, want: Tensor) -> float:
-    return float((found - want).norm() / want.norm().clamp(min=1e-12))
+def _distance(actual: Tensor, want: Tensor) -> float:
+    return float((actual - want).norm() / want.norm().clamp(min=1e-12))
 
 
 def _line(why: Exception) -> str:

@@ -188,15 +188,15 @@ def block(model: nn.Module, transform: Transform, part: Part, watched: bool) -> 
         observe=lambda name, values: weights.setdefault(name, []).append(values["weights"]),
     ) as session:
         if watched:
-            with watch(session) as seen:
+            with watch(session) as observed:
                 part.objective(model(part)).backward()
         else:
             part.objective(model(part)).backward()
     transform.step()
-    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    metrics = seen.metrics(per_layer=True) if watched else {}
+    actual = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    metrics = observed.metrics(per_layer=True) if watched else {}
     joined = {name: torch.cat(parts) for name, parts in weights.items()}
-    return {"gradients": found, "weights": joined, "metrics": metrics}
+    return {"gradients": actual, "weights": joined, "metrics": metrics}
 
 
 def steps(kind: str, method: str, cut: str, rank: int | None = None) -> list[dict[str, Any]]:
@@ -206,8 +206,8 @@ def steps(kind: str, method: str, cut: str, rank: int | None = None) -> list[dic
     part = row(lengths, 13 if kind == "split" else VOCAB)
     if rank is not None:
         part = part.cut(*((0, first), (first, PLACES))[rank], dist.group.WORLD)
-    found = [block(model, transform, part, watched=method == "drawn") for _ in range(2)]
-    return [*found, transform.state_dict()]
+    actual = [block(model, transform, part, watched=method == "drawn") for _ in range(2)]
+    return [*actual, transform.state_dict()]
 
 
 def cases() -> list[tuple[str, str, str]]:
@@ -218,7 +218,7 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 def mistakes(rank: int) -> dict[str, str]:
-    """What a rank is told when something is wrong, though it may be wrong on the other one."""
+    """Error messages of this rank for mistakes made on it or on the other one."""
     model = model_of("split")
     part = row(*CUTS["uneven"][:1], 13).cut(8 * rank, 8 * rank + 8, dist.group.WORLD)
 
@@ -235,21 +235,21 @@ def mistakes(rank: int) -> dict[str, str]:
         "proma": lambda: attempt(proma()),
         "head outside its module": attempt,
     }
-    told = {}
+    messages = {}
     for name, wrong in attempts.items():
         try:
             wrong()
         except ValueError as error:
-            told[name] = str(error)
-    return told
+            messages[name] = str(error)
+    return messages
 
 
 def work(rank: int, folder: str) -> None:
-    found: dict[Any, Any] = {case: steps(*case, rank=rank) for case in cases()}
-    found["mistakes"] = mistakes(rank)
-    found["traffic"] = traffic(rank)
-    found["a group of one"] = a_group_of_one(rank)
-    torch.save(found, f"{folder}/{rank}.pt")
+    actual: dict[Any, Any] = {case: steps(*case, rank=rank) for case in cases()}
+    actual["mistakes"] = mistakes(rank)
+    actual["traffic"] = traffic(rank)
+    actual["a group of one"] = a_group_of_one(rank)
+    torch.save(actual, f"{folder}/{rank}.pt")
 
 
 def traffic(rank: int) -> int:
@@ -262,9 +262,9 @@ def traffic(rank: int) -> int:
         return total(self, x)
 
     def counted_fetch(self: Shard, *given: Any) -> list[Tensor]:
-        found = fetch(self, *given)
-        sent.extend(x.numel() for x in found)
-        return found
+        actual = fetch(self, *given)
+        sent.extend(x.numel() for x in actual)
+        return actual
 
     Shard.total, Shard.fetch = counted_total, counted_fetch
     part = row(*CUTS["uneven"][:1], 13).cut(8 * rank, 8 * rank + 8, dist.group.WORLD)

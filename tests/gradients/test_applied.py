@@ -40,15 +40,15 @@ def backward(model, ids, seq, transform=None, advantages=A, forward=None) -> dic
     with transform.applied(model, sequences=seq, advantages=advantages):
         logits = model(ids, seq) if forward is None else forward()
         nll(logits, ids, seq).sum().backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    actual = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return actual
 
 
-def assert_same(found: dict[str, Tensor], want: dict[str, Tensor], **tolerance) -> None:
-    assert found.keys() == want.keys()
-    for name in found:
-        assert_close(found[name], want[name], **(tolerance or EXACT), msg=lambda m, n=name: n + m)
+def assert_same(actual: dict[str, Tensor], want: dict[str, Tensor], **tolerance) -> None:
+    assert actual.keys() == want.keys()
+    for name in actual:
+        assert_close(actual[name], want[name], **(tolerance or EXACT), msg=lambda m, n=name: n + m)
 
 
 @pytest.mark.parametrize("make", [lambda: isopo(overlap="all", q=-0.5), isopo_ntk])
@@ -63,8 +63,8 @@ def test_left_padding(tiny, batch):
     left, numbers = torch.zeros_like(ids), torch.full_like(seq, -1)
     for i, length in enumerate(LENGTHS):
         left[i, -length:], numbers[i, -length:] = ids[i, :length], i
-    found = backward(tiny, left, numbers, isopo(overlap="all", q=-1.0))
-    assert_same(found, want, rtol=1e-6, atol=1e-6)
+    actual = backward(tiny, left, numbers, isopo(overlap="all", q=-1.0))
+    assert_same(actual, want, rtol=1e-6, atol=1e-6)
 
 
 def test_garbage_in_padding_changes_nothing(tiny, batch):
@@ -110,8 +110,8 @@ def test_checkpointing(tiny, batch, reentrant):
         return plain(h, allowed)
 
     tiny.block = lambda h, allowed: checkpoint(block, h, allowed, use_reentrant=reentrant)
-    found = backward(tiny, ids, seq, isopo(overlap=6, q=-0.5))
-    assert_same(found, want)
+    actual = backward(tiny, ids, seq, isopo(overlap=6, q=-0.5))
+    assert_same(actual, want)
     assert len(calls) == 2
 
 
@@ -150,20 +150,20 @@ def slow_of(model: nn.Module, ids: Tensor, seq: Tensor, **options) -> dict[str, 
         model, lambda: nll(model(ids, seq), ids, seq).sum(), seq.numel()
     )
     flat = seq.flatten()
-    found = {}
+    actual = {}
     for name, value in grads.items():
         numbers = flat.repeat(len(value) // len(flat))
         overlap_set = (numbers >= 0).nonzero()[:, 0]
-        found[name] = slow.isopo(value, numbers, A, overlap_set, **options)
-    return found
+        actual[name] = slow.isopo(value, numbers, A, overlap_set, **options)
+    return actual
 
 
 def test_a_module_called_twice_is_one_list_of_positions(batch):
     torch.manual_seed(0)
     model = Twice().double()
     assert_same(backward(model, *batch), slow_of(model, *batch))
-    found = backward(model, *batch, isopo_ntk())
-    assert all(grad.isfinite().all() for grad in found.values())
+    actual = backward(model, *batch, isopo_ntk())
+    assert all(grad.isfinite().all() for grad in actual.values())
 
 
 def test_a_call_that_never_reaches_its_backward(batch):
@@ -193,8 +193,8 @@ def test_a_second_backward_joins_the_same_calls(batch, make):
         loss.backward(retain_graph=True)
         loss.backward(retain_graph=True)
         loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters()}
-    assert_same(found, {n: 3 * grad for n, grad in want.items()})
+    actual = {n: p.grad for n, p in model.named_parameters()}
+    assert_same(actual, {n: 3 * grad for n, grad in want.items()})
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -306,19 +306,19 @@ def test_unknown_parameters_get_the_advantage_weighted_gradient(batch):
     transform = isopo(overlap="all")
     torch.manual_seed(1)
     with pytest.warns(UserWarning, match="no per-sequence form") as caught:
-        found = backward(model, ids, seq, transform)
-    said = sorted(str(w.message) for w in caught)
-    assert len(said) == 2
-    assert "gate (Gate: matrix, power)" in said[0]
-    assert "the model itself (Unknown: scale)" in said[1]
+        actual = backward(model, ids, seq, transform)
+    messages = sorted(str(w.message) for w in caught)
+    assert len(messages) == 2
+    assert "gate (Gate: matrix, power)" in messages[0]
+    assert "the model itself (Unknown: scale)" in messages[1]
     torch.manual_seed(1)
     losses = nll(model(ids, seq), ids, seq).sum(1)
     (A @ losses).backward()
     for name in ("gate.matrix", "gate.power", "scale"):
-        assert_close(found[name], model.get_parameter(name).grad, **EXACT)
+        assert_close(actual[name], model.get_parameter(name).grad, **EXACT)
     # Everything else is treated as ever.
     head = model.head.weight.grad
-    assert (found["head.weight"] - head).norm() > 0.1 * head.norm()
+    assert (actual["head.weight"] - head).norm() > 0.1 * head.norm()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # one warning is enough
         backward(model, ids, seq, transform)
@@ -340,10 +340,10 @@ def test_attention_of_torch_is_treated_as_a_whole(batch):
     torch.manual_seed(0)
     model = Attending().double()
     with pytest.warns(UserWarning, match=r"attention \(MultiheadAttention: in_proj_weight"):
-        found = backward(model, *batch)
+        actual = backward(model, *batch)
     (A @ nll(model(*batch), *batch).sum(1)).backward()
     for name, value in model.attention.named_parameters():
-        assert_close(found[f"attention.{name}"], value.grad, **EXACT)
+        assert_close(actual[f"attention.{name}"], value.grad, **EXACT)
 
 
 def test_frozen_parameters_are_left_alone(tiny, batch):
@@ -379,8 +379,8 @@ def test_low_precision(tiny, batch, kind):
 
     (A.float() @ nll(forward(), ids, seq).sum(1)).backward()
     plain = {name: value.grad.clone() for name, value in model.named_parameters()}
-    found = backward(model, ids, seq, isopo(preset="reinforce"), forward=forward)
-    for name, grad in found.items():
+    actual = backward(model, ids, seq, isopo(preset="reinforce"), forward=forward)
+    for name, grad in actual.items():
         assert grad.dtype == plain[name].dtype == model.get_parameter(name).dtype
         assert (grad - plain[name]).norm() < 0.05 * plain[name].norm(), name
     for name, grad in backward(model, ids, seq, forward=forward).items():
@@ -403,9 +403,9 @@ def test_gradients_with_respect_to_inputs_are_plain(tiny, batch):
     nll(tiny(ids, seq), ids, seq).sum().backward(inputs=[*tiny.parameters()])
     (want,) = torch.autograd.grad(nll(tiny(ids, seq), ids, seq).sum(), kept["h"])
     with isopo().applied(tiny, sequences=seq, advantages=A):
-        (found,) = torch.autograd.grad(nll(tiny(ids, seq), ids, seq).sum(), kept["h"])
+        (actual,) = torch.autograd.grad(nll(tiny(ids, seq), ids, seq).sum(), kept["h"])
     hook.remove()
-    assert_close(found, want, **EXACT)
+    assert_close(actual, want, **EXACT)
 
 
 # ---- mistakes
@@ -539,8 +539,8 @@ def test_a_tied_head_may_stay_unused(batch):
     torch.manual_seed(0)
     model = Raw(raw=False).double()
     value = nn.Linear(6, 13).double()
-    found = backward(model, *batch, forward=lambda: value(model.mix(model.embed(batch[0]))))
-    assert found["embed.weight"].any()
+    actual = backward(model, *batch, forward=lambda: value(model.mix(model.embed(batch[0]))))
+    assert actual["embed.weight"].any()
 
 
 def test_nan_is_an_error_not_a_gradient(tiny, batch):
@@ -621,9 +621,9 @@ def test_a_frozen_model(tiny, batch):
 
 
 def test_groups_are_asked_for(tiny, batch):
-    for groups, said in ((None, "got none"), (torch.zeros(2).long(), r"got shape \(2,\)")):
+    for groups, message in ((None, "got none"), (torch.zeros(2).long(), r"got shape \(2,\)")):
         with (
-            pytest.raises(ProxpoError, match=f"group_by='prompt' needs `groups`.*{said}"),
+            pytest.raises(ProxpoError, match=f"group_by='prompt' needs `groups`.*{message}"),
             isopo_ntk(group_by="prompt").applied(
                 tiny, sequences=batch[1], advantages=A, groups=groups
             ),

@@ -60,11 +60,11 @@ def backward(transform, model, samples, advantages=ADVANTAGES, **watching):
     see = watching.pop("see", bool(watching))
     with (
         transform.applied(model, sequences=index, advantages=advantages) as session,
-        watch(session, **watching) if see else nullcontext() as seen,
+        watch(session, **watching) if see else nullcontext() as observed,
     ):
         logp = model(samples.inputs).log_softmax(-1).gather(-1, samples.actions[..., None])[..., 0]
         (-(logp * samples.mask).sum()).backward()
-    return seen
+    return observed
 
 
 def gradient(model) -> torch.Tensor:
@@ -81,10 +81,10 @@ def test_watching_changes_no_gradient(model, samples, make):
     backward(plain, model, samples)
     expected = gradient(model)
     model.zero_grad()
-    seen = backward(watched, model, samples, see=True)
+    observed = backward(watched, model, samples, see=True)
     assert torch.equal(gradient(model), expected)
-    assert set(seen.layers) == {name for name, _ in model.named_parameters()}
-    assert all(torch.isfinite(torch.tensor(v)) for v in seen.metrics(per_layer=True).values())
+    assert set(observed.layers) == {name for name, _ in model.named_parameters()}
+    assert all(torch.isfinite(torch.tensor(v)) for v in observed.metrics(per_layer=True).values())
 
 
 def test_rule_comes_back_after_an_error(model):
@@ -101,25 +101,25 @@ def test_rule_comes_back_after_an_error(model):
 def test_lengths_are_those_of_the_sequence_gradients(model, samples, name):
     """N from one backward per sequence; F = N where all positions are one sequence of one token."""
     transform = TRANSFORMS[name]()
-    seen = backward(transform, model, samples, see=True)
+    observed = backward(transform, model, samples, see=True)
     parts = rows(model, samples).split([p.numel() for p in model.parameters()], dim=1)
     for (name_, _), part in zip(model.named_parameters(), parts):
-        assert_close(seen.layers[name_].norm, part.norm(dim=1), rtol=1e-9, atol=1e-12)
-        ratio = seen.layers[name_].ratio
+        assert_close(observed.layers[name_].norm, part.norm(dim=1), rtol=1e-9, atol=1e-12)
+        ratio = observed.layers[name_].ratio
         assert ((ratio >= 0) & (ratio <= 1 + 1e-9)).all()
-        assert_close(ratio * seen.layers[name_].norm, seen.layers[name_].fisher)
+        assert_close(ratio * observed.layers[name_].norm, observed.layers[name_].fisher)
 
 
 @ALL
 def test_angles_shares_and_motion(model, samples, make):
     transform = make()
-    seen = backward(transform, model, samples, see=True)
+    observed = backward(transform, model, samples, see=True)
     update, j = gradient(model), rows(model, samples)
     plain = -(ADVANTAGES @ j)
     cosine = float(torch.cosine_similarity(update, plain, dim=0))
-    assert seen.cosine == pytest.approx(cosine, abs=1e-9)
-    assert_close(seen.moved, j @ -update, rtol=1e-8, atol=1e-10)
-    share = seen.share()
+    assert observed.cosine == pytest.approx(cosine, abs=1e-9)
+    assert_close(observed.moved, j @ -update, rtol=1e-8, atol=1e-10)
+    share = observed.share()
     assert sum(share.values()) == pytest.approx(1.0)
     size = model.up.weight.grad.square().sum() / update.square().sum()
     assert share["up.weight"] == pytest.approx(float(size))
@@ -127,9 +127,11 @@ def test_angles_shares_and_motion(model, samples, make):
 
 def test_reinforce_has_cosine_one(model, samples):
     transform = gradients.isopo(preset="reinforce")
-    seen = backward(transform, model, samples, see=True)
-    assert seen.cosine == pytest.approx(1.0)
-    assert seen.metrics(per_layer=True)["gradient/cosine_reinforce/up.weight"] == pytest.approx(1.0)
+    observed = backward(transform, model, samples, see=True)
+    assert observed.cosine == pytest.approx(1.0)
+    assert observed.metrics(per_layer=True)["gradient/cosine_reinforce/up.weight"] == pytest.approx(
+        1.0
+    )
 
 
 def test_kl_of_the_step_is_the_second_order_kl(model, samples):
@@ -143,12 +145,12 @@ def test_kl_of_the_step_is_the_second_order_kl(model, samples):
     many = ActionBatch(ids[:, :-1], ids[:, 1:], torch.ones(4000, 3).bool())
     advantages = (ids[:, 1:] == 1).double().mean(1)
     transform = gradients.isopo(preset="reinforce", scale="mean")
-    seen = backward(transform, model, many, advantages - advantages.mean(), see=True)
+    observed = backward(transform, model, many, advantages - advantages.mean(), see=True)
     policy, lr = FlatPolicy(model), 0.05
     theta = policy.vector()
     exact = float(mean_kl(policy, many, theta, theta - lr * gradient(model)))
-    assert seen.kl(lr) == pytest.approx(exact, rel=0.1)
-    assert seen.metrics()["gradient/kl_unit_step"] == pytest.approx(seen.kl(1.0))
+    assert observed.kl(lr) == pytest.approx(exact, rel=0.1)
+    assert observed.metrics()["gradient/kl_unit_step"] == pytest.approx(observed.kl(1.0))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -162,11 +164,11 @@ def test_kl_of_a_step_already_made(samples, tied):
     backward(transform, model, samples)
     optimizer.step()
     optimizer.zero_grad()
-    seen = backward(transform, model, samples, since=before)
+    observed = backward(transform, model, samples, since=before)
     step = torch.cat([(p.detach() - old).flatten() for p, old in before.items()])
     moved = rows(model, samples) @ step
-    assert_close(seen.moved, moved, rtol=1e-8, atol=1e-12)
-    assert seen.metrics()["gradient/kl"] == pytest.approx(float(moved.square().mean() / 2))
+    assert_close(observed.moved, moved, rtol=1e-8, atol=1e-12)
+    assert observed.metrics()["gradient/kl"] == pytest.approx(float(moved.square().mean() / 2))
 
 
 def test_blocks_are_pooled(model, samples):
@@ -175,11 +177,11 @@ def test_blocks_are_pooled(model, samples):
         ActionBatch(samples.inputs[part], samples.actions[part], samples.mask[part])
         for part in (slice(0, 2), slice(2, 4))
     ]
-    seen = Diagnostics()
+    observed = Diagnostics()
     for half, adv in zip(halves, ADVANTAGES.split(2)):
-        assert backward(transform, model, half, adv, into=seen) is seen
-    assert len(seen.moved) == 4
-    assert len(seen.layers["up.weight"].norm) == 4
+        assert backward(transform, model, half, adv, into=observed) is observed
+    assert len(observed.moved) == 4
+    assert len(observed.layers["up.weight"].norm) == 4
 
 
 def test_cosine_to_the_exact_natural_gradient(model, samples):

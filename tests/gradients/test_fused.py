@@ -52,9 +52,9 @@ def test_linear_layers_and_vectors(name, kind, shape, p):
         high = Outer(a.double(), g.double()) if isinstance(rows, Outer) else Dense(g.double())
         top, bottom = inner_products.overlap_gram(high, layout, overlap_set)
         want = scale(top / bottom, None, p=p, q=0.0, r=0.0, eps=1e-8, times=advantages.double())
-        seen = torch.tensor(layout.lengths, device="cuda") > 0
-        assert_close(f2[seen].double(), (top / bottom)[seen], rtol=1e-3, atol=1e-6)
-        assert_close(weights[seen].double(), want[seen], rtol=1e-3, atol=1e-6)
+        observed = torch.tensor(layout.lengths, device="cuda") > 0
+        assert_close(f2[observed].double(), (top / bottom)[observed], rtol=1e-3, atol=1e-6)
+        assert_close(weights[observed].double(), want[observed], rtol=1e-3, atol=1e-6)
         exact = high.reduce(layout.spread(want))
         assert_close(grad.double() / exact.norm(), exact / exact.norm(), **close)
 
@@ -68,9 +68,9 @@ def test_solving_for_the_weights_of_ntk(count, scale, known):
     kernel, advantages = sums @ sums.T, torch.randn(count, device="cuda")
     average = None if known is None else torch.tensor(known, device="cuda")
     rule = Ntk(0.7, scale, "microbatch", "auto")
-    found = rule.solve(kernel, advantages, average)
+    actual = rule.solve(kernel, advantages, average)
     want = rule.solve(kernel.cpu(), advantages.cpu(), None if average is None else average.cpu())
-    assert_close([x.cpu() for x in found], list(want), rtol=1e-4, atol=1e-6)
+    assert_close([x.cpu() for x in actual], list(want), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -94,7 +94,7 @@ def test_a_model_in_bfloat16_against_the_same_in_float64(tie, method):
             nll(model(ids).logits.double(), ids, seq).sum().backward()
         return {name: p.grad.double() for name, p in model.named_parameters()}
 
-    found, want = gradients(torch.bfloat16), gradients(torch.float64)
+    actual, want = gradients(torch.bfloat16), gradients(torch.float64)
     for name, grad in want.items():
-        cosine = torch.cosine_similarity(found[name].flatten(), grad.flatten(), dim=0)
+        cosine = torch.cosine_similarity(actual[name].flatten(), grad.flatten(), dim=0)
         assert cosine > 0.97, (name, float(cosine))

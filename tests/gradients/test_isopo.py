@@ -29,14 +29,14 @@ class Layer:
         *,
         g: Tensor | None = None,
         order: Tensor | None = None,
-        seen: dict | None = None,
+        observed: dict | None = None,
         **options,
     ) -> Tensor:
         """U for the objective Σ g·y; the gradient of a is compared with the plain one."""
         order = torch.arange(len(self.seq)) if order is None else order
         a = self.a[order].clone().requires_grad_()
         g = (self.g if g is None else g)[order]
-        observe = None if seen is None else (lambda name, values: seen.update(values))
+        observe = None if observed is None else (lambda name, values: observed.update(values))
         self.linear.zero_grad()
         block = transform.applied(
             self.linear,
@@ -64,10 +64,10 @@ A = torch.tensor([1.0, -0.5, 0.25]).double()
 @pytest.mark.checks("isopo", "without exponents U is exactly the REINFORCE gradient")
 def test_reinforce():
     layer = Layer([3, 2, 4])
-    found = layer.gradient(isopo(p=0.0), A)
-    assert_close(found, torch.einsum("i,iod->od", A, layer.sums()), **EXACT)
+    actual = layer.gradient(isopo(p=0.0), A)
+    assert_close(actual, torch.einsum("i,iod->od", A, layer.sums()), **EXACT)
     mean = layer.gradient(isopo(p=0.0, scale="mean"), A)
-    assert_close(mean, found / 3, **EXACT)
+    assert_close(mean, actual / 3, **EXACT)
 
 
 @pytest.mark.parametrize("exponents", [{"p": -1.0}, {"p": 0.0, "q": -1.0}])
@@ -75,30 +75,30 @@ def test_reinforce():
 def test_scale_of_the_objective_drops_out(exponents):
     layer = Layer([3, 2, 4])
     transform = isopo(eps=0.0, overlap="all", **exponents)
-    found = layer.gradient(transform, A)
-    assert_close(layer.gradient(transform, A, g=37.0 * layer.g), found, **EXACT)
+    actual = layer.gradient(transform, A)
+    assert_close(layer.gradient(transform, A, g=37.0 * layer.g), actual, **EXACT)
 
 
 @pytest.mark.checks("isopo", "r = -2 keeps the scale: U is as homogeneous as V")
 def test_nearest_npg_scales_with_the_objective():
     layer = Layer([3, 2, 4])
     transform = isopo(preset="nearest-npg", eps=0.0, overlap="all")
-    found = layer.gradient(transform, A)
-    assert_close(layer.gradient(transform, A, g=37.0 * layer.g), 37.0 * found, **EXACT)
+    actual = layer.gradient(transform, A)
+    assert_close(layer.gradient(transform, A, g=37.0 * layer.g), 37.0 * actual, **EXACT)
 
 
 @pytest.mark.checks("isopo", "p = -1: rescaling one sequence outside J changes nothing")
 def test_rescaling_a_sequence_outside_the_overlap_set():
     layer = Layer([3, 12, 2])
     for seed in range(100):  # a draw that misses the last sequence
-        found = layer.gradient(isopo(eps=0.0, overlap=4, seed=seed), A)
+        actual = layer.gradient(isopo(eps=0.0, overlap=4, seed=seed), A)
         overlap_set = layer.session.handles["weight"].overlap_set().index
         if (layer.seq[overlap_set] != 2).all():
             break
     scale = torch.where(layer.seq == 2, 9.0, 1.0).double()[:, None]
     again = layer.gradient(isopo(eps=0.0, overlap=4, seed=seed), A, g=layer.g * scale)
     assert torch.equal(layer.session.handles["weight"].overlap_set().index, overlap_set)
-    assert_close(again, found, **EXACT)
+    assert_close(again, actual, **EXACT)
 
 
 @pytest.mark.checks("isopo", "q = -1: every sequence contributes with length |A|")
@@ -107,34 +107,34 @@ def test_euclidean_contributions():
     for i in range(3):
         only = torch.zeros(3).double()
         only[i] = A[i]
-        found = layer.gradient(isopo(preset="euclidean", eps=0.0), only)
-        assert_close(found.norm(), A[i].abs(), **EXACT)
+        actual = layer.gradient(isopo(preset="euclidean", eps=0.0), only)
+        assert_close(actual.norm(), A[i].abs(), **EXACT)
 
 
 @pytest.mark.parametrize("make", [lambda: isopo(overlap="all", q=-0.5), isopo_ntk])
 @pytest.mark.checks("isopo", "permuting sequences and positions consistently changes nothing")
 def test_permutations(make):
     layer = Layer([3, 2, 4])
-    found = layer.gradient(make(), A)
+    actual = layer.gradient(make(), A)
     order = torch.randperm(9)
-    assert_close(layer.gradient(make(), A, order=order), found, **EXACT)
+    assert_close(layer.gradient(make(), A, order=order), actual, **EXACT)
     renamed = torch.tensor([2, 0, 1])  # sequence i is now called renamed[i]
     other = torch.empty_like(A)
     other[renamed] = A
     layer.seq = renamed[layer.seq]
-    assert_close(layer.gradient(make(), other), found, **EXACT)
+    assert_close(layer.gradient(make(), other), actual, **EXACT)
 
 
 @pytest.mark.parametrize("make", [lambda: isopo(overlap="all", r=-1.0), isopo_ntk])
 @pytest.mark.checks("isopo", "U is odd in the advantages, which never enter F")
 def test_advantages_enter_linearly(make):
     layer = Layer([3, 2, 4])
-    seen, other = {}, {}
-    found = layer.gradient(make(), A, seen=seen)
-    assert_close(layer.gradient(make(), -A, seen=other), -found, **EXACT)
+    observed, other = {}, {}
+    actual = layer.gradient(make(), A, observed=observed)
+    assert_close(layer.gradient(make(), -A, observed=other), -actual, **EXACT)
     for name in ("F2", "N2", "R2", "kernel"):
-        if name in seen:
-            assert torch.equal(seen[name], other[name])
+        if name in observed:
+            assert torch.equal(observed[name], other[name])
     assert (layer.gradient(make(), 0 * A) == 0).all()
 
 
@@ -142,7 +142,7 @@ def test_advantages_enter_linearly(make):
 def test_a_sequence_without_advantage():
     layer = Layer([6, 8, 2])
     for seed in range(100):
-        found = layer.gradient(isopo(overlap=3, seed=seed), A * torch.tensor([1.0, 1.0, 0.0]))
+        actual = layer.gradient(isopo(overlap=3, seed=seed), A * torch.tensor([1.0, 1.0, 0.0]))
         overlap_set = layer.session.handles["weight"].overlap_set().index
         if (layer.seq[overlap_set] != 2).all():
             break
@@ -151,15 +151,15 @@ def test_a_sequence_without_advantage():
     top = torch.stack([(g[j] @ sums @ a[j]).square() for j in overlap_set]).sum(0)
     bottom = sum(g[j].square().sum() * a[j].square().sum() for j in overlap_set)
     s = (top / bottom + 1e-8).rsqrt()
-    assert_close(found, torch.einsum("i,iod->od", A[:2] * s, sums), **EXACT)
+    assert_close(actual, torch.einsum("i,iod->od", A[:2] * s, sums), **EXACT)
 
 
 def test_sequences_without_gradient_contribute_nothing():
     layer = Layer([3, 2, 4])
     g = layer.g * (layer.seq != 1)[:, None]
     for options in ({"p": -1.0}, {"p": 0.0, "q": -1.0}, {"p": -1.0, "q": -1.0, "r": -2.0}):
-        found = layer.gradient(isopo(eps=0.0, overlap="all", **options), A, g=g)
-        assert found.isfinite().all()
+        actual = layer.gradient(isopo(eps=0.0, overlap="all", **options), A, g=g)
+        assert actual.isfinite().all()
     only = torch.tensor([0.0, 1.0, 0.0]).double()
     assert (layer.gradient(isopo(eps=0.0, overlap="all"), only, g=g) == 0).all()
 
@@ -170,9 +170,9 @@ def test_an_overlap_set_without_gradient_leaves_lengths_alone():
     overlap_set = layer.session.handles["weight"].overlap_set().index
     g = layer.g.clone()
     g[overlap_set] = 0
-    found = layer.gradient(isopo(overlap=2), A, g=g)
+    actual = layer.gradient(isopo(overlap=2), A, g=g)
     assert torch.equal(layer.session.handles["weight"].overlap_set().index, overlap_set)
-    assert_close(found, torch.einsum("i,iod->od", A, layer.sums(g)), **EXACT)
+    assert_close(actual, torch.einsum("i,iod->od", A, layer.sums(g)), **EXACT)
 
 
 def test_the_sketch_is_close_and_reproducible():
@@ -235,9 +235,9 @@ def test_trailing_averages(keep_small, history):
         reg = (f2 / (0.5 * mean) + 1) if keep_small else (f2 + 0.5 * mean)
         return torch.einsum("i,iod->od", A * reg.rsqrt(), scale * sums)
 
-    seen = {}
-    first = layer.gradient(transform, A, seen=seen)
-    base = seen["F2"]
+    observed = {}
+    first = layer.gradient(transform, A, observed=observed)
+    base = observed["F2"]
     assert_close(first, expected(1.0, base if history == "own" else base.mean()), **EXACT)
     # What this mini-batch collects is not used before the step.
     second = layer.gradient(transform, A, g=2 * layer.g)
@@ -273,8 +273,8 @@ def test_every_length_has_its_own_strength(strengths, path):
     exponents = {"p": -1.0, "q": -0.5, "r": 0.7}
     grads = torch.einsum("to,td->tod", layer.g, layer.a)
     want = slow.isopo(grads, layer.seq, A, torch.arange(9), **exponents, **strengths)
-    found = layer.gradient(isopo(overlap="all", path=path, **exponents, **strengths), A)
-    assert_close(found, want, **EXACT)
+    actual = layer.gradient(isopo(overlap="all", path=path, **exponents, **strengths), A)
+    assert_close(actual, want, **EXACT)
     others = isopo(overlap="all", path=path, **exponents)
     assert not torch.allclose(layer.gradient(others, A), want, rtol=1e-3)
 
@@ -292,14 +292,14 @@ def test_one_strength_for_all_is_reg():
 def test_averages_of_all_quantities():
     layer = Layer([3, 2, 4])
     transform = isopo(p=-1.0, q=-1.0, r=-2.0, overlap="all")
-    seen = {}
-    layer.gradient(transform, A, seen=seen)
+    observed = {}
+    layer.gradient(transform, A, observed=observed)
     transform.step()
     state = transform.state_dict()
     assert state.pop("steps") == 1
     assert state.keys() == {f"average.weight/{x}" for x in "FNR"}
     for x in "FNR":
-        assert_close(state[f"average.weight/{x}"], seen[f"{x}2"].mean(), **EXACT)
+        assert_close(state[f"average.weight/{x}"], observed[f"{x}2"].mean(), **EXACT)
 
 
 def test_streams_wait_for_a_history():
@@ -383,10 +383,10 @@ def test_opposite_advantages_cancel():
 def test_homogeneity_of_ntk():
     layer = Layer([3, 2, 4])  # c = rho tr K / m carries the k² by itself
     for scale, power in (("paper", -1), ("c", 1)):
-        found = ntk(layer, 0.5, scale)
-        assert_close(ntk(layer, 0.5, scale, g=3 * layer.g), 3.0**power * found, **EXACT)
+        actual = ntk(layer, 0.5, scale)
+        assert_close(ntk(layer, 0.5, scale, g=3 * layer.g), 3.0**power * actual, **EXACT)
         # No absolute term: a tiny objective degenerates to nothing else.
-        assert_close(ntk(layer, 0.5, scale, g=1e-9 * layer.g), 1e-9**power * found, **EXACT)
+        assert_close(ntk(layer, 0.5, scale, g=1e-9 * layer.g), 1e-9**power * actual, **EXACT)
 
 
 def test_one_sequence_and_no_gradient():
@@ -402,18 +402,18 @@ def test_groups_do_not_interact():
     layer = Layer([3, 2, 4, 2, 3])
     advantages = torch.randn(5).double()
     groups = torch.tensor([7, 3, 7, 3, 3])
-    found = layer.gradient(isopo_ntk(group_by="prompt", scale="paper"), advantages, groups=groups)
+    actual = layer.gradient(isopo_ntk(group_by="prompt", scale="paper"), advantages, groups=groups)
     sums = layer.sums()
     flat = sums.flatten(1)
     c = flat.square().sum(1).mean()
-    want = torch.zeros_like(found)
+    want = torch.zeros_like(actual)
     for group in (3, 7):
         inside = groups == group
         kernel = flat[inside] @ flat[inside].T
         eye = torch.eye(len(kernel)).double()
         mixed = torch.linalg.solve(kernel + c * eye, advantages[inside])
         want += torch.einsum("i,iod->od", mixed, sums[inside])
-    assert_close(found, want, **EXACT)
+    assert_close(actual, want, **EXACT)
 
 
 def test_c_trails_over_mini_batches():

@@ -30,10 +30,10 @@ def gradients(model: nn.Module, objective: Objective, transform: Transform, seq:
     model.zero_grad()
     with transform.applied(model, sequences=seq, advantages=ADVANTAGES) as session:
         objective().backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    assert all(grad is not None for grad in found.values())
+    actual = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in actual.values())
     model.zero_grad()
-    return {name: grad.clone() for name, grad in found.items()}, session
+    return {name: grad.clone() for name, grad in actual.items()}, session
 
 
 def by_slices(grads: Tensor, method: Callable[[Tensor], Tensor], bank: bool) -> Tensor:
@@ -46,10 +46,10 @@ def by_slices(grads: Tensor, method: Callable[[Tensor], Tensor], bank: bool) -> 
 def assert_isopo(
     model: nn.Module, objective: Objective, seq: Tensor, tolerance: float, overlap, **options
 ) -> None:
-    found, session = gradients(model, objective, isopo(overlap=overlap, **options), seq)
+    actual, session = gradients(model, objective, isopo(overlap=overlap, **options), seq)
     grads = slow.position_gradients(model, objective, seq.numel())
     known = {k: v for k, v in options.items() if k != "path"}
-    assert grads.keys() == found.keys()
+    assert grads.keys() == actual.keys()
     for name, value in grads.items():
         bank = value.dim() == 4
         overlap_set = seq.flatten() >= 0
@@ -63,11 +63,11 @@ def assert_isopo(
             lambda g, j=overlap_set: slow.isopo(g, seq.flatten(), ADVANTAGES, j, **known),
             bank,
         )
-        assert_near(found[name], want, tolerance, name)
+        assert_near(actual[name], want, tolerance, name)
 
 
-def assert_near(found: Tensor, want: Tensor, tolerance: float, name: str) -> None:
-    error = (found - want).norm() / want.norm().clamp(min=1e-30)
+def assert_near(actual: Tensor, want: Tensor, tolerance: float, name: str) -> None:
+    error = (actual - want).norm() / want.norm().clamp(min=1e-30)
     assert error < tolerance, f"{name}: {error:.1e}"
 
 
@@ -100,10 +100,10 @@ def test_every_path_in_float64(tiny, path, options):
 @pytest.mark.checks("isopo-ntk", "equals the parameter-space solve (JᵀJ + cI)⁻¹ Jᵀ A")
 def test_ntk_in_float64(tiny, rho, scale, path):
     model, objective, seq = tiny
-    found, _ = gradients(model, objective, isopo_ntk(rho=rho, scale=scale, path=path), seq)
+    actual, _ = gradients(model, objective, isopo_ntk(rho=rho, scale=scale, path=path), seq)
     for name, value in slow.position_gradients(model, objective, seq.numel()).items():
         want = slow.ntk(value, seq.flatten(), ADVANTAGES, rho=rho, scale=scale)
-        assert_near(found[name], want, 1e-9, name)
+        assert_near(actual[name], want, 1e-9, name)
 
 
 def prepared(kind: str) -> tuple[nn.Module, Objective, Tensor]:
@@ -138,10 +138,10 @@ def test_families_of_models(kind):
 def test_ntk_on_families(kind):
     model, objective, seq = prepared(kind)
     untie(model)
-    found, _ = gradients(model, objective, isopo_ntk(), seq)
+    actual, _ = gradients(model, objective, isopo_ntk(), seq)
     for name, value in slow.position_gradients(model, objective, seq.numel()).items():
         solve = lambda g: slow.ntk(g, seq.flatten(), ADVANTAGES)  # noqa: E731
-        assert_near(found[name], by_slices(value, solve, value.dim() == 4), 1e-6, name)
+        assert_near(actual[name], by_slices(value, solve, value.dim() == 4), 1e-6, name)
 
 
 def test_a_tied_weight_gets_both_of_its_parts():
@@ -183,13 +183,13 @@ def test_lora_adapters():
     def objective() -> Tensor:
         return nll(model(input_ids=ids, attention_mask=(seq >= 0).long()).logits, ids, seq).sum()
 
-    found, _ = gradients(model, objective, isopo(overlap="all", q=-0.5), seq)
+    actual, _ = gradients(model, objective, isopo(overlap="all", q=-0.5), seq)
     grads = slow.position_gradients(model, objective, seq.numel())
     assert all("lora_" in name for name in grads)
     overlap_set = (seq.flatten() >= 0).nonzero()[:, 0]
     for name, value in grads.items():
         want = slow.isopo(value, seq.flatten(), ADVANTAGES, overlap_set, q=-0.5)
-        assert_near(found[name], want, 1e-6, name)
+        assert_near(actual[name], want, 1e-6, name)
     after = dict(model.named_parameters())
     assert all(torch.equal(after[n], p) and after[n].grad is None for n, p in before.items())
 
@@ -199,12 +199,12 @@ def test_lora_adapters():
 def test_reinforce_is_the_limit_without_exponents(kind):
     model, objective, seq = prepared(kind)
     ids, _ = padded(LENGTHS, VOCAB)
-    found, _ = gradients(model, objective, isopo(preset="reinforce"), seq)
+    actual, _ = gradients(model, objective, isopo(preset="reinforce"), seq)
     mask, places = (seq >= 0).long(), torch.arange(ids.shape[1]).expand_as(ids)
     losses = nll(model(ids, attention_mask=mask, position_ids=places).logits, ids, seq).sum(1)
     (ADVANTAGES @ losses).backward()
     for name, value in model.named_parameters():
-        assert_near(found[name], value.grad, 1e-6, name)
+        assert_near(actual[name], value.grad, 1e-6, name)
 
 
 def test_the_forward_does_not_change():

@@ -135,15 +135,15 @@ def test_a_padding_token_has_no_gradient():
 
 
 def kernels(rows, layout: Layout) -> list[Tensor]:
-    found = [inner_products.kernel_gram(rows, layout)]
+    actual = [inner_products.kernel_gram(rows, layout)]
     if isinstance(rows, Outer):
-        found += [inner_products.kernel_materialised(rows, layout)]
-        found += [inner_products.kernel_stacked(rows.sums(layout))]
+        actual += [inner_products.kernel_materialised(rows, layout)]
+        actual += [inner_products.kernel_stacked(rows.sums(layout))]
     elif isinstance(rows, Dense):
-        found += [inner_products.kernel_stacked(rows.sums(layout))]
+        actual += [inner_products.kernel_stacked(rows.sums(layout))]
     else:
-        found += [inner_products.kernel_pairs(rows, layout)]
-    return found
+        actual += [inner_products.kernel_pairs(rows, layout)]
+    return actual
 
 
 @settings(deadline=None, max_examples=30)
@@ -160,10 +160,10 @@ def test_kernels_agree(lengths, seed, kind, block):
     sums = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1)
     size, inner_products.BLOCK = inner_products.BLOCK, block
     try:
-        found = kernels(rows, layout)
+        actual = kernels(rows, layout)
     finally:
         inner_products.BLOCK = size
-    for kernel in [*found, kernel_by_definition(grads, layout.seq)]:
+    for kernel in [*actual, kernel_by_definition(grads, layout.seq)]:
         assert_close(kernel, sums @ sums.T, **EXACT)
         assert_close(kernel, kernel.T, **EXACT)
         assert torch.linalg.eigvalsh(kernel).min() > -1e-10
@@ -200,8 +200,8 @@ def test_products_of_bfloat16_are_added_in_float32():
         lambda rows: inner_products.kernel_gram(rows, layout),
         lambda rows: Dense(rows.g).sums(layout),
     ):
-        found, want = measure(low), measure(high)
-        assert_close(found, want, rtol=1e-4, atol=1e-3, check_dtype=False)
+        actual, want = measure(low), measure(high)
+        assert_close(actual, want, rtol=1e-4, atol=1e-3, check_dtype=False)
 
 
 def test_sums_of_columns_do_not_depend_on_the_way(monkeypatch):

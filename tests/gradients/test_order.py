@@ -65,15 +65,15 @@ def test_as_many_sequences_as_positions_exchanged_inside_are_refused(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("ids", r"embed saw other positions.*\(6, 5\).*in this order \(batch_first=True\)"),
         ("inside", r"inner saw other positions.*\(6, 5\).*in this order \(batch_first=True\)"),
         ("flattened", r"flattens its positions in the order 6 x 5"),
     ],
 )
-def test_exchanged_axes_of_different_lengths_are_refused(kind, told):
-    with pytest.raises(ProxpoError, match=told):
+def test_exchanged_axes_of_different_lengths_are_refused(kind, message):
+    with pytest.raises(ProxpoError, match=message):
         gradients(Mixing(kind).double(), WIDE)
 
 
@@ -141,11 +141,11 @@ def test_torch_encoder_layers():
     with pytest.raises(ProxpoError, match=r"encoder.* has batch_first=False.*5 x 5 does not tell"):
         gradients(Encoding(batch_first=False, exchanging=True).double(), SQUARE)
     model = Encoding(batch_first=True, exchanging=False).double()
-    found, want = gradients(model, SQUARE), weighted(model, SQUARE)
+    actual, want = gradients(model, SQUARE), weighted(model, SQUARE)
     for name in want:
         if "self_attn" in name:
-            assert_close(found[name], want[name], **EXACT)
-    assert_close(found, by_a_column(model), **EXACT)
+            assert_close(actual[name], want[name], **EXACT)
+    assert_close(actual, by_a_column(model), **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:gradients.applied. no per-sequence form")
@@ -158,8 +158,8 @@ def test_a_model_that_is_sequence_first_throughout():
     turned = ids.T
     with isopo(overlap="all").applied(last, sequences=seq.T, advantages=A):
         nll(last(turned).transpose(0, 1), ids, seq).sum().backward()
-    found = {n: p.grad for n, p in last.named_parameters()}
-    assert_close(found, gradients(first, SQUARE, isopo(overlap="all")), **EXACT)
+    actual = {n: p.grad for n, p in last.named_parameters()}
+    assert_close(actual, gradients(first, SQUARE, isopo(overlap="all")), **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:gradients.applied. no per-sequence form")
@@ -181,9 +181,9 @@ def test_channels_are_no_positions(layer, batch):
 
     torch.manual_seed(0)
     model = Convolving().double()
-    found, want = gradients(model, batch), weighted(model, batch)
+    actual, want = gradients(model, batch), weighted(model, batch)
     for name in ("layer.weight", "layer.bias"):
-        assert_close(found[name], want[name], **EXACT)
+        assert_close(actual[name], want[name], **EXACT)
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (1, 5)])
@@ -210,10 +210,10 @@ def test_one_number_for_the_only_sequence_is_refused():
 def test_sequences_of_one_position_are_not(shape):
     """Five tokens, five sequences: the numbers have the shape of the tokens."""
     model, numbers = Mixing("plain").double(), torch.arange(5).view(shape)
-    found = {}
+    actual = {}
     for name, view in (("given", shape), ("usual", (5, 1))):
         model.zero_grad()
         with isopo(overlap="all").applied(model, sequences=numbers.view(view), advantages=A):
             model(numbers.view(view)).log_softmax(-1)[..., 1].sum().backward()
-        found[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
-    assert_close(found["given"], found["usual"], **EXACT)
+        actual[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert_close(actual["given"], actual["usual"], **EXACT)

@@ -51,9 +51,9 @@ def gradients(model: nn.Module, ids: Tensor, seq: Tensor, transform) -> dict[str
     model.zero_grad()
     with transform.applied(model, sequences=seq, advantages=A):
         nll(model(ids), ids, seq).sum().backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
+    actual = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    return found
+    return actual
 
 
 def rows(use: Callable[[Owner, Tensor], Tensor]) -> Use:
@@ -90,12 +90,12 @@ def test_a_view_or_cast_of_a_parameter_is_followed_to_its_use(use):
     model, ids, seq = made(use)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = gradients(model, ids, seq, isopo(overlap="all", q=-0.5))
+        actual = gradients(model, ids, seq, isopo(overlap="all", q=-0.5))
     grads = slow.position_gradients(model, lambda: nll(model(ids), ids, seq).sum(), seq.numel())
     overlap_set = (seq.flatten() >= 0).nonzero()[:, 0]
     for name, value in grads.items():
         want = slow.isopo(value, seq.flatten(), A, overlap_set, q=-0.5)
-        assert_close(found[name], want, **EXACT, msg=lambda m, n=name: n + m)
+        assert_close(actual[name], want, **EXACT, msg=lambda m, n=name: n + m)
 
 
 SEVERAL: dict[str, Use] = {
@@ -107,10 +107,10 @@ SEVERAL: dict[str, Use] = {
 @pytest.mark.parametrize("use", SEVERAL.values(), ids=SEVERAL.keys())
 def test_several_uses_of_a_parameter_are_one_gradient(use):
     model, ids, seq = made(use)
-    found = gradients(model, ids, seq, isopo_ntk())
+    actual = gradients(model, ids, seq, isopo_ntk())
     grads = slow.position_gradients(model, lambda: nll(model(ids), ids, seq).sum(), seq.numel())
     for name, value in grads.items():
-        assert_close(found[name], slow.ntk(value, seq.flatten(), A), **EXACT)
+        assert_close(actual[name], slow.ntk(value, seq.flatten(), A), **EXACT)
 
 
 class Squared(torch.autograd.Function):
@@ -156,15 +156,15 @@ ANY: dict[str, Use] = {
 def test_any_other_use_gets_the_whole_advantage_weighted_gradient(use):
     model, ids, seq = made(use)
     torch.manual_seed(1)
-    found = gradients(model, ids, seq, isopo(overlap="all"))
+    actual = gradients(model, ids, seq, isopo(overlap="all"))
     torch.manual_seed(1)
     (A @ nll(model(ids), ids, seq).sum(1)).backward()
     for name in ("owner.w", "owner.b"):
         want = model.get_parameter(name).grad
         if want is None:
-            assert found[name] is None
+            assert actual[name] is None
         else:
-            assert_close(found[name], want, **EXACT)
+            assert_close(actual[name], want, **EXACT)
 
 
 def test_a_use_that_torch_does_not_show_is_refused():
@@ -184,7 +184,7 @@ def test_an_embedding_by_another_name():
         def forward(self, ids: Tensor) -> Tensor:
             return self.use(ids, self.wte)
 
-    found = []
+    actual = []
     ids, seq = padded([5, 7, 4], 13)
     for use in (F.embedding, lambda ids, w: w[ids], None):
         torch.manual_seed(0)
@@ -192,6 +192,6 @@ def test_an_embedding_by_another_name():
         model = nn.Sequential(wte, nn.Linear(WIDTH, 13)).double()
         if use is None:
             model[0] = nn.Embedding(13, WIDTH, _weight=wte.wte.detach())
-        found.append([*gradients(model, ids, seq, isopo(overlap="all")).values()])
-    assert_close(found[0], found[2], **EXACT)
-    assert_close(found[1], found[2], **EXACT)
+        actual.append([*gradients(model, ids, seq, isopo(overlap="all")).values()])
+    assert_close(actual[0], actual[2], **EXACT)
+    assert_close(actual[1], actual[2], **EXACT)

@@ -79,15 +79,15 @@ def kept_forward(rank: int, keep: bool) -> tuple[str, dict[str, Tensor]]:
     """What DDP gets where a forward beside the loss is kept or dropped: an error, or gradients."""
     model = DistributedDataParallel(tiny(), find_unused_parameters=True)
     ids, seq = padded(LENGTHS[rank], 13, seed=rank)
-    told = ""
+    message = ""
     try:
         with isopo(overlap="all").applied(model, sequences=seq, advantages=A[rank]):
             kept = [model(ids, seq)] if keep else [bool(model(ids, seq).any())]
             nll(model(ids, seq), ids, seq).sum().backward()
             assert kept
     except ProxpoError as error:
-        told = str(error)
-    return told, {name: p.grad for name, p in model.module.named_parameters()}
+        message = str(error)
+    return message, {name: p.grad for name, p in model.module.named_parameters()}
 
 
 def one_spoilt(rank: int, transform: Transform) -> list[dict[str, Any]]:

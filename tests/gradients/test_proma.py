@@ -97,9 +97,9 @@ def accumulate_reference(model, batches, *, solver, sigma=1.0, rho=None) -> dict
     """R, layer by layer, as the rule is written."""
     running: dict[str, torch.Tensor] = {}
     for ids, lengths, advantages in batches:
-        found = sequence_gradients(model, ids, lengths)
+        actual = sequence_gradients(model, ids, lengths)
         for name, p in model.named_parameters():
-            vs = [v[name].flatten() for v in found]
+            vs = [v[name].flatten() for v in actual]
             g = sum(a * v for a, v in zip(advantages, vs))
             if name in running:
                 removed = project_reference(running[name].flatten(), vs, solver)
@@ -116,9 +116,9 @@ def accumulate_reference(model, batches, *, solver, sigma=1.0, rho=None) -> dict
 def test_equals_the_rule_written_out(model, batches, path, solver, sigma, rho):
     transform = proma(solver=solver, sigma=sigma, rho=rho, path=path)
     expected = accumulate_reference(model, batches, solver=solver, sigma=sigma, rho=rho)
-    found = run(transform, model, batches)
-    assert len(found) == 6
-    for name, gradient in found.items():
+    actual = run(transform, model, batches)
+    assert len(actual) == 6
+    for name, gradient in actual.items():
         assert_close(gradient, expected[name], **EXACT, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -133,15 +133,15 @@ def test_sigma_zero_is_reinforce(model, batches):
 def test_exact_removal_is_orthogonal_to_the_new_sequences(model, batches):
     after = run(proma(solver="exact", rho=None), model, batches)
     ids, lengths, advantages = batches[-1]
-    found = sequence_gradients(model, ids, lengths)
+    actual = sequence_gradients(model, ids, lengths)
     for name in after:
-        share = sum(a * v[name] for a, v in zip(advantages, found))
-        for v in found:
+        share = sum(a * v[name] for a, v in zip(advantages, actual))
+        for v in actual:
             inner = ((after[name] - share) * v[name]).sum()
             assert abs(float(inner)) < 1e-10 * (1 + float(v[name].norm() * after[name].norm()))
     plain = run(proma(sigma=0.0), model, batches)
-    inner = ((plain["up.weight"] - sum(a * v["up.weight"] for a, v in zip(advantages, found)))
-             * found[0]["up.weight"]).sum()  # fmt: skip
+    inner = ((plain["up.weight"] - sum(a * v["up.weight"] for a, v in zip(advantages, actual)))
+             * actual[0]["up.weight"]).sum()  # fmt: skip
     assert abs(float(inner)) > 1e-3
 
 
@@ -152,9 +152,9 @@ def test_removed_part_is_bounded(model, batches, rho):
     before = run(proma(solver="exact", rho=rho), model, batches[:1])
     after = run(transform, model, batches[:2])
     ids, lengths, advantages = batches[1]
-    found = sequence_gradients(model, ids, lengths)
+    actual = sequence_gradients(model, ids, lengths)
     for name in after:
-        share = sum(a * v[name] for a, v in zip(advantages, found))
+        share = sum(a * v[name] for a, v in zip(advantages, actual))
         removed = before[name] + share - after[name]
         limit = before[name].norm() if rho is None else rho * share.norm()
         assert float(removed.norm()) <= float(limit) * (1 + 1e-9)
@@ -164,8 +164,8 @@ def test_removed_part_is_bounded(model, batches, rho):
 @pytest.mark.checks("proma", "one micro-batch is its own gradient")
 def test_one_micro_batch_is_reinforce(model, batches, variant):
     expected = accumulate_reference(model, batches[:1], solver="exact")
-    found = run(proma(variant=variant, dim=0), model, batches[:1])
-    for name, gradient in found.items():
+    actual = run(proma(variant=variant, dim=0), model, batches[:1])
+    for name, gradient in actual.items():
         assert_close(gradient, expected[name], **EXACT)
 
 
@@ -229,9 +229,9 @@ def test_a_sequence_without_gradient_is_harmless(model, batches):
     pair = [batches[0], (ids, lengths, advantages)]
     for solver in ("exact", "solve", "sweep"):
         expected = accumulate_reference(model, pair, solver=solver)
-        found = run(proma(solver=solver, rho=None), model, pair)
-        for name in found:
-            assert_close(found[name], expected[name], **EXACT)
+        actual = run(proma(solver=solver, rho=None), model, pair)
+        for name in actual:
+            assert_close(actual[name], expected[name], **EXACT)
 
 
 def test_step_opens_a_new_accumulation(model, batches):
@@ -296,8 +296,8 @@ def test_intra_equals_the_rule_written_out(model, batches, dim):
     valid = (numbers(lengths) >= 0)[..., None]
     a, g = ((x * valid).flatten(0, 1) for x in (kept["a"], kept["g"]))
     expected = intra_reference(share, a, g, min(dim, 6))
-    found = run(proma(variant="intra", dim=dim, bases="exact"), model, batches[:1])["up.weight"]
-    assert_close(found, expected, **EXACT)
+    actual = run(proma(variant="intra", dim=dim, bases="exact"), model, batches[:1])["up.weight"]
+    assert_close(actual, expected, **EXACT)
 
 
 @pytest.mark.checks(
@@ -377,8 +377,8 @@ def test_float32_models(model, batches):
     single = Net()
     single.load_state_dict(model.state_dict())
     expected = run(proma(), model, batches)
-    found = run(proma(), single, [(i, n, a.float()) for i, n, a in batches])
-    for name, gradient in found.items():
+    actual = run(proma(), single, [(i, n, a.float()) for i, n, a in batches])
+    for name, gradient in actual.items():
         assert gradient.dtype == torch.float32
         assert_close(gradient, expected[name].float(), rtol=1e-3, atol=1e-4)
 

@@ -64,8 +64,8 @@ def spoilt(model: Tiny, transform: Transform, factor: float, place: int) -> None
     model.zero_grad()
 
 
-def assert_equal(found: Transform, want: Transform) -> None:
-    assert_close(found.state_dict(), want.state_dict(), rtol=0, atol=0)
+def assert_equal(actual: Transform, want: Transform) -> None:
+    assert_close(actual.state_dict(), want.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ending", ["step", "skipped", "nothing"])

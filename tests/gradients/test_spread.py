@@ -36,14 +36,14 @@ def added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.checks("isopo-ntk", "positions spread over ranks give the gradients of one process")
 def test_two_parts_equal_the_whole(ranks, kind, method, cut):
     *want, state = split.steps(kind, method, cut)
-    found = [rank[kind, method, cut] for rank in ranks]
+    actual = [rank[kind, method, cut] for rank in ranks]
     for number, step in enumerate(want):
-        parts = [rank[number] for rank in found]
+        parts = [rank[number] for rank in actual]
         assert_close(added([part["gradients"] for part in parts]), step["gradients"], **EXACT)
         for part in parts:  # what depends on lengths is of whole sequences on every rank
             assert_close(part["weights"], step["weights"], **EXACT)
             assert_close(part["metrics"], step["metrics"], **EXACT)
-    for *_, own in found:
+    for *_, own in actual:
         assert_close(own, state, **EXACT)
 
 
@@ -61,15 +61,15 @@ def test_what_the_ranks_tell_each_other(ranks):
 def choices(lengths: list[int], first: int, shape: tuple[int, int], **options) -> set[Any]:
     """The form each of two ranks takes for a layer, the first of which holds `first` positions."""
     seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    found = set()
+    actual = set()
     for own in (torch.arange(len(seq))[:first], torch.arange(len(seq))[first:]):
         shard = Shard(None, seq, own)
         vars(shard)["ranks"] = 2  # there is no process group to ask
         layout = Layout(seq[own], len(lengths), shard)
         rows = Outer(torch.zeros(len(own), shape[1]), torch.zeros(len(own), shape[0]))
         isopo_form = cost.cheapest_form(rows, layout, path="auto", **options)
-        found.add((isopo_form, cost.gram_kernel(rows, layout, "auto")))
-    return found
+        actual.add((isopo_form, cost.gram_kernel(rows, layout, "auto")))
+    return actual
 
 
 @settings(deadline=None, max_examples=40)

@@ -38,19 +38,19 @@ def assert_plain(model: nn.Module, forward, names: list[str]) -> None:
     """Σ A_i V_i for some parameters, twice in a row."""
     ids, seq = padded(LENGTHS, 13)
     before = {name: value.clone() for name, value in model.named_buffers()}
-    transform, found = isopo(overlap="all"), []
+    transform, actual = isopo(overlap="all"), []
     for _ in range(2):
         model.load_state_dict(before, strict=False)
         model.zero_grad()
         with transform.applied(model, sequences=seq, advantages=A):
             nll(forward(ids), ids, seq).sum().backward()
-        found.append({name: model.get_parameter(name).grad for name in names})
+        actual.append({name: model.get_parameter(name).grad for name in names})
     model.load_state_dict(before, strict=False)
     model.zero_grad()
     (A @ nll(forward(ids), ids, seq).sum(1)).backward()
     want = {name: model.get_parameter(name).grad for name in names}
-    assert_close(found[0], want, **EXACT)
-    assert_close(found[1], want, **EXACT)
+    assert_close(actual[0], want, **EXACT)
+    assert_close(actual[1], want, **EXACT)
 
 
 def made(middle: nn.Module) -> nn.Module:
@@ -147,19 +147,19 @@ def test_dora():
             if "lora_B" in name:
                 value.normal_(std=0.3)
     ids, seq = padded(LENGTHS, VOCAB)
-    found = {}
+    actual = {}
     for kind, transform in {"p = 0": isopo(p=0.0), "isopo": isopo(overlap="all")}.items():
         model.zero_grad()
         with transform.applied(model, sequences=seq, advantages=A):
             nll(model(input_ids=ids).logits, ids, seq).sum().backward()
-        found[kind] = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        actual[kind] = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
     (A @ nll(model(input_ids=ids).logits, ids, seq).sum(1)).backward()
     for name, value in model.named_parameters():
         if value.requires_grad:
             # The norms of the model compute in float32.
-            assert_close(found["p = 0"][name], value.grad, rtol=1e-4, atol=1e-6)
-            same = torch.allclose(found["isopo"][name], value.grad, rtol=1e-4, atol=1e-6)
+            assert_close(actual["p = 0"][name], value.grad, rtol=1e-4, atol=1e-6)
+            same = torch.allclose(actual["isopo"][name], value.grad, rtol=1e-4, atol=1e-6)
             assert same == ("magnitude" in name)
 
 
@@ -209,10 +209,10 @@ def test_a_child_called_by_another_method_of_its_module_is_normalised():
         isopo(overlap="all").applied(model, sequences=seq, advantages=A),
     ):
         nll(model(ids), ids, seq).sum().backward()
-    found = model.middle.methods.mix.weight.grad.clone()
+    actual = model.middle.methods.mix.weight.grad.clone()
     model.zero_grad()
     (A @ nll(model(ids), ids, seq).sum(1)).backward()
-    assert not torch.allclose(found, model.middle.methods.mix.weight.grad, rtol=1e-2)
+    assert not torch.allclose(actual, model.middle.methods.mix.weight.grad, rtol=1e-2)
 
 
 def test_a_layer_applied_to_a_constant_keeps_its_shape_and_is_refused_with_the_reason():

@@ -78,8 +78,8 @@ class Rollout:
 def grads(model, *outputs):
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     pull = [torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view_as(x) for x in outputs]
-    found = torch.autograd.grad(outputs, list(trained.values()), pull, allow_unused=True)
-    return {name: g for name, g in zip(trained, found) if g is not None}
+    actual = torch.autograd.grad(outputs, list(trained.values()), pull, allow_unused=True)
+    return {name: g for name, g in zip(trained, actual) if g is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -187,10 +187,10 @@ def test_compiled_model_is_compiled_once():
 
     compiled = torch.compile(model, backend=count)
     for _ in range(4):  # the first calls learn what follows the head
-        seen = len(graphs)
+        observed = len(graphs)
         ours = model_logp(compiled, two_ranks.IDS, two_ranks.MASK)
         assert_close(ours, expected, rtol=0, atol=1e-12)
-    assert seen == len(graphs) > 0
+    assert observed == len(graphs) > 0
 
 
 def test_the_model_is_put_back_after_an_error():

@@ -228,13 +228,13 @@ class _Largest(TorchDispatchMode):
 def test_tokens_times_vocabulary_never_exist():
     tokens, dim, vocab, chunk = 96, 4, 400, 2000
     hidden, weight, bias, targets = problem(tokens, dim=dim, vocab=vocab)
-    with _Largest() as seen:
+    with _Largest() as observed:
         ours = token_logp(hidden, weight, targets, bias=bias, entropy=True, chunk=chunk)
         (ours.logp.sum() + ours.entropy.sum()).backward()
-    assert seen.entries <= max(1.5 * chunk, vocab * dim)
-    with _Largest() as seen:
+    assert observed.entries <= max(1.5 * chunk, vocab * dim)
+    with _Largest() as observed:
         plain(hidden, weight, targets).logp.sum().backward()
-    assert seen.entries == tokens * vocab  # the probe sees what it should
+    assert observed.entries == tokens * vocab  # the probe sees what it should
 
 
 def peak_bytes(step):

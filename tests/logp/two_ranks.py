@@ -58,8 +58,8 @@ def run(rank: int, folder: str) -> None:
             model.zero_grad()
             logp = model_logp(model, IDS[part], MASK[part])
             (2.0 * logp.sum()).backward()  # the wrapper divides by the number of ranks
-        found = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
-        whole = {n: g.full_tensor() if wrap == "fsdp2" else g for n, g in found.items()}
+        actual = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+        whole = {n: g.full_tensor() if wrap == "fsdp2" else g for n, g in actual.items()}
         if rank == 0:
             torch.save(whole, os.path.join(folder, f"{wrap}.pt"))
     dist.destroy_process_group()

@@ -202,7 +202,7 @@ def _after_colon(summary: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Bars would end the cell of a table."""
+    """The text with bars escaped, which would end the cell of a table."""
     return text.replace("|", "\\|")
 
 

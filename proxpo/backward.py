@@ -24,7 +24,7 @@ from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.sums import over_microbatches
 from proxpo.types import AllSum, Batch, Context, Loss, Reach, Recipe
 
-Forward = Callable[[], Tensor | Mapping[str, Tensor]]
+ForwardPass = Callable[[], Tensor | Mapping[str, Tensor]]
 
 
 class BackwardPass(NamedTuple):
@@ -46,9 +46,9 @@ def backward_pass(
     batch: Batch,
     ctx: Context,
     *,
-    forward: Forward,
+    forward: ForwardPass,
     applied: Callable[..., AbstractContextManager[Any]] | None = None,
-    forward_rest: Forward | None = None,
+    forward_rest: ForwardPass | None = None,
     policy_sum: AllSum | None = None,
     ranks: int = 1,
     backward: Callable[[Tensor], Any] = Tensor.backward,
@@ -155,7 +155,7 @@ def without_policy_term(
     return whole, whole.value - policy.value
 
 
-def _computed(forward: Forward) -> Mapping[str, Tensor]:
+def _computed(forward: ForwardPass) -> Mapping[str, Tensor]:
     result = forward()
     return {"logp": result} if isinstance(result, Tensor) else result
 

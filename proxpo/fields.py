@@ -1,8 +1,8 @@
 """Fields of a Batch, each declared once: axes, kind of number, source and one line of text.
 
-`FIELDS` holds a `Field` for every name, and everything that is known of a field is asked there.
-The fields of `BatchFields` are those of language models. A stage with a field of its own adds it
-with `declare_field`.
+`FIELDS` holds a `Field` for every name; whatever depends on a field asks there.
+The fields below are those of language models. A stage with a field of its own adds it with
+`declare_field`.
 
 Axes: `seq` responses, `tok` response tokens; any other name, such as `vocab`, is a last axis whose
 size all fields that have it share. "seq [tok]" is one number per response or per token.
@@ -22,13 +22,14 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, dataclass_transform, get_args
+from typing import Any, Literal, TypeVar, dataclass_transform, get_args
 
 import torch
 
 from proxpo.errors import ProxpoError, UnknownFieldError, nearest
 from proxpo.ops.shapes import Tensor
 
+T = TypeVar("T")
 Kind = Literal["float", "bool", "int", "number"]  # "number": whole or not
 Source = Literal[
     "policy", "start", "reference", "sampler", "environment", "reward", "schedule", "recipe"
@@ -95,7 +96,7 @@ LOADERS: list[Callable[[], None]] = []  # called at an unknown name: import what
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-def by_keyword(cls: type) -> type:
+def by_keyword(cls: type[T]) -> type[T]:
     """Marks a class for editors and type checkers: its attributes are keyword arguments."""
     return cls
 

@@ -1,4 +1,4 @@
-"""Write the pages that are read off the code: docs/methods, docs/stages.md, the README's catalogue.
+"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md, README's table.
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -14,7 +14,8 @@ import re
 import sys
 from pathlib import Path
 
-from proxpo import sparsity
+from proxpo import fields, sparsity
+from proxpo.fields import CORE, FIELDS
 from proxpo.ops import kl
 from proxpo.recipes import Method, methods
 from proxpo.stages import STAGES, aggregate, load_stages
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def pages() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+    """Text of every generated file, by path."""
     tested = tested_statements()
     out = {ROOT / f"docs/methods/{m.slug}.md": method_page(m, tested) for m in methods().values()}
     out[ROOT / "docs/methods/kl-estimators.md"] = shared_page(
@@ -54,6 +55,7 @@ def pages() -> dict[Path, str]:
         "aggregation", [aggregate, *modes], tested
     )
     out[ROOT / "docs/stages.md"] = stages_page()
+    out[ROOT / "docs/fields.md"] = fields_page()
     readme = ROOT / "README.md"
     if readme.exists():
         head, _, rest = readme.read_text().partition(START)
@@ -158,6 +160,20 @@ def stages_page() -> str:
                 f"### {name}{_signature(factory)}\n\n```text\n{inspect.getdoc(factory)}\n```\n"
             )
     return "\n".join(parts)
+
+
+def fields_page() -> str:
+    """All batch fields as declared; those of stages come last, by name."""
+    load_stages()
+    core = [field for name, field in FIELDS.items() if name in CORE]
+    extra = [FIELDS[name] for name in sorted(FIELDS.keys() - CORE)]
+    heading = ["| field | axes | kind | source | |", "| --- | --- | --- | --- | --- |"]
+    rows = [
+        f"| `{field.name}` | {field.axes} | {field.kind} | {field.source} | {_cell(field.doc)} |"
+        for field in (*core, *extra)
+    ]
+    text = inspect.cleandoc(fields.__doc__ or "")
+    return "\n".join(["# Batch fields", "", "```text", text, "```", "", *heading, *rows, ""])
 
 
 def catalogue() -> str:

@@ -1,4 +1,4 @@
-"""Record the losses in tests/golden anew, on purpose: after a method's definition has changed.
+"""Records the losses in tests/golden anew, on purpose: after a method's definition has changed.
 
     python scripts/write_golden.py [CASE...]     all cases, or those named
 
@@ -18,7 +18,7 @@ from methods.cases import CASES  # noqa: E402
 
 
 def checked(case: str) -> dict:
-    """What proxpo computes, once the reference has agreed in value and gradient."""
+    """Loss and gradients of a case, once the plain loops have agreed."""
     found, leaves = compute(case), with_leaves(read_batch())
     expected = CASES[case].reference(leaves)
     close(found["loss"], expected.detach(), rtol=1e-10)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 CLOSE = 1e-4
-SUMS = [f"{a}+{b}=" for a, b in ((12, 34), (405, 77), (23, 145), (661, 111))]
+ADDITIONS = [f"{a}+{b}=" for a, b in ((12, 34), (405, 77), (23, 145), (661, 111))]
 
 
 def recipes() -> str:
@@ -135,7 +135,7 @@ def trl() -> str:
             disable_tqdm=True,
             save_strategy="no",
         )
-        data = Dataset.from_list([{"prompt": text} for text in SUMS])
+        data = Dataset.from_list([{"prompt": text} for text in ADDITIONS])
         trainer = ProxpoTrainer(
             policy.model, varied, options, data, processing_class=policy.tokenizer, recipe="isopo"
         )
@@ -217,7 +217,7 @@ def _agreement(policy: Any, rollout: Any) -> str:
     from proxpo.sampler import agreement
 
     rollout = _rollout(rollout, policy) if isinstance(rollout, str) else rollout
-    prompts = [list(policy.tokenizer.encode(text)) for text in SUMS]
+    prompts = [list(policy.tokenizer.encode(text)) for text in ADDITIONS]
     gap = agreement(policy, rollout, prompts, max_tokens=4).largest
     expect(gap < CLOSE, f"sampler and trainer differ by {gap:.1e}, expected less than {CLOSE:.0e}")
     return f"sampler and trainer differ by {gap:.0e} at most"

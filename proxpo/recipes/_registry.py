@@ -95,7 +95,8 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
         }
         public: dict[str, inspect.Parameter] = {}
         for name, p in declared.items():
-            public |= {k: p.default.parameters[k] for k in groups.get(name, ())} or {name: p}
+            passed = {k: p.default.parameters[k] for k in groups.get(name, ())}
+            public |= passed if name in groups else {name: p}
         clash = [name for name in public if name in KINDS]
         if clash:
             raise ProxpoError(f"{slug}: the option '{clash[0]}' has the name of a stage")

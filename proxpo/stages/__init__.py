@@ -56,17 +56,17 @@ def stage(
 ) -> Callable[[Callable[..., Any]], Factory]:
     """Registers a factory of stages: keyword-only options in, one function or `Parts` out.
 
-        @stage("weights", needs=("entropy",))
-        def above_usual_entropy(*, momentum: float = 0.9):
+        @stage("reward", needs=("rewards",))
+        def less_usual(*, momentum: float = 0.9):
             def init():
                 return {"usual": torch.zeros(())}
 
             def apply(batch, ctx):
-                mean = masked_mean(batch.entropy.detach(), batch.mask)
-                return batch.entropy.detach() > ctx.state["usual"], {"entropy": mean}
+                mean = batch.rewards.mean()
+                return batch.replace(rewards=batch.rewards - ctx.state["usual"]), {"reward": mean}
 
             def update(state, batch, metrics):
-                return {"usual": momentum * state["usual"] + (1 - momentum) * metrics["entropy"]}
+                return {"usual": momentum * state["usual"] + (1 - momentum) * metrics["reward"]}
 
             return Parts(apply=apply, init=init, update=update)
 

@@ -43,7 +43,7 @@ def bind(factory: Callable[..., Any], settings: Mapping[str, Any], *, what: str)
 
 
 def coerce(value: Any, kind: Any, *, option: str) -> Any:
-    """`value` as one of the types `kind` allows; a clear line if it is none of them."""
+    """Converts `value` to one of the types `kind` allows; raises if it is none of them."""
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     allowed = typing.get_args(kind) if union else (kind,)
     for accepted in allowed:
@@ -62,7 +62,7 @@ def coerce(value: Any, kind: Any, *, option: str) -> Any:
 
 
 def brief(value: Any) -> str:
-    """The value as an error shows it: cut to one line, whatever its size."""
+    """The value as error messages show it, cut to one line."""
     try:
         text = repr(value)
     except Exception:  # an integer of more digits than Python writes out, a foreign __repr__

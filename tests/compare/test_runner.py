@@ -85,7 +85,7 @@ def test_killed_at_any_moment_and_restarted_it_ends_the_same(uninterrupted, tmp_
 def test_interrupted_it_stops_its_runs_which_save(tmp_path, capsys):
     out = tmp_path / "stopped"
     folder = out / "runs/grpo-seed0"
-    small = (*SMALL, "steps=500", "checkpoint.every=0")
+    small = (*SMALL, "steps=500", "checkpoint.every=0", "evaluate.every=500")
 
     def interrupt() -> None:
         _wait_for(lambda: _steps(folder) >= 2)

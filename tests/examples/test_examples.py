@@ -46,7 +46,7 @@ def run(monkeypatch, capsys):
 
 
 def launched(path: Path) -> str:
-    """What a script prints under `accelerate launch` with two processes."""
+    """Output of a script under `accelerate launch` with two processes."""
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     done = subprocess.run(
         [sys.executable, *launch, "--main_process_port", "0", str(path)],

@@ -27,7 +27,9 @@ LACKING = {case: asked(case, IN_THE_LOSS) for case in CASES}
 for _case in CASES:
     if CASES[_case].slug == "text2grad":
         LACKING[_case] -= {"rewards"}  # a critique's marks replace it: not read, so not missed
-JUDGING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
+READING = [case for case in CASES if "entropy" in asked(case, {"schedule"})]
+FRESH = [case for case in READING if recipe(case).schedule.name == "poisson_replay"]
+JUDGING = [case for case in READING if case not in FRESH]  # the schedule itself reads it
 
 
 def assert_told(error: ProxpoError, case: str, name: str) -> None:
@@ -74,12 +76,21 @@ def test_a_schedule_says_what_it_lacks(case: str) -> None:
     assert_told(error.value, case, "entropy")
 
 
+@pytest.mark.parametrize("case", FRESH)
+def test_the_loss_of_fresh_data_says_what_it_lacks(case: str) -> None:
+    made = recipe(case)
+    loss = proxpo.loss_fn(made.schedule.apply.fresh(made).replace(schedule=None))
+    with pytest.raises(ProxpoError, match=r"entropy_bonus needs the batch field 'entropy'"):
+        loss(make_batch(1).replace(entropy=None))
+
+
 def test_what_no_recipe_can_do_without_is_asked_for() -> None:
     """The fields of the environments and of the policy's insides are all among those tested."""
     special = {"turn", "void", "duration", "span_rewards", "hidden", "features", "tokens", "mean"}
     special |= {"vocab_logp", "old_vocab_logp", "ref_kl", "prev_logp", "entropy", "greedy_rewards"}
     assert special <= set().union(*LACKING.values())
     assert JUDGING
+    assert FRESH
 
 
 @pytest.mark.parametrize("name", FIELDS)

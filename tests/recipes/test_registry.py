@@ -33,6 +33,31 @@ swapped = proxpo.make_recipe("grpo", {{"advantage": "reward_sign"}})
 entry = proxpo.methods()["signpo"]
 print(json.dumps([batch.logp.grad.tolist(), swapped.advantage.name, entry.paper, entry.summary]))
 """
+CHECK = """
+import json
+{load}
+from helpers import close, gradients, loss_and_gradients, make_batch, method, with_leaves
+test_signpo.test_scale()
+for slug, settings, reference in test_signpo.CASES.values():
+    value, slopes = loss_and_gradients(method(slug, **settings), make_batch(1))
+    leaves = with_leaves(make_batch(1))
+    expected = reference(leaves)
+    close(value, expected.detach())
+    close(slopes, gradients(expected, leaves))
+print(json.dumps([list(test_signpo.CASES), bool(slopes["logp"].any())]))
+"""
+REMEMBER = """
+import json, torch, proxpo
+{load}
+from helpers import make_batch
+recipe = proxpo.make_recipe("grpo", {{"weights+": "above_usual_entropy"}})
+states, batch = recipe.init_state(), make_batch(1)
+loss = proxpo.loss_fn(recipe)(batch, proxpo.Context(states=states))
+states = recipe.update_state(states, batch, loss.metrics)
+(place,) = states
+usual, mean = states[place]["usual"], batch.entropy[batch.mask].mean()
+print(json.dumps([place, bool((usual - 0.1 * mean).abs() < 1e-6)]))
+"""
 EXPECTED = [
     [[-0.25, -0.25], [0.25, 0.25]],
     "reward_sign",
@@ -41,15 +66,16 @@ EXPECTED = [
 ]
 
 
-def worked_example() -> str:
+def worked_example(name: str = "signpo") -> str:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    return re.search(r"```python\n(# signpo\.py\n.*?)```", text, re.DOTALL).group(1)
+    return re.search(rf"```python\n(# {name}\.py\n.*?)```", text, re.DOTALL).group(1)
 
 
-def run(folder: Path, load: str) -> list:
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+def run(folder: Path, load: str, use: str = USE) -> list:
+    path = os.pathsep.join(str(part) for part in (ROOT, ROOT / "tests", folder))
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", USE.format(load=load)],
+        [sys.executable, "-c", use.format(load=load)],
         env=env, capture_output=True, text=True, cwd=folder, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -59,6 +85,19 @@ def run(folder: Path, load: str) -> list:
 def test_worked_example_by_import(tmp_path: Path) -> None:
     (tmp_path / "signpo.py").write_text(worked_example())
     assert run(tmp_path, load="import signpo") == EXPECTED
+
+
+def test_worked_example_of_a_test(tmp_path: Path) -> None:
+    """The case in CONTRIBUTING agrees with its plain loops, and its limit holds."""
+    for name in ("signpo", "test_signpo"):
+        (tmp_path / f"{name}.py").write_text(worked_example(name))
+    assert run(tmp_path, load="import signpo, test_signpo", use=CHECK) == [["signpo"], True]
+
+
+def test_worked_example_of_a_stage_with_memory(tmp_path: Path) -> None:
+    (tmp_path / "usual.py").write_text(worked_example("usual"))
+    found = run(tmp_path, load="import usual", use=REMEMBER)
+    assert found == ["weights.above_usual_entropy", True]
 
 
 def test_worked_example_as_an_installed_package(tmp_path: Path) -> None:

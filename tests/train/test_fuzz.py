@@ -303,7 +303,7 @@ def test_an_unreadable_config_is_written_from_an_intact_checkpoint_alone(saved, 
     (tmp_path / "checkpoints/step-2/info.json").write_text("[" * 90_000)
     (tmp_path / "config.yaml").write_text("recipe: " + "[" * 5000)
     notes: list[str] = []
-    own_config(None, {"out": str(tmp_path)}, noted=notes.append)
+    own_config(None, {"out": str(tmp_path)}, on_notice=notes.append)
     assert load_config(tmp_path / "config.yaml").seed == 1
     [note] = notes
     assert note.endswith("written anew from step-1")

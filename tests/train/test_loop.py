@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
+from proxpo.train.batch import UpdatePlan
 from proxpo.train.config import load_config
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
@@ -289,7 +291,11 @@ def test_micro_batches_change_the_weights_by_rounding_alone(slug, sets, tmp_path
 def test_old_log_probs_of_fresh_data_need_no_pass_of_their_own(tmp_path, monkeypatch):
     """One update on one's own samples: the shortcut gives the numbers of the separate pass."""
     train(config_of(tmp_path / "late", "steps=2", method="grpo"))
-    monkeypatch.setattr("proxpo.train.steps.scores_late", lambda recipe: False)
+    plan = UpdatePlan.of
+    early_plan = classmethod(
+        lambda cls, *args, **named: replace(plan(*args, **named), defer_old=False)
+    )
+    monkeypatch.setattr(UpdatePlan, "of", early_plan)
     train(config_of(tmp_path / "early", "steps=2", method="grpo"))
     late, early = weights_of(tmp_path / "late", 2), weights_of(tmp_path / "early", 2)
     assert all(torch.equal(late[name], value) for name, value in early.items())

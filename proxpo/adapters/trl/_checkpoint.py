@@ -13,7 +13,7 @@ from proxpo.runs.files import write_whole
 from proxpo.runs.trees import flatten, unflatten
 from proxpo.types import Recipe, States
 
-NAME = "proxpo_recipe"
+MEMORY = "proxpo_recipe"
 REFERENCE = "proxpo_reference.safetensors"
 
 
@@ -23,21 +23,21 @@ def write_memory(folder: Path, recipe: Recipe, states: States, transform: Transf
     if transform is not None:
         memory["transform"] = transform.state_dict()
     tensors, structure = flatten(memory, what="recipe")
-    write_whole(folder / f"{NAME}.safetensors", save(tensors))
-    write_whole(folder / f"{NAME}.json", json.dumps(structure, allow_nan=False).encode())
+    write_whole(folder / f"{MEMORY}.safetensors", save(tensors))
+    write_whole(folder / f"{MEMORY}.json", json.dumps(structure, allow_nan=False).encode())
 
 
 def read_memory(folder: Path, recipe: Recipe, transform: Transform | None) -> States:
     """Reads the states to go on from, and loads the transform's averages into it."""
     fresh = recipe.init_state()
-    if not fresh and transform is None and not (folder / f"{NAME}.json").exists():
+    if not fresh and transform is None and not (folder / f"{MEMORY}.json").exists():
         return fresh  # the recipe has no memory: any checkpoint of TRL will do
     try:
-        structure = json.loads((folder / f"{NAME}.json").read_text())
-        memory = unflatten(load((folder / f"{NAME}.safetensors").read_bytes()), structure)
+        structure = json.loads((folder / f"{MEMORY}.json").read_text())
+        memory = unflatten(load((folder / f"{MEMORY}.safetensors").read_bytes()), structure)
     except OSError as error:
         raise ProxpoError(
-            f"{folder} cannot be resumed from: the recipe's state is missing ({NAME}.*); it was "
+            f"{folder} cannot be resumed from: the recipe's state is missing ({MEMORY}.*); it was "
             "not saved by ProxpoTrainer"
         ) from error
     if memory["recipe"] != recipe.name:
@@ -65,4 +65,4 @@ def read_reference(folder: Path, model: nn.Module) -> None:
     load_model(model, str(folder / REFERENCE))
 
 
-__all__ = ["NAME", "read_memory", "read_reference", "write_memory", "write_reference"]
+__all__ = ["MEMORY", "read_memory", "read_reference", "write_memory", "write_reference"]

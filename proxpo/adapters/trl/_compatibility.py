@@ -4,12 +4,12 @@ import importlib.metadata
 import inspect
 from typing import Any
 
-from proxpo.adapters.trl._refusals import DECIDED
+from proxpo.adapters.trl._refusals import RECIPE_DECIDES
 
 TESTED_VERSION = "1.16"
 
 # Methods that ProxpoTrainer overrides or calls, with the parameters it relies on.
-METHODS: dict[str, tuple[str, ...]] = {
+OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("self", "model", "inputs"),
     "_generate_and_score_completions": ("self", "inputs"),
@@ -25,10 +25,10 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
-def differences(trainer: Any, config: Any, options: tuple[str, ...] = ()) -> list[str]:
+def api_changes(trainer: Any, config: Any, options: tuple[str, ...] = ()) -> list[str]:
     """Differences of a GRPOTrainer and its config from those of TRL 1.16, one line each."""
     lines = []
-    for name, expected in METHODS.items():
+    for name, expected in OVERRIDDEN.items():
         method = getattr(trainer, name, None)
         if method is None:
             lines.append(f"GRPOTrainer.{name} is gone")
@@ -54,7 +54,7 @@ def check_trl() -> None:
             f"proxpo.adapters.trl needs trl {TESTED_VERSION}.*, which cannot be imported "
             f"({error}): pip install 'proxpo[trl]'"
         ) from error
-    moved = differences(GRPOTrainer, GRPOConfig, tuple(DECIDED))
+    moved = api_changes(GRPOTrainer, GRPOConfig, tuple(RECIPE_DECIDES))
     if moved:
         raise ImportError(
             f"proxpo.adapters.trl is written for trl {TESTED_VERSION}.*; in trl {version} "
@@ -62,4 +62,4 @@ def check_trl() -> None:
         )
 
 
-__all__ = ["METHODS", "TESTED_VERSION", "check_trl", "differences"]
+__all__ = ["OVERRIDDEN", "TESTED_VERSION", "api_changes", "check_trl"]

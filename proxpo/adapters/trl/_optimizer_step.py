@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import split_tensor_dict
 
+from proxpo.adapters.trl._generation_batch import GenerationBatch
 from proxpo.adapters.trl._metrics import ClipRecorder
-from proxpo.adapters.trl._rollout import Rollout
 from proxpo.compose import count, tokens_of_group
 from proxpo.ops.shapes import Int, Tensor
 from proxpo.types import AllSum, Batch, Context, Denominators, Metrics, Reach
@@ -28,7 +28,7 @@ class OptimizerStep:
     """
 
     recorder: ClipRecorder
-    rollout: Rollout
+    rollout: GenerationBatch
     inputs: Sequence[dict[str, Any]]
     group_tokens: Int[Tensor, " seq"]
     ctx: Context
@@ -44,7 +44,7 @@ class OptimizerStep:
 
 
 def counts_of_step(
-    rollout: Rollout, rows: Int[Tensor, " row"]
+    rollout: GenerationBatch, rows: Int[Tensor, " row"]
 ) -> tuple[Denominators, Int[Tensor, " seq"]]:
     """Counts of an optimizer step on these rows of all processes, and each row's group tokens."""
     step = rollout.whole.rows(rows)

@@ -13,7 +13,7 @@ from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
 
 # Kinds of stages that change what TRL does by itself.
-HOST_KINDS = {
+REFUSED_KINDS = {
     "budget": "it draws num_generations completions of every prompt",
 }
 _NO_CRITIC = "GRPOTrainer trains no critic"
@@ -54,7 +54,7 @@ _SAPO = "they are options of recipe='sapo'"
 _VESPO = "proxpo has no recipe for VESPO"
 _FIXED = "proxpo has no adaptive entropy bonus; {'regularisers+': 'entropy_bonus'} has a fixed one"
 # Options of GRPOConfig that the recipe decides instead, and where a recipe has the same.
-DECIDED = {
+RECIPE_DECIDES = {
     "beta": "it has no place for a KL term",
     "delta": "trust=ppo_clip has it as {'trust.cap': ...}",
     "entropy_coef": "it has no place for an entropy bonus",
@@ -104,10 +104,11 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
             f"recipe {recipe.name} needs '{name}' in TRL: {NOT_PROVIDED.get(name, _UNKNOWN)}"
         )
     for _, stage in recipe.stages():
-        if stage.kind in HOST_KINDS:
+        if stage.kind in REFUSED_KINDS:
             raise ProxpoError(
                 f"recipe {recipe.name} has {stage.kind}={stage.name}, for which TRL has no place: "
-                f"{HOST_KINDS[stage.kind]}; recipe_options={{'{stage.kind}': None}} leaves it out"
+                f"{REFUSED_KINDS[stage.kind]}; recipe_options={{'{stage.kind}': None}} leaves it "
+                "out"
             )
         if stage.step is not None:
             raise ProxpoError(
@@ -134,7 +135,7 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
 def _check_options(recipe: Recipe, args: Any) -> None:
     """Refuses options of GRPOConfig that would silently have no effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name in DECIDED:
+    for name in RECIPE_DECIDES:
         value = getattr(args, name)
         if value != defaults[name]:
             raise ProxpoError(
@@ -153,7 +154,7 @@ def suggestion(recipe: Recipe, name: str, value: Any) -> str:
     for options in _equivalents(recipe, name, value):
         if _has_effect(recipe, options):
             return f"use {options} in recipe_options"
-    return DECIDED[name]
+    return RECIPE_DECIDES[name]
 
 
 def _equivalents(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
@@ -317,9 +318,9 @@ def needs_whole_groups(recipe: Recipe) -> bool:
 
 
 __all__ = [
-    "DECIDED",
     "NOT_PROVIDED",
     "PROVIDED",
+    "RECIPE_DECIDES",
     "check_engine",
     "check_recipe",
     "microbatch_dependence",

@@ -28,6 +28,14 @@ from proxpo.adapters.trl._checkpoint import (
     write_memory,
     write_reference,
 )
+from proxpo.adapters.trl._generation_batch import (
+    GenerationBatch,
+    batch_fields,
+    fields_before_update,
+    has_unscored_tokens,
+    prepared,
+    weighted_rewards,
+)
 from proxpo.adapters.trl._metrics import ClipRecorder, GradientLengths, trl_metrics
 from proxpo.adapters.trl._optimizer_step import (
     ROW,
@@ -43,14 +51,6 @@ from proxpo.adapters.trl._refusals import (
     needs_whole_groups,
     replaced_defaults,
     resolve_recipe,
-)
-from proxpo.adapters.trl._rollout import (
-    Rollout,
-    batch_fields,
-    fields_before_update,
-    has_unscored_tokens,
-    prepared,
-    weighted_rewards,
 )
 from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.adapters.trl._vllm import mend_sync
@@ -138,7 +138,7 @@ class ProxpoTrainer(GRPOTrainer):
         gradient = self.recipe.gradient
         self._transform = None if gradient is None else gradient.apply()
         self._states = self.recipe.init_state()
-        self._rollouts: dict[str, list[Rollout]] = {}
+        self._rollouts: dict[str, list[GenerationBatch]] = {}
         self._optimizer_step: OptimizerStep | None = None
         self._block = ExitStack()  # holds the transform open until TRL's backward is done
         self._skipped = 0
@@ -252,7 +252,7 @@ class ProxpoTrainer(GRPOTrainer):
         objective, and the transform stays open until TRL's backward is done.
         """
         mode = "train" if self.model.training else "eval"
-        step = self._step_of(mode, model, inputs)
+        step = self._step_of(mode, inputs)
         batch, processes = step.microbatch(inputs), self.accelerator.num_processes
         lag = self.state.global_step - step.rollout.version
         batch = batch.replace(lag=torch.full_like(batch.mask, lag, dtype=torch.long))
@@ -335,7 +335,7 @@ class ProxpoTrainer(GRPOTrainer):
 
     # --- the optimizer step that a micro-batch belongs to
 
-    def _step_of(self, mode: str, model: nn.Module, inputs: dict[str, Any]) -> OptimizerStep:
+    def _step_of(self, mode: str, inputs: dict[str, Any]) -> OptimizerStep:
         """The optimizer step of this micro-batch; every process enters it together."""
         if mode == "eval":
             return self._open_step(self.model, 0, mode, [inputs])

@@ -20,7 +20,7 @@ from proxpo.types import FIELDS, Batch, Clock, Context, Recipe, Stage
 PREFIX = "proxpo_"
 LOSS_KINDS = ("weights", "ratio", "trust", "regularisers", "select", "aggregate")
 GROUP_KINDS = ("reward", "filter", "advantage", "prune")
-HOST_KINDS = ("budget",)  # rollouts as verl makes them
+UNSUPPORTED_KINDS = ("budget",)  # rollouts as verl makes them
 # Fields that verl gives to a policy loss and to an estimator.
 LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
 GROUP_FIELDS = {"mask", "rewards", "token_rewards", "group"}
@@ -130,17 +130,17 @@ def loss_refusal(recipe: Recipe, engine: bool) -> str:
     if recipe.schedule is not None and recipe.schedule.name != "single_update":
         return f"{where} follows schedule={recipe.schedule.name}, and verl keeps its own"
     for _, stage in recipe.stages():
-        if stage.kind in HOST_KINDS:
+        if stage.kind in UNSUPPORTED_KINDS:
             return f"{where} has {stage.kind}={stage.name}, for which verl has no place"
     if recipe.gradient is not None and not engine:
         return (
             f"{where} has gradient={recipe.gradient.name}, which needs proxpo's engine: set "
             "VERL_ENGINE_VENDOR=proxpo in every process and actor_rollout_ref.actor.strategy=fsdp2"
         )
-    given = LOSS_FIELDS | ENGINE_FIELDS.keys() if engine else LOSS_FIELDS
+    provided = LOSS_FIELDS | ENGINE_FIELDS.keys() if engine else LOSS_FIELDS
     return (
-        _missing(recipe, LOSS_KINDS, given, "its policy losses")
-        or dry_run(recipe, given)
+        _missing(recipe, LOSS_KINDS, provided, "its policy losses")
+        or dry_run(recipe, provided)
         or no_estimator(recipe)
     )
 
@@ -168,10 +168,10 @@ def estimator_refusal(recipe: Recipe) -> str:
     return _missing(recipe, GROUP_KINDS, GROUP_FIELDS, "its advantage estimators")
 
 
-def dry_run(recipe: Recipe, given: set[str]) -> str:
+def dry_run(recipe: Recipe, provided: set[str]) -> str:
     """The error of the loss on two made-up responses: some stages read more than they list."""
     ones = torch.ones(2, 3)
-    fields = dict.fromkeys(given - {"mask", "advantages"}, -ones)
+    fields = dict.fromkeys(provided - {"mask", "advantages"}, -ones)
     signs = torch.tensor([[1.0], [-1.0]]) * ones
     batch = Batch(**fields, mask=ones.bool(), advantages=signs)
     try:
@@ -185,22 +185,22 @@ def dry_run(recipe: Recipe, given: set[str]) -> str:
     return ""
 
 
-def _missing(recipe: Recipe, kinds: tuple[str, ...], given: set[str], whom: str) -> str:
+def _missing(recipe: Recipe, kinds: tuple[str, ...], provided: set[str], receiver: str) -> str:
     for _, stage in recipe.stages():
         if stage.kind not in kinds:
             continue
         for name in stage.needs:
-            if name not in given:
-                return _line(recipe, stage, name, whom)
+            if name not in provided:
+                return _line(recipe, stage, name, receiver)
         if stage.init is not None and stage.options.get("coef") != 0:
             return (
                 f"verl: {recipe.name}: {stage.kind}={stage.name} remembers earlier steps, which "
-                f"verl does not keep for {whom}"
+                f"verl does not keep for {receiver}"
             )
     return ""
 
 
-def _line(recipe: Recipe, stage: Stage, name: str, whom: str) -> str:
+def _line(recipe: Recipe, stage: Stage, name: str, receiver: str) -> str:
     if stage.name == "kl_in_reward":  # reads two fields, whichever is missing
         name = "ref_logp"
     fitting = name in INSTEAD and (name != "entropy" or stage.kind == "regularisers")
@@ -210,7 +210,7 @@ def _line(recipe: Recipe, stage: Stage, name: str, whom: str) -> str:
     hint = f"; {'; or '.join(instead)}" if instead else ""
     return (
         f"verl: {recipe.name}: {stage.kind}={stage.name} needs '{name}' ({FIELDS[name].doc}), "
-        f"which verl does not give to {whom}{hint}"
+        f"which verl does not give to {receiver}{hint}"
     )
 
 

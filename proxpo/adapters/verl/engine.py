@@ -129,9 +129,15 @@ class ProxpoEngine(FSDPEngineWithLMHead):
             token_group=self.ulysses_parallel_group,
         )
         # verl averages gradients over all ranks. A transform is linear in the advantages alone.
-        given: Any = {"forward": forward, "applied": applied, "ranks": actor.ranks * slices}
         try:
-            with backward_pass(actor.recipe, batch, actor.ctx, **given) as opened:
+            with backward_pass(
+                actor.recipe,
+                batch,
+                actor.ctx,
+                forward=forward,
+                applied=applied,
+                ranks=actor.ranks * slices,
+            ) as opened:
                 # verl's gather over slices multiplies the gradient by their number on the way
                 # back, which would enter the lengths.
                 (opened.objective / slices).backward()

@@ -8,7 +8,7 @@ import sys
 from proxpo.adapters.verl._environment import check_verl, engine_selected
 
 
-def load() -> None:
+def load_plugin() -> None:
     """Registers with verl; engines only where selected, since importing them fixes the platform."""
     check_verl()
     from proxpo.adapters.verl._config_check import register_config_check
@@ -25,7 +25,7 @@ def load() -> None:
 
 
 try:
-    load()
+    load_plugin()
 except Exception as error:
     print(f"proxpo: not loaded into verl: {error}", file=sys.stderr, flush=True)
     raise

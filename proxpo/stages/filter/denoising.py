@@ -7,7 +7,7 @@ from proxpo.types import Batch, Context, Metrics
 
 @stage("filter", needs=("noise",))
 def noisy_steps():
-    """Mask out steps without noise, such as the last of a sampler: they have no density."""
+    """Masks out steps without noise, such as the last of a sampler: they have no density."""
 
     def keep(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, "seq tok"], Metrics]:
         return batch.noise > 0, {}

@@ -32,7 +32,7 @@ def informative_rows(batch: Batch) -> Bool[Tensor, " seq"]:
 
 
 def check_redrawing(stage_name: str, generation_factor: int, max_rounds: int) -> None:
-    """Refuse counts of a prompt filter that would draw nothing."""
+    """Refuses counts of a prompt filter that would draw nothing."""
     if generation_factor < 1 or max_rounds < 1:
         raise ProxpoError(
             f"{stage_name}: generation_factor and max_rounds are at least 1, got "
@@ -42,7 +42,7 @@ def check_redrawing(stage_name: str, generation_factor: int, max_rounds: int) ->
 
 @stage("filter", needs=("group",))
 def informative():
-    """Mask out prompts whose responses are all right or all wrong, without sampling others."""
+    """Masks out prompts whose responses are all right or all wrong, without sampling others."""
 
     def keep(batch: Batch, ctx: Context) -> Keep:
         kept = informative_rows(batch)
@@ -55,7 +55,7 @@ def informative():
 
 @stage("filter", needs=("truncated",))
 def not_truncated():
-    """Mask out responses cut at the length limit: DAPO's overlong filtering."""
+    """Masks out responses cut at the length limit: DAPO's overlong filtering."""
 
     def keep(batch: Batch, ctx: Context) -> Keep:
         return ~batch.truncated[:, None].expand_as(batch.mask), {}
@@ -65,7 +65,7 @@ def not_truncated():
 
 @stage("filter", needs=("lag",))
 def fresh_enough(*, max_lag: float):
-    """Use a response only if no token is more than `max_lag` policy versions old (AReaL's η)."""
+    """Keeps a response only if no token is more than `max_lag` policy versions old (AReaL's η)."""
 
     def keep(batch: Batch, ctx: Context) -> Keep:
         oldest = torch.where(batch.mask, batch.lag, 0).amax(dim=1)

@@ -19,7 +19,7 @@ def within_reach(
     generation_factor: int = 1,
     max_rounds: int = 10,
 ):
-    """Keep a prompt iff low ≤ share solved ≤ high and its rewards' std is at least min_std.
+    """Keeps a prompt iff low ≤ share solved ≤ high and its rewards' std is at least min_std.
 
     min_responses: how many responses with tokens and a reward it needs. generation_factor and
     max_rounds as in prompts=informative. SimpleTIR's released recipe, which draws 3 times as many.

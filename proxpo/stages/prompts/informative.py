@@ -8,7 +8,7 @@ from proxpo.types import Batch, Context, Metrics
 
 @stage("prompts", needs=("group",), name="informative")
 def informative_prompts(*, generation_factor: int = 1, max_rounds: int = 10):
-    """Keep a prompt iff its responses are neither all right nor all wrong; sample others instead.
+    """Keeps a prompt iff its responses are neither all right nor all wrong; others are sampled.
 
     DAPO's dynamic sampling, arXiv:2503.14476 eq. 11. Each round a trainer draws `generation_factor`
     times the prompts it still needs, keeps the first good ones and drops the surplus, in at most

@@ -48,7 +48,7 @@ def largest_advantages(
     floor: Floor = "kept",
     prompt_factor: float = 1.0,
 ):
-    """Keep the ⌊G(1 - P)⌋ responses of largest |A| to each prompt, P the rate. arXiv:2503.22342.
+    """Keeps the ⌊G(1 - P)⌋ responses of largest |A| to each prompt, P the rate. arXiv:2503.22342.
 
     floor="removed" drops ⌊G·P⌋ instead, which keeps one more where G·P is not a whole number.
     pool="batch" ranks all responses that this process holds instead. prune="largest" drops the

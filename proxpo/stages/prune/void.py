@@ -20,13 +20,13 @@ def is_void(turn: str) -> bool:
 
 
 def has_void(turns: Sequence[str]) -> bool:
-    """Whether any turn of a response is void: what the batch field `void` says of it."""
+    """True if any turn of a response is void: its value of the batch field `void`."""
     return any(is_void(turn) for turn in turns)
 
 
 @stage("prune", needs=("void",))
 def void_turns():
-    """Mask out responses with a void turn, once advantages are known. SimpleTIR, arXiv:2509.02479.
+    """Masks out responses with a void turn, once advantages are known. SimpleTIR, arXiv:2509.02479.
 
     They keep their say in the group's statistics and leave every denominator.
     """

@@ -100,7 +100,7 @@ class ScanTable:
 
 
 def scan_table(gains: Float[Tensor, " tok"], *, chunk: int | None = None) -> ScanTable:
-    """Tabulate `gains` for `ema_scan` in float64; the gains decide the chunk length if not given.
+    """Tabulates `gains` for `ema_scan` in float64; the gains decide the chunk length if not given.
 
     Products start at the second token of a chunk: the first may then have α = 1 (a diffuse start,
     or no smoothing at all, with chunks of one token) and nothing is divided by zero.

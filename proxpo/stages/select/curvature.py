@@ -43,7 +43,7 @@ class Shifts(NamedTuple):
 
 
 def candidates(batch: Batch, *, k: int) -> Candidates:
-    """π is the softmax over the top k alone; e is 0 where the drawn token is not among them.
+    """Candidates of every valid token; π is the softmax over the top k alone, e 0 outside them.
 
     All in the widest dtype of the three: a trainer in float64 may keep its hidden states narrower.
     """

@@ -75,14 +75,14 @@ class Generated:
     def test(self, size: int) -> list[Problem]:
         """Up to `size` different held-out problems; fewer where there are hardly more."""
         stream = random.Random(derive(self.seed, "test"))
-        found: dict[Sum, None] = {}
+        chosen: dict[Sum, None] = {}
         for _ in range(int(2 * size / self.share)):
             x = self.draw(stream.getrandbits(63))
-            if x not in found and held_out(x, self.share):
-                found[x] = None
-            if len(found) == size:
+            if x not in chosen and held_out(x, self.share):
+                chosen[x] = None
+            if len(chosen) == size:
                 break
-        return [Problem(self.write(x), str(x.result), i) for i, x in enumerate(found)]
+        return [Problem(self.write(x), str(x.result), i) for i, x in enumerate(chosen)]
 
 
 def arithmetic(
@@ -177,12 +177,12 @@ def _ordered(stream: int, sign: str, first: tuple[int, int], second: tuple[int, 
     return Sum(max(a, b), sign, min(a, b)) if sign == "-" else Sum(a, sign, b)
 
 
-def _digits(given: int | Sequence) -> tuple[int, int]:
-    least, most = (given, given) if isinstance(given, int) else (*given, None, None)[:2]
+def _digits(digits: int | Sequence) -> tuple[int, int]:
+    least, most = (digits, digits) if isinstance(digits, int) else (*digits, None, None)[:2]
     whole = isinstance(least, int) and isinstance(most, int)
     if not whole or not 1 <= least <= most <= 8:
         raise ProxpoError(
-            f"task arithmetic: digits is a number from 1 to 8 or [fewest, most], got {given!r}"
+            f"task arithmetic: digits is a number from 1 to 8 or [fewest, most], got {digits!r}"
         )
     return least, most
 

@@ -69,17 +69,17 @@ def calculator(
         stream = (operands(derive(seed, "calculator", number, i)) for i in range(10_000))
         return problem(next(terms for terms in stream if not is_held_out(terms)), number)
 
-    found: dict[tuple[int, ...], None] = {}
+    chosen: dict[tuple[int, ...], None] = {}
     for i in range(int(10 * test_size / held_out)):
         terms = operands(derive(seed, "calculator test", i))
         if is_held_out(terms):
-            found[terms] = None
-        if len(found) == test_size:
+            chosen[terms] = None
+        if len(chosen) == test_size:
             break
     return Task(
         name="calculator" if level == "default" else f"calculator:{level}",
         train=Lazy(train, TRAIN_SIZE),
-        test=[problem(terms, i) for i, terms in enumerate(found)],
+        test=[problem(terms, i) for i, terms in enumerate(chosen)],
         reward=RewardSpec(where=EXACT.where, trusted=True),
         tool=calculate,
         max_turns=count + 1,

@@ -74,20 +74,20 @@ def _hub() -> tuple[list[dict], list[dict]]:
             "for a local copy write gsm8k:FOLDER with train.jsonl and test.jsonl in it"
         ) from None
     try:
-        found = datasets.load_dataset(HUB, "main")
+        splits = datasets.load_dataset(HUB, "main")
     except Exception as error:
         raise ProxpoError(
             f"task gsm8k: {HUB} could not be fetched ({type(error).__name__}); "
             "for a local copy write gsm8k:FOLDER with train.jsonl and test.jsonl in it"
         ) from error
-    return list(found["train"]), list(found["test"])
+    return list(splits["train"]), list(splits["test"])
 
 
-def _verifier(given: str | None) -> str:
+def _verifier(name: str | None) -> str:
     installed = importlib.util.find_spec("math_verify") is not None
-    if given is None:
+    if name is None:
         return "math-verify" if installed else "numeric"
-    chosen = resolve(given, VERIFIERS, what="verifier of gsm8k")
+    chosen = resolve(name, VERIFIERS, what="verifier of gsm8k")
     if chosen == "math-verify" and not installed:
         raise ProxpoError("verifier math-verify needs its package: pip install math-verify")
     return chosen

@@ -121,17 +121,17 @@ def _bound(node: ast.stmt) -> set[str]:
 
 def _check_module(module: str) -> None:
     try:
-        found = importlib.util.find_spec(module) is not None
+        installed = importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        installed = False
+    if not installed:
         raise ProxpoError(f"reward module '{module}' is not installed or not on the Python path")
 
 
 def _field(
-    row: dict[str, Any], path: str, given: str | None, usual: tuple[str, ...], option: str
+    row: dict[str, Any], path: str, named: str | None, usual: tuple[str, ...], option: str
 ) -> str:
-    names = (given,) if given else usual
+    names = (named,) if named else usual
     for name in names:
         if name in row:
             return name

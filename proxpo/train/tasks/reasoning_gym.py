@@ -85,12 +85,14 @@ def _held_out(entries: Lazy, wanted: int) -> list[Problem]:
     They are the first entries if no question comes twice among these: there are many more then.
     Otherwise those whose hash says so, a fixed share of all, so that others are left for training.
     """
-    seen = {problem.question: problem for problem in islice(entries, wanted)}
-    if len(seen) == wanted:
-        return list(seen.values())
+    problems = {problem.question: problem for problem in islice(entries, wanted)}
+    if len(problems) == wanted:
+        return list(problems.values())
     for problem in islice(entries, wanted, None):
-        seen.setdefault(problem.question, problem)
-    chosen = [one for text, one in seen.items() if derive(0, "held out", text) < SHARE * 2**63]
+        problems.setdefault(problem.question, problem)
+    chosen = [
+        problem for text, problem in problems.items() if derive(0, "held out", text) < SHARE * 2**63
+    ]
     return chosen[:wanted]
 
 

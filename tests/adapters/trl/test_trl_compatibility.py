@@ -6,12 +6,12 @@ import sys
 import pytest
 from trl import GRPOConfig, GRPOTrainer
 
-from proxpo.adapters.trl import check_trl, differences
-from proxpo.adapters.trl._refusals import DECIDED
+from proxpo.adapters.trl import api_changes, check_trl
+from proxpo.adapters.trl._refusals import RECIPE_DECIDES
 
 
 def test_the_installed_trl_is_the_one_we_know():
-    assert differences(GRPOTrainer, GRPOConfig, tuple(DECIDED)) == []
+    assert api_changes(GRPOTrainer, GRPOConfig, tuple(RECIPE_DECIDES)) == []
 
 
 def test_what_has_changed_is_named():
@@ -21,7 +21,7 @@ def test_what_has_changed_is_named():
         def _compute_loss(self, model, batch): ...
 
     Moved._prepare_inputs = None
-    assert differences(Moved, GRPOConfig, ("epsilon", "gamma")) == [
+    assert api_changes(Moved, GRPOConfig, ("epsilon", "gamma")) == [
         "GRPOTrainer._compute_loss(self, model, batch) was (self, model, inputs) before",
         "GRPOTrainer._prepare_inputs is gone",
         "GRPOTrainer no longer scales its loss for accumulation by itself",

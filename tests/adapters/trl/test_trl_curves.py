@@ -64,7 +64,7 @@ def test_the_loss_curve_is_that_of_trl(case, tmp_path):
 
 
 def logs_agree(ours: Any, host: Any) -> None:
-    """Whatever TRL logs in a step stands under the same name in ours, with the same number."""
+    """Each number that TRL logs in a step stands under the same name in ours."""
     for mine, theirs in zip(ours.state.log_history, host.state.log_history, strict=True):
         shared = {name: mine[name] for name in theirs if name not in TIMES}  # KeyError: not logged
         wanted = {name: theirs[name] for name in shared}

@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_own_loop(case, tmp_path):
 
 @pytest.mark.long
 def test_accumulation_changes_nothing(tmp_path):
-    """Where no sequence depends on another: lengths without an overlap set."""
+    """For lengths without an overlap set, where no sequence depends on another."""
     options = {"gradient.preset": "euclidean"}
     found = {name: first_step(tmp_path, "isopo", options, **cut)[1] for name, cut in CUTS.items()}
     agree(found["2x4"], found["1x8"])

@@ -15,8 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 
 import proxpo
-from proxpo.adapters.trl._refusals import DECIDED, PROVIDED, suggestion
-from proxpo.adapters.trl._rollout import trained_tokens
+from proxpo.adapters.trl._generation_batch import trained_tokens
+from proxpo.adapters.trl._refusals import PROVIDED, RECIPE_DECIDES, suggestion
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.settings import at_length
@@ -67,7 +67,7 @@ def test_twenty_steps(slug, tmp_path):
 
 
 def first_loss(run: Watched, slug: str) -> float:
-    """What proxpo alone makes of the first micro-batch, without TRL."""
+    """Loss of the first micro-batch by proxpo alone, without TRL."""
     made = proxpo.make_recipe(slug, OPTIONS.get(slug, {}))
     made = at_length(made, run.args.max_completion_length)
     made = (variants(made) or (made,))[0]
@@ -224,7 +224,7 @@ def test_every_option_that_trl_s_loss_reads_is_decided_or_honoured():
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     read = known & set(re.findall(r"self\.(?:args\.)?([a-z_]+)", source))
     assert {"beta", "loss_type", "delta", "vespo_k_pos"} <= read
-    assert read - set(DECIDED) == HONOURED
+    assert read - set(RECIPE_DECIDES) == HONOURED
 
 
 @pytest.mark.parametrize("slug", ["dpo", "kpo", "lopti", "p3o", "reinforce", "rloo", "sapo"])
@@ -234,7 +234,7 @@ def test_what_is_suggested_can_be_set(slug):
     for name in ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high"):
         advice = suggestion(recipe, name, 4.5)
         if "in recipe_options" not in advice:
-            assert advice == DECIDED[name]
+            assert advice == RECIPE_DECIDES[name]
             continue
         chosen = ast.literal_eval(advice.removeprefix("use ").removesuffix(" in recipe_options"))
         assert 4.5 in chosen.values()
@@ -248,7 +248,7 @@ def test_options_belong_to_a_name(tmp_path):
 
 
 def test_lengths_are_trls_unless_set(tmp_path):
-    """What dr-grpo divides by and dapo penalises is max_completion_length, as in TRL's own losses.
+    """dr-grpo divides by max_completion_length and dapo penalises it, as TRL's own losses do.
 
     Also where the recipe comes ready made.
     """

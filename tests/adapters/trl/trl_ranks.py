@@ -111,7 +111,7 @@ def under_zero(stage: int) -> dict[str, Any]:
 
 
 def with_weights_in_pieces(rank: int, folder: Path) -> None:
-    """What a gradient transform says to ZeRO-3."""
+    """Error of a gradient transform under ZeRO-3."""
     import trl_runs
 
     from proxpo.errors import ProxpoError

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.generation import vllm_generation
 from trl_runs import Watched, losses, seen, trainer
 
-from proxpo.adapters.trl._rollout import trained_tokens
+from proxpo.adapters.trl._generation_batch import trained_tokens
 from proxpo.logp import model_logp
 from proxpo.models import load_policy
 

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """What several processes find, run before this one has a group or a gradient."""
+    """Results of several processes, run before this one has a group or a gradient."""
     from engine_ranks import forked, slices, work
     from engine_setup import own_model
 

@@ -22,7 +22,7 @@ SPREAD = {
 
 
 def work(rank: int, ranks: int, folder: str) -> None:
-    """What each of two ranks does: its half of the batch through verl's engine."""
+    """Runs one rank's half of the batch through verl's engine."""
     start(rank, ranks, f"{folder}/store")
     engine, half = make_engine(), slice(4 * rank, 4 * rank + 4)
     losses = {"isopo": actor("proxpo_isopo", options=ALL), "p3o": actor("proxpo_p3o", "token-mean")}
@@ -71,7 +71,7 @@ def settings_of_slices(engine: Any) -> dict[str, Any]:
 
 
 def sequences(engine: Any) -> torch.Tensor:
-    """What the two ranks take for the sequences of 21 positions, one behind the other."""
+    """Sequence numbers of 21 positions as the two ranks cut them, one behind the other."""
     with engine.train_mode(zero_grad_on_exit=False):
         own = engine._sequences(make_data(slice(0, 3), micro=3))
     parts = [torch.empty_like(own) for _ in range(2)]
@@ -87,7 +87,7 @@ def finish(folder: str, found: dict[str, Any]) -> None:
 
 
 def forked(target: Any, ranks: int, folder: str) -> dict[str, Any]:
-    """What several processes find, forked off since verl loads slowly."""
+    """Results of several processes, forked off since verl loads slowly."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=target, args=(rank, ranks, folder)) for rank in range(ranks)]
     for process in processes:

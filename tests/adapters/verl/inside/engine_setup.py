@@ -41,7 +41,7 @@ ADVANTAGES = torch.tensor([1.0, -0.5, 0.0, 0.8, -1.2, 0.4, 0.3, -0.7])
 
 @functools.cache
 def folder() -> str:
-    """Where the tiny model lies; the same weights in every process."""
+    """Folder of the tiny model; the same weights in every process."""
     path = os.environ.get("TINY_MODEL") or tempfile.mkdtemp()
     if not Path(path, "config.json").exists():
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def varlen(
     softmax_scale: float,
     **named: Any,
 ) -> Tensor:
-    """What flash attention does with packed rows, in plain torch: all of Ulysses but the kernel.
+    """Flash attention on packed rows in plain torch: all of Ulysses but the kernel.
 
     transformers' flash attention calls verl's exchange of heads and positions, which calls this.
     """

@@ -252,7 +252,7 @@ def test_a_run_with_a_whole_method_is_accepted(overrides):
 
 
 def test_every_loss_mode_has_an_estimator():
-    """Whatever verl accepts as a loss mode runs whole under the estimator that the error names."""
+    """Every loss mode that verl accepts runs whole under the estimator that the error names."""
     for slug in methods():
         recipe = proxpo.make_recipe(slug)
         if loss_refusal(recipe, engine=False) or recipe.advantage is None:
@@ -343,7 +343,7 @@ def test_the_entry_point_is_installed():
 
 @ray.remote
 def registered() -> tuple[list[str], list[str], int]:
-    """What a fresh Ray worker knows after importing verl, and nothing of ours."""
+    """A fresh Ray worker has the names after importing verl alone."""
     import verl.trainer.ppo.core_algos as algos
 
     return list(algos.POLICY_LOSS_REGISTRY), list(algos.ADV_ESTIMATOR_REGISTRY), os.getpid()

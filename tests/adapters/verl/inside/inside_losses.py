@@ -116,7 +116,7 @@ def test_every_loss_mode_under_every_average(slug, mode):
 
 
 def can_be_cut(recipe: proxpo.Recipe, batch: proxpo.Batch) -> bool:
-    """Whether no stage looks at the whole batch or, by definition, at each micro-batch."""
+    """True if no stage looks at the whole batch or, by definition, at each micro-batch."""
     asked = []
 
     def probe(x, scope="batch"):

@@ -19,7 +19,7 @@ Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
+class GenerationBatch:
     """A prepared generation batch: `whole` to count with, `local` to train on.
 
     whole: mask, rewards, groups and what stages with memory read, of all processes
@@ -44,7 +44,7 @@ def prepared(
     first: int,
     version: int,
     gather: Gather,
-) -> Rollout:
+) -> GenerationBatch:
     """Applies rewards, filters and advantages of a recipe to the generation batch of all processes.
 
     fields: rows of this process, by Batch name; rewards: of all processes, in the order of rows.
@@ -65,7 +65,7 @@ def prepared(
     local = local.replace(**narrow | others).clean(*others, "logp")
     counted = {n: getattr(ready.batch, n) for n in ("logp", "mask", "rewards", "group")}
     kept = {n: getattr(ready.batch, n) for n in shared if n not in counted}
-    return Rollout(
+    return GenerationBatch(
         whole=Batch(**counted, **kept),
         local=local,
         first=first,
@@ -144,7 +144,7 @@ def weighted_rewards(
 
 
 __all__ = [
-    "Rollout",
+    "GenerationBatch",
     "batch_fields",
     "fields_before_update",
     "has_unscored_tokens",

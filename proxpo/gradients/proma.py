@@ -30,13 +30,13 @@ SOLVERS = ("exact", "solve", "sweep")
 
 
 def project(
-    module_handle: Float[Tensor, "row row"],
+    unit: Float[Tensor, "row row"],
     against: Float[Tensor, " row"],
     *,
     solver: str,
     small: float,
 ) -> Float[Tensor, " row"]:
-    """w with P = Σ w_i v_i, from the Gram matrix of the module_handle vectors and r_i = ⟨R, v_i⟩.
+    """w with P = Σ w_i v_i, from the Gram matrix of the unit vectors and r_i = ⟨R, v_i⟩.
 
     `small` is the ridge of "solve" and, for "exact", the cut-off of the eigenvalues where v_i
     depend on each other. "sweep" is x ← x - ⟨x, v_i⟩ v_i for one i after the other, twice over; in
@@ -44,19 +44,19 @@ def project(
     """
     if solver == "exact":
         # On the host: eigenvalues of a nearly singular kernel do not always converge on a GPU.
-        host = module_handle.cpu()
+        host = unit.cpu()
         if not bool(torch.isfinite(host).all()):
             return torch.full_like(against, torch.nan)  # no eigenvalues
         inverse = torch.linalg.pinv(host, rtol=small, hermitian=True)
-        return inverse.to(module_handle.device) @ against
-    eye = torch.eye(len(module_handle), dtype=module_handle.dtype, device=module_handle.device)
+        return inverse.to(unit.device) @ against
+    eye = torch.eye(len(unit), dtype=unit.dtype, device=unit.device)
     if solver == "solve":
-        factor = torch.linalg.cholesky_ex(module_handle + small * eye).L
+        factor = torch.linalg.cholesky_ex(unit + small * eye).L
         return torch.cholesky_solve(against[:, None], factor)[:, 0]
-    lower = module_handle.tril(-1) + eye
+    lower = unit.tril(-1) + eye
     weights = torch.zeros_like(against)
     for _ in range(2):
-        rest = (against - module_handle.triu(1) @ weights)[:, None]
+        rest = (against - unit.triu(1) @ weights)[:, None]
         weights = torch.linalg.solve_triangular(lower, rest, upper=False, unitriangular=True)[:, 0]
     return weights
 
@@ -117,10 +117,10 @@ class PromaRule:
         against = layout.sum_columns(inner_with(rows, running)[None])[0].double()
         length = kernel.diagonal().clamp(min=0).sqrt()
         inverse = torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0)
-        module_handle = inverse[:, None] * kernel * inverse
+        unit = inverse[:, None] * kernel * inverse
         small = self.ridge if self.solver == "solve" else noise
-        weights = project(module_handle, inverse * against, solver=self.solver, small=small)
-        size = (weights @ module_handle @ weights).clamp(min=0).sqrt()
+        weights = project(unit, inverse * against, solver=self.solver, small=small)
+        size = (weights @ unit @ weights).clamp(min=0).sqrt()
         if self.rho is not None:
             bound = self.rho * torch.linalg.vector_norm(share.double())
             weights = weights * torch.where(size > bound, bound / size.clamp(min=1e-300), 1.0)

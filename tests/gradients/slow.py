@@ -38,12 +38,12 @@ def position_gradients(
     for handle in handles:
         handle.remove()
     model.zero_grad()
-    actual: dict[str, list[Tensor]] = {}
+    collected: dict[str, list[Tensor]] = {}
     for name, entries in calls.items():
         for entry in entries:
             for own, value in _of_call(modules[name], entry, positions).items():
-                actual.setdefault(f"{name}.{own}", []).append(value)
-    return {name: torch.cat(parts) for name, parts in actual.items()}
+                collected.setdefault(f"{name}.{own}", []).append(value)
+    return {name: torch.cat(parts) for name, parts in collected.items()}
 
 
 def _of_call(module: nn.Module, entry: dict, positions: int) -> dict[str, Tensor]:
@@ -65,8 +65,8 @@ def _of_call(module: nn.Module, entry: dict, positions: int) -> dict[str, Tensor
         only[t] = grad.reshape(positions, -1)[t]
         only = only.view(output.shape)
         grads = torch.autograd.grad(output, list(own.values()), only, retain_graph=True)
-        for name, actual in zip(own, grads):
-            out[name].append(actual)
+        for name, collected in zip(own, grads):
+            out[name].append(collected)
     return {name: torch.stack(parts) for name, parts in out.items()}
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from proxpo.ops.masked import masked_mean
+from proxpo.ops.masked import count, masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import AllSum, Batch, Context, PerToken, Scope, local
@@ -27,10 +27,9 @@ def ess(
     ranks too. 1 when nothing is valid or a sum is not finite. eps_in="count" places eps as the 2019
     code does: ((Σ r)²/Σ r² + eps)/n.
     """
-    r = ratio.detach().masked_fill(~mask, 0.0)
-    norm = torch.linalg.vector_norm(r, dtype=torch.float64)
-    sums = torch.stack([r.sum(dtype=torch.float64), norm.square(), mask.sum().double()])
-    total, squares, n = all_sum(sums, scope)
+    r = torch.where(mask, ratio.detach(), 0.0).double()
+    norm = torch.linalg.vector_norm(r)
+    total, squares, n = all_sum(torch.stack([r.sum(), norm.square(), count(mask)]), scope)
     if eps_in == "count":
         value = (total.square() / squares.clamp(min=torch.finfo(torch.float64).tiny) + eps) / n
     else:

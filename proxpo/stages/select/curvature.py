@@ -77,17 +77,17 @@ def shifts(
     tokens: Candidates, u: Float[Tensor, "*tokens k"], *, rate: float | Float[Tensor, "*tokens"]
 ) -> Shifts:
     """m_H and m_F of the module's formulas; η may be another for each token."""
-    a, along = tokens.advantage, (tokens.pull * u).sum(-1)
-    weighted = tokens.share * u
-    mean = weighted.sum(-1)
-    curved = along.square() - (weighted.mul_(u).sum(-1) - mean.square())
-    half = rate**2 / 2
+    product = tokens.share * u  # one array as wide as the candidates serves for all three sums
+    mean = product.sum(-1)
+    variance = product.mul_(u).sum(-1) - mean.square()
+    along = torch.mul(tokens.pull, u, out=product).sum(-1)
+    a, half, curved = tokens.advantage, rate**2 / 2, along.square() - variance
     return Shifts(rate * a * along + half * a * curved, half * along.square())
 
 
 def sgd_shifts(tokens: Candidates, *, rate: float) -> Shifts:
     """Shifts by the step Δ = G: its u = A |h|² v is v itself at the rate η A |h|²."""
-    length = tokens.advantage * tokens.hidden.square().sum(-1)
+    length = tokens.advantage * torch.linalg.vector_norm(tokens.hidden, dim=-1).square()
     return shifts(tokens, tokens.pull, rate=rate * length)
 
 

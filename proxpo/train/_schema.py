@@ -154,6 +154,9 @@ class TrainConfig:
     micro_batch: int | None = setting(
         None, "sequences in one backward pass; none: all", resume="now", low=1, high=ROWS
     )
+    graphs: Literal["auto", "on", "off"] = setting(
+        "auto", "replay the policy's passes as CUDA graphs; auto: where it can", resume="now"
+    )
     optimizer: Optimizer = setting("adamw", "adamw, muon, soap, shampoo or kfac", resume="fixed")
     optimizer_options: dict = setting(
         {}, "further options of the optimizer, such as betas", resume="fixed"

@@ -23,6 +23,7 @@ from proxpo.train.config import Change, Config, as_dict
 from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
+from proxpo.train.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.train.refusals import check_fields
 from proxpo.train.scoring import Learner
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
@@ -320,8 +321,18 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         reference=initial if wanted & {"ref_logp", "ref_kl"} else None,
         critic=critic,
         transform=transform,
+        graphs=_graphs(config, policy, recipe, critic=critic is not None),
         state=recipe.init_state(),
     )
+
+
+def _graphs(config: Config, policy: Policy, recipe: Recipe, *, critic: bool) -> PolicyGraphs | None:
+    reason = unsuited(policy, recipe, critic=critic)
+    if config.train.graphs == "on" and reason:
+        raise ProxpoError(f"train.graphs=on cannot record the policy's passes: {reason}")
+    if config.train.graphs == "off" or reason:
+        return None
+    return PolicyGraphs(policy, record=CudaRecorder())
 
 
 def _exam(config: Config, task: Task) -> Examination:

@@ -15,6 +15,7 @@ from proxpo.models import Policy
 from proxpo.ops.kl import kl_exact
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.train.experience import Experience
+from proxpo.train.graphs import PolicyGraphs
 from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.types import FIELDS, Recipe, State
 
@@ -26,6 +27,7 @@ STATES = {"hidden"} | VOCABULARY  # fields read off the states before the head
 class Learner:
     """The policy, critic, reference, optimizer and state that a step changes.
 
+    graphs: replayed forward and backward passes of the policy, in place of its modules
     version: optimizer steps made so far
     """
 
@@ -35,6 +37,7 @@ class Learner:
     reference: nn.Module | None = None
     critic: nn.Linear | None = None
     transform: Any = None
+    graphs: PolicyGraphs | None = None
     state: Mapping[str, State] = field(default_factory=dict)
     version: int = 0
 
@@ -77,6 +80,10 @@ def forward(
     in the model's own modules, on whole sequences. `without` names fields to leave out.
     """
     model, wanted = learner.policy.model, options.fields - without
+    if learner.graphs is not None:
+        entropy = "entropy" in wanted
+        fields = learner.graphs.fields(experience, temperature=options.temperature, entropy=entropy)
+        return fields | ({"old_logp": fields["logp"].detach()} if options.old_is_current else {})
     shared = learner.transform is None and shares_prompts(model)
     hidden = learner.critic is not None or bool(wanted & STATES)
     with learner.policy.autocast():

@@ -133,6 +133,7 @@ class PolicyPass:
         parameters = self.gradients.parameters
         before = [p.grad for p in parameters]
         kept = [buffer.clone() for buffer in self.gradients.buffers]
+        self.results, self.result_gradients = [], []  # no node of an earlier pass stays alive
         for p in parameters:
             p.grad = None
         self.gradients.bind()

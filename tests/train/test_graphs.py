@@ -87,7 +87,7 @@ def test_a_backward_after_another_forward_is_refused():
 
 def test_what_cannot_be_recorded_is_refused():
     with pytest.raises(ProxpoError, match=r"train\.graphs=on .*: it needs a CUDA device"):
-        build_job(load_config("quickstart", ["train.graphs=on"]))
+        build_job(load_config("quickstart", ["train.graphs=on", "device=cpu"]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

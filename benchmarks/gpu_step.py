@@ -1,8 +1,8 @@
-"""A training step of proxpo as a user runs it: rollout, update, peak memory, with and without graphs.
+"""A training step as a user runs it: rollout, update, peak memory, with CUDA graphs and without.
 
-    python benchmarks/gpu_step.py                                       SmolLM2 on a GPU
-    python benchmarks/gpu_step.py --preset quickstart --graphs off      the model in the box on the CPU
-    python benchmarks/gpu_step.py --methods reinforce isopo isopo-ntk --micro 64 512 --json step.json
+    python benchmarks/gpu_step.py                                    SmolLM2 on a GPU
+    python benchmarks/gpu_step.py --preset quickstart --graphs off   the model in the box, CPU
+    python benchmarks/gpu_step.py --methods reinforce isopo --micro 64 512 --json step.json
 
 Every arm trains `--steps` steps in each of `--rounds` rounds; the arms take turns. The first three
 steps of a run, in which shapes come for the first time and graphs are recorded, do not count. The

@@ -2,17 +2,24 @@
 
     python benchmarks/loss_cost.py                       256 x 4,096 tokens, float32, this machine
     python benchmarks/loss_cost.py --rows 64 --tokens 512 --json out.json
-    python benchmarks/loss_cost.py --device cuda
+    python benchmarks/loss_cost.py --device cuda --methods bapo capo
 
 Repeats are interleaved: each round runs every recipe once; the table shows medians of the rounds.
+Beside the time stand the tensor operations of one loss (on a GPU its kernels and copies) and the
+number of times the host waits for the device: measured on a GPU, on the CPU the operations that
+would wait there.
 """
 
 import argparse
 import json
 import statistics
 import time
+import warnings
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import proxpo
 from proxpo.recipes import methods
@@ -22,6 +29,15 @@ from proxpo.types import Clock
 # cost in proportion to these sizes.
 VOCABULARY, LATENT = 8, 4
 CLOCK = Clock(step=1, steps=10, learning_rate=1e-6)
+# Operations whose result, or whose shape, the host has to know; `index` only by booleans.
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "is_nonzero")
+
+
+class Counts(NamedTuple):
+    """Operations of one loss and its backward, and waits for the device among them."""
+
+    operations: int
+    waits: int
 
 
 def main() -> None:
@@ -30,13 +46,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="NAME", help="beside reinforce; all if none"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     batch = make_batch(args.rows, args.tokens, args.device)
-    timers = {slug: timer(entry.make(), batch) for slug, entry in methods().items()}
+    chosen = ["reinforce", *args.methods] if args.methods else methods()
+    timers = {slug: timer(methods()[slug].make(), batch) for slug in chosen}
     seconds: dict[str, list[float]] = {slug: [] for slug in timers}
     for run in timers.values():
         run()  # warm-up: caches of filter tables, allocator
+    counts = {slug: count(run, args.device) for slug, run in timers.items()}
     for _ in range(args.rounds):
         for slug, run in timers.items():
             seconds[slug].append(run())
@@ -45,10 +66,17 @@ def main() -> None:
     print(f"{args.rows} x {args.tokens} tokens, float32, {args.device}, {args.rounds} rounds")
     print(f"reinforce: {base * 1e3:.1f} ms")
     for slug, value in sorted(medians.items(), key=lambda pair: pair[1]):
-        print(f"{slug:24s} {value / base:5.2f}x  {value * 1e3:8.1f} ms")
+        print(
+            f"{slug:24s} {value / base:5.2f}x  {value * 1e3:8.1f} ms  "
+            f"{counts[slug].operations:4d} operations  {counts[slug].waits:3d} waits"
+        )
     if args.json:
+        table = {
+            slug: {"relative": value / base, "seconds": value, **counts[slug]._asdict()}
+            for slug, value in medians.items()
+        }
         with open(args.json, "w") as file:
-            json.dump({slug: value / base for slug, value in medians.items()}, file, indent=1)
+            json.dump(table, file, indent=1)
 
 
 def timer(recipe: proxpo.Recipe, batch: proxpo.Batch):
@@ -71,6 +99,47 @@ def timer(recipe: proxpo.Recipe, batch: proxpo.Batch):
         return time.perf_counter() - start
 
     return run
+
+
+def count(run: Callable[[], float], device: str) -> Counts:
+    """Counts of one run: kernels, copies and waits on a GPU, dispatched operations on the CPU."""
+    if not device.startswith("cuda"):
+        with _Operations() as seen:
+            run()
+        return Counts(len(seen.names), sum(map(_waits, seen.names)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    torch.cuda.set_sync_debug_mode("default")
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    return Counts(len(events), sum("synchroniz" in str(warning.message) for warning in caught))
+
+
+class _Operations(TorchDispatchMode):
+    """Names of the operations dispatched inside the block, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func.overloadpacket.__name__ != "detach":
+            booleans = func.overloadpacket.__name__.startswith("index") and _by_mask(args)
+            self.names.append("nonzero" if booleans else func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _by_mask(args: Iterable[object]) -> bool:
+    """True if one of an indexing operation's indices is a mask."""
+    indices = [x for arg in args if isinstance(arg, (list, tuple)) for x in arg]
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in indices)
+
+
+def _waits(name: str) -> bool:
+    return name.startswith(WAITS)
 
 
 def make_batch(rows: int, tokens: int, device: str) -> proxpo.Batch:

@@ -2,45 +2,56 @@
 
 import torch
 
-from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.types import AllSum, Scope, local
 
-DIGIT = 8  # bits looked at in one sum
+DIGIT = 16  # bits looked at in one sum
+DIGITS = 2**DIGIT
+BITS = {torch.float64: (torch.int64, 64), torch.float32: (torch.int32, 32)}
 
 
 def batch_max(
-    x: Float[Tensor, " n"], *, all_sum: AllSum = local, scope: Scope = "batch"
+    x: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"],
+    *,
+    all_sum: AllSum = local,
+    scope: Scope = "batch",
 ) -> Float[Tensor, ""]:
-    """Largest entry over all parts of the batch, exactly; 0 if no part has any.
+    """Largest valid entry over all parts of the batch, exactly; 0 if no part has any.
 
-    Ranks can only add, so the answer is built digit by digit: each part counts the leading digits
-    of its candidates, the largest digit that any part counted is the next digit of the answer.
+    Ranks can only add, so the answer is built digit by digit: each part marks the leading digit of
+    its own largest entry, the largest digit that any part marked is the next digit of the answer,
+    and the parts that have it go on.
     """
-    key = _ordered(x.double())
-    answer = torch.zeros((), dtype=torch.int64, device=x.device)
-    for place in range(64 - DIGIT, -1, -DIGIT):
-        digit = (key >> place) & (2**DIGIT - 1)
-        if place == 64 - DIGIT:
-            digit = digit ^ 2 ** (DIGIT - 1)  # the sign bit: negative numbers come first
-        counted = all_sum(torch.bincount(digit, minlength=2**DIGIT).double(), scope).nonzero()
-        if not len(counted):
-            return torch.zeros((), dtype=x.dtype, device=x.device)
-        best = counted.max()
-        key = key[digit == best]
-        top = best ^ 2 ** (DIGIT - 1) if place == 64 - DIGIT else best
-        answer = answer | (top << place)
-    return _ordered(answer.view(torch.float64)).view(torch.float64).to(x.dtype)
+    if not x.numel():
+        x, mask = x.new_zeros(1), mask.new_zeros(1)
+    largest, going = torch.where(mask, x, -torch.inf).max(), mask.any()
+    kind, bits = BITS[x.dtype]
+    key, lowest = _ordered(largest.view(kind)), torch.iinfo(kind).min  # negative numbers first
+    key = (key ^ lowest).long()
+    every = torch.arange(DIGITS, device=x.device)
+    answer = torch.zeros_like(key)
+    for place in range(bits - DIGIT, -1, -DIGIT):
+        digit = (key >> place) & (DIGITS - 1)
+        marked = all_sum(((every == digit) & going).double(), scope)
+        best = torch.where(marked > 0, every, 0).max()
+        going = going & (digit == best)
+        answer = answer | (best << place)
+    there = marked.amax() > 0
+    found = _ordered(answer.to(kind) ^ lowest).view(x.dtype)
+    return torch.where(there, found, 0.0)
 
 
-def batch_min(x: Float[Tensor, " n"], *, all_sum: AllSum = local) -> Float[Tensor, ""]:
-    """Smallest entry over all parts of the batch, exactly; 0 if no part has any."""
-    return -batch_max(-x, all_sum=all_sum)
+def batch_min(
+    x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], *, all_sum: AllSum = local
+) -> Float[Tensor, ""]:
+    """Smallest valid entry over all parts of the batch, exactly; 0 if no part has any."""
+    return -batch_max(-x, mask, all_sum=all_sum)
 
 
-def _ordered(x: Float[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """Integers in the order of the numbers; its own inverse on the bits."""
-    bits = x.view(torch.int64)
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+def _ordered(bits: Int[Tensor, ""]) -> Int[Tensor, ""]:
+    """Integers in the order of the numbers that have these bits; its own inverse."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 __all__ = ["batch_max", "batch_min"]

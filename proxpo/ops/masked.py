@@ -21,9 +21,16 @@ def masked_mean(
     scope: Scope = "batch",
 ) -> Float[Tensor, ""]:
     """Σ m x / Σ m; 0 when nothing is valid."""
-    total = (x & mask).sum().to(_DEFAULT) if x.dtype == torch.bool else masked_sum(x, mask)
-    total, n = all_sum(torch.stack([total, mask.sum().to(total.dtype)]), scope)
+    total = count(x & mask) if x.dtype == torch.bool else masked_sum(x, mask)
+    total, n = all_sum(torch.stack([total, count(mask).to(total.dtype)]), scope)
     return total / n.clamp(min=1)
+
+
+def count(mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Number of true entries, in float64."""
+    if mask.is_cuda:
+        return mask.sum(dtype=_DEFAULT)
+    return mask.count_nonzero().to(_DEFAULT)  # reads bytes; a sum on the CPU widens them first
 
 
 def row_sum(x: Shaped[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"]) -> Float[Tensor, " seq"]:
@@ -125,10 +132,11 @@ def moments(
 def _valid(x: Tensor, mask: Tensor) -> Tensor:
     if not x.is_floating_point():
         x = x.to(_DEFAULT)
-    return x.masked_fill(~mask, 0.0)
+    return torch.where(mask, x, 0.0)
 
 
 __all__ = [
+    "count",
     "is_packed",
     "last_valid",
     "masked_mean",

@@ -21,7 +21,7 @@ from methods.loops import (
 )
 from proxpo import Batch
 from proxpo.stages.trust import balanced_clip
-from proxpo.stages.trust.balanced import _sums
+from proxpo.stages.trust.balanced import _bounds, _sums
 from proxpo.types import Context
 
 
@@ -159,14 +159,14 @@ def test_monotone_sums() -> None:
     batch = make_batch(1, spread=0.6)
     batch = batch.replace(advantages=torch.linspace(-1, 1, 9).double()[:, None].expand(9, 6))
     r = (batch.logp - batch.old_logp).exp()
-    lows, highs = [0.5, 0.6, 0.8, 0.95], [1.0, 1.1, 1.5, 3.0]
-    push, pull = _sums(r, batch, lows, highs, "official")
+    bounds = _bounds([0.5, 0.6, 0.8, 0.95], [1.0, 1.1, 1.5, 3.0], r.dtype, r.device)
+    push, pull = _sums(r, batch, bounds, "official")
     assert (push.diff() > 0).all()
     assert (pull.diff() > 0).all()
     a, m = batch.advantages, batch.mask
     close(push[1], (torch.where(m & (a > 0), a, 0.0) * r.clamp(max=1.1)).sum())
     close(pull[2], (torch.where(m & (a < 0), -a, 0.0) * r.clamp(min=0.8)).sum())
-    live, _ = _sums(r, batch, lows, highs, "gradient")
+    live, _ = _sums(r, batch, bounds, "gradient")
     close(live[1], (torch.where(m & (a > 0) & (r < 1.1), a, 0.0) * r).sum())
 
 

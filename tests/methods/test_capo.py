@@ -124,7 +124,7 @@ def batch() -> Batch:
 
 @pytest.fixture(name="tokens")
 def candidate_tokens(batch: Batch) -> Candidates:
-    return candidates(batch, k=4)
+    return candidates(batch, k=4).at(batch.mask)
 
 
 def kept_tokens(made: proxpo.Recipe, batch: Batch, **options: object) -> torch.Tensor:
@@ -219,7 +219,7 @@ def test_learning_rate(tokens: Candidates) -> None:
 @pytest.mark.checks("capo", "all of the vocabulary among the candidates: the entries of v sum to 0")
 def test_pull_sums_to_zero(batch: Batch, tokens: Candidates) -> None:
     close(tokens.pull.sum(-1), 0.0 * tokens.advantage)
-    few = candidates(batch, k=1)
+    few = candidates(batch, k=1).at(batch.mask)
     missing = few.ids[:, 0] != batch.tokens[batch.mask]
     assert missing.any()
     close(few.pull[missing], -torch.ones_like(few.pull[missing]))  # e = 0: drawn elsewhere
@@ -287,7 +287,7 @@ def test_moments(batch: Batch) -> None:
     for number in (1, 2):
         now = batch if number == 1 else batch.rows(torch.tensor([0, 1]))
         keep = kept_tokens(made, now, state=state[PLACE])[now.mask]
-        tokens = candidates(now, k=2)
+        tokens = candidates(now, k=2).at(now.mask)
         rows: dict[int, list[torch.Tensor]] = {}
         for n in keep.nonzero()[:, 0].tolist():
             for g, token in zip(gradient(tokens)[n], tokens.ids[n].tolist()):

@@ -216,7 +216,8 @@ def test_extremes_from_sums(parts: list[list[float]]) -> None:
                 asked.append(x)
                 return known[len(asked) - 1] if len(asked) <= len(known) else x
 
-            return find(f64(part), all_sum=all_sum), asked
+            x = f64(part)
+            return find(x, torch.ones_like(x, dtype=torch.bool), all_sum=all_sum), asked
 
         known: list[torch.Tensor] = []
         while True:

@@ -91,7 +91,7 @@ def entropy_modulated(
         index = torch.zeros_like(batch.mask, dtype=torch.int64)
         index = index if split == "response" else turn_index(batch, split)
         h, there = _steps(batch, index)
-        high, low = (f(h[there], all_sum=ctx.all_sum) for f in (batch_max, batch_min))
+        high, low = (f(h, there, all_sum=ctx.all_sum) for f in (batch_max, batch_min))
         scaled = (h - low) / (high - low + tiny)
         g = (-k * scaled).exp()
         total, n = ctx.all_sum(torch.stack([g[there].sum(), there.sum().to(g.dtype)]))

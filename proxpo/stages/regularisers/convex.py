@@ -40,7 +40,7 @@ def kl_convex(
         return coef * (lam * base + (1 - lam) * before), {
             "kl/ref": masked_mean(base.detach(), batch.mask),
             "kl/prev": masked_mean(before.detach(), batch.mask),
-            "kl/base_share": base.new_tensor(lam),
+            "kl/base_share": base.new_full((), lam),
         }
 
     return penalty

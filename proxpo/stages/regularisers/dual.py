@@ -58,11 +58,11 @@ def kl_dual(
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         divergence = divergence_from_old(batch, exact=kl == "exact")
         beta = float(ctx.state["coef"]) if "coef" in ctx.state else coef
-        detached = divergence.detach().masked_fill(~batch.mask, 0.0)
+        detached = divergence.detach()
         return beta * divergence, {
             "kl/old": masked_mean(detached, batch.mask, all_sum=ctx.all_sum, scope="microbatch"),
-            "kl/old_max": batch_max(detached[batch.mask], all_sum=ctx.all_sum, scope="microbatch"),
-            "kl/beta": detached.new_tensor(beta),
+            "kl/old_max": batch_max(detached, batch.mask, all_sum=ctx.all_sum, scope="microbatch"),
+            "kl/beta": detached.new_full((), beta),
         }
 
     needs = ("vocab_logp", "old_vocab_logp") if kl == "exact" else ("old_logp",)

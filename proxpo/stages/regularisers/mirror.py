@@ -63,7 +63,7 @@ def mirror_kl(
         kl = divergence(batch)
         metrics = {
             "kl/old": masked_mean(kl.detach(), batch.mask),
-            "trust/step_size": kl.new_tensor(t),
+            "trust/step_size": kl.new_full((), t),
         }
         return kl / t, metrics
 

@@ -26,56 +26,70 @@ MOST = 1 << 24  # entries of token x candidate x unit that exist at once
 
 
 class Candidates(NamedTuple):
-    """Valid tokens: advantage, hidden state, and the K likeliest next tokens: ids, π, v = e - π."""
+    """Tokens: advantage, hidden state, and the K likeliest next tokens: ids, π, v = e - π."""
 
-    advantage: Float[Tensor, " n"]
-    hidden: Float[Tensor, "n dim"]
-    ids: Int[Tensor, "n k"]
-    share: Float[Tensor, "n k"]
-    pull: Float[Tensor, "n k"]
+    advantage: Float[Tensor, "*tokens"]
+    hidden: Float[Tensor, "*tokens dim"]
+    ids: Int[Tensor, "*tokens k"]
+    share: Float[Tensor, "*tokens k"]
+    pull: Float[Tensor, "*tokens k"]
+
+    def at(self, mask: Bool[Tensor, "*tokens"]) -> "Candidates":
+        """The chosen tokens alone."""
+        return Candidates(*(x[mask] for x in self))
 
 
 class Shifts(NamedTuple):
     """Predicted shifts of objective and policy by each token's own step."""
 
-    objective: Float[Tensor, " n"]
-    policy: Float[Tensor, " n"]
+    objective: Float[Tensor, "*tokens"]
+    policy: Float[Tensor, "*tokens"]
 
 
 def candidates(batch: Batch, *, k: int) -> Candidates:
-    """Candidates of every valid token; π is the softmax over the top k alone, e 0 outside them.
+    """Candidates of every token; π is the softmax over the top k alone, e 0 outside them.
 
     All in the widest dtype of the three: a trainer in float64 may keep its hidden states narrower.
     """
-    mask = batch.mask
     values = batch.advantages
-    values = spread(values, mask) if values.dim() == 1 else values
-    kind = torch.promote_types(values.dtype, batch.vocab_logp.dtype)
+    values = spread(values, batch.mask) if values.dim() == 1 else values
+    every = batch.vocab_logp.detach()
+    kind = torch.promote_types(values.dtype, every.dtype)
     kind = torch.promote_types(kind, batch.hidden.dtype)
-    every = batch.vocab_logp.detach()[mask].to(kind)
-    top, ids = every.topk(min(k, every.shape[-1]), dim=-1)
-    share = top.softmax(dim=-1)
-    drawn = (ids == batch.tokens[mask][:, None]).to(share.dtype)
-    hidden = batch.hidden.detach()[mask].to(kind)
-    return Candidates(values[mask].to(kind), hidden, ids, share, drawn - share)
+    top, ids = _likeliest(every.to(kind), k)
+    share = top.exp()  # the likeliest is at least 1/V: nothing to overflow, and not all vanish
+    share /= share.sum(-1, keepdim=True)
+    pull = (ids == batch.tokens[..., None]).to(kind).sub_(share)
+    hidden = batch.hidden.detach().to(kind)
+    return Candidates(values.to(kind), hidden, ids, share, pull)
 
 
-def shifts(tokens: Candidates, u: Float[Tensor, "n k"], *, rate: float) -> Shifts:
+def _likeliest(
+    logp: Float[Tensor, "*tokens vocab"], k: int
+) -> tuple[Float[Tensor, "*tokens k"], Int[Tensor, "*tokens k"]]:
+    """The k largest log-probabilities and their ids; all, unsorted, where there are no more."""
+    if k < logp.shape[-1]:
+        return logp.topk(k, dim=-1)
+    return logp, torch.arange(logp.shape[-1], device=logp.device).expand_as(logp)
+
+
+def shifts(tokens: Candidates, u: Float[Tensor, "*tokens k"], *, rate: float) -> Shifts:
     """m_H and m_F of the module's formulas."""
     a, along = tokens.advantage, (tokens.pull * u).sum(-1)
-    spread_of_u = (tokens.share * u.square()).sum(-1) - (tokens.share * u).sum(-1).square()
-    curved = along.square() - spread_of_u
+    weighted = tokens.share * u
+    mean = weighted.sum(-1)
+    curved = along.square() - (weighted.mul_(u).sum(-1) - mean.square())
     return Shifts(rate * a * along + rate**2 / 2 * a * curved, rate**2 / 2 * along.square())
 
 
-def sgd_step(tokens: Candidates) -> Float[Tensor, "n k"]:
+def sgd_step(tokens: Candidates) -> Float[Tensor, "*tokens k"]:
     """u of the step Δ = G: A |h|² v."""
-    return (tokens.advantage * tokens.hidden.square().sum(-1))[:, None] * tokens.pull
+    return (tokens.advantage * tokens.hidden.square().sum(-1))[..., None] * tokens.pull
 
 
 def adam_step(
     tokens: Candidates, state: State, *, beta1: float, beta2: float, eps: float
-) -> Float[Tensor, "n k"]:
+) -> Float[Tensor, "*tokens k"]:
     """u of the step Adam would make from the moments of each candidate's row, as if G came next.
 
     Before the first moments there is nothing to divide by: Δ = G.
@@ -84,23 +98,24 @@ def adam_step(
         return sgd_step(tokens)
     t = float(state["steps"]) + 1
     moments = [state[name].to(tokens.hidden) for name in ("first", "second")]
+    every = Candidates(tokens.advantage.flatten(), *(x.flatten(0, -2) for x in tokens[1:]))
     parts = []
-    size = max(1, MOST // max(tokens.ids.shape[1] * tokens.hidden.shape[1], 1))
-    for at in range(0, max(len(tokens.ids), 1), size):
-        some = Candidates(*(x[at : at + size] for x in tokens))
-        place, known = find(state["token_id"].to(some.ids.device), some.ids)
+    size = max(1, MOST // max(every.ids.shape[1] * every.hidden.shape[1], 1))
+    for at in range(0, max(len(every.ids), 1), size):
+        some = Candidates(*(x[at : at + size] for x in every))
+        place, known = find(state["token_id"].to(some.ids.device), some.ids.contiguous())
         first, second = (torch.where(known[..., None], x[place], 0.0) for x in moments)
         g = gradient(some)
         first = beta1 * first + (1 - beta1) * g
         second = beta2 * second + (1 - beta2) * g.square()
         step = first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + eps)
         parts.append((step @ some.hidden[..., None])[..., 0])
-    return torch.cat(parts)
+    return torch.cat(parts).view_as(tokens.pull)
 
 
-def gradient(tokens: Candidates) -> Float[Tensor, "n k dim"]:
+def gradient(tokens: Candidates) -> Float[Tensor, "*tokens k dim"]:
     """G = A v hᵀ of each token."""
-    return (tokens.advantage[:, None] * tokens.pull)[..., None] * tokens.hidden[:, None]
+    return (tokens.advantage[..., None] * tokens.pull)[..., None] * tokens.hidden[..., None, :]
 
 
 def mean_gradients(
@@ -180,7 +195,7 @@ def curvature_mask(
             return learning_rate
         return OFFICIAL_RATE if ctx.clock.learning_rate is None else ctx.clock.learning_rate
 
-    def judge(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, " n"], Candidates, Shifts]:
+    def judge(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, "seq tok"], Candidates, Shifts]:
         """The valid tokens that stay, with what was computed on the way."""
         tokens = candidates(batch, k=k)
         if optimizer == "sgd":
@@ -188,13 +203,13 @@ def curvature_mask(
         else:
             u = adam_step(tokens, ctx.state, beta1=beta1, beta2=beta2, eps=eps)
         shift = shifts(tokens, u, rate=rate(ctx))
-        keep = torch.ones_like(shift.policy, dtype=torch.bool)
+        keep = batch.mask
         if tau_policy:
-            keep &= shift.policy < tau_policy
+            keep = keep & (shift.policy < tau_policy)
         if tau_objective:
             two = sides == "two"
-            keep &= (shift.objective.abs() if two else shift.objective) < tau_objective
-            keep &= two | (shift.objective >= 0)
+            keep = keep & ((shift.objective.abs() if two else shift.objective) < tau_objective)
+            keep = keep if two else keep & (shift.objective >= 0)
         return keep, tokens, shift
 
     def step(batch: Batch, metrics: Metrics, ctx: Context) -> State:
@@ -203,21 +218,19 @@ def curvature_mask(
             return ctx.state
         keep, tokens, _ = judge(batch, ctx)
         vocabulary = batch.require("vocab_logp", by="select=curvature_mask").shape[-1]
-        kept = Candidates(*(x[keep] for x in tokens))
-        ids, mean = mean_gradients(kept, vocabulary, ctx)
+        ids, mean = mean_gradients(tokens.at(keep), vocabulary, ctx)
         return next_moments(ctx.state, ids, mean, beta1=beta1, beta2=beta2)
 
     def select(batch: Batch, ctx: Context) -> PerToken:
-        stays, _, shift = judge(batch, ctx)
-        keep = torch.zeros_like(batch.mask).index_put((batch.mask,), stays)
+        keep, _, shift = judge(batch, ctx)
         weight = keep.to(batch.logp.dtype)
         if normalize == "sequence":
             kept = row_sum(keep, batch.mask).clamp(min=1)
             weight = weight * (batch.mask.sum(dim=1) / kept).to(weight.dtype)[:, None]
-        largest = shift.policy.max() if len(shift.policy) else shift.policy.sum()
+        largest = torch.where(batch.mask, shift.policy, 0.0)  # m_F is never below 0
         metrics = {
             "select/kept": masked_mean(keep, batch.mask),
-            "select/policy_shift_max": largest,
+            "select/policy_shift_max": largest.max() if largest.numel() else largest.sum(),
             "select/learning_rate": torch.tensor(rate(ctx), dtype=torch.float64),
         }
         return weight, metrics

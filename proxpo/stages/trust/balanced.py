@@ -1,5 +1,6 @@
 """Clip bounds searched until tokens of positive advantage supply their share of the surrogate."""
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,14 @@ class Search(NamedTuple):
     target: float
     low: tuple[float, float, float]
     high: tuple[float, float, float]
+
+
+class Bounds(NamedTuple):
+    """All c_low, all c_high, and the edges they make on one axis: -c_low, 0, c_high."""
+
+    low: Float[Tensor, " low"]
+    high: Float[Tensor, " high"]
+    edges: Float[Tensor, " edge"]
 
 
 # The paper does not give its steps; those are ours.
@@ -64,57 +73,69 @@ def balanced_clip(
     check_dual(dual, by="balanced_clip")
     path = _path(len(lows), len(highs), lower_first=official)
 
+    @functools.cache  # a copy from the host makes a GPU wait
+    def tables(dtype: torch.dtype, device: torch.device) -> tuple[Bounds, Tensor, Tensor]:
+        rises = torch.tensor(path, device=device).unbind(1)
+        return _bounds(lows, highs, dtype, device), *rises
+
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
-        push, pull = _sums(ratio.detach(), batch, lows, highs, statistic)
-        totals = ctx.all_sum(torch.cat([push, pull]), scope).tolist()
-        pushes, pulls = totals[: len(highs)], totals[len(highs) :]
-        for at in path:
-            balance = _balance(pushes[at[1]], pulls[at[0]], statistic)
-            if balance >= goal:
-                break
-        lower, upper = lows[at[0]], highs[at[1]]
+        bounds, rise_low, rise_high = tables(ratio.dtype, ratio.device)
+        push, pull = _sums(ratio.detach(), batch, bounds, statistic)
+        push, pull = ctx.all_sum(torch.cat([push, pull]), scope).split([len(highs), len(lows)])
+        balance = _balance(push[rise_high], pull[rise_low], statistic)
+        met = balance >= goal
+        met[-1] = True  # the last bounds stay if none will do
+        at = met.int().argmax()  # the first of them
+        # take, where an index by a single number would make the host wait for it
+        lower, upper = bounds.low.take(rise_low.take(at)), bounds.high.take(rise_high.take(at))
         x, clipped = clip_between(ratio, batch.advantages, lower, upper, dual=dual)
-        numbers = {"low": lower, "high": upper, "balance": min(balance, 1e6)}
         return x, {
             "trust/clipped": masked_mean(clipped, batch.mask),
-            **{f"trust/{name}": ratio.new_tensor(value) for name, value in numbers.items()},
+            "trust/low": lower,
+            "trust/high": upper,
+            "trust/balance": balance.take(at).clamp(max=1e6).to(ratio.dtype),
         }
 
     needs = ("rollout_logp",) if statistic == "paper" else ()
     return Parts(apply=surrogate, needs=needs)
 
 
-def _balance(push: float, pull: float, statistic: str) -> float:
+def _balance(push: Tensor, pull: Tensor, statistic: str) -> Float[Tensor, " step"]:
     """P/(N + 1e-8) or P/(P + N); without negative tokens there is nothing to balance."""
-    if pull <= 0:
-        return math.inf
-    return push / (pull + 1e-8) if statistic == "official" else push / (push + pull)
+    share = push / (pull + 1e-8 if statistic == "official" else push + pull)
+    return share.masked_fill(pull <= 0, torch.inf)
 
 
 def _sums(
-    r: Float[Tensor, "seq tok"], batch: Batch, lows: list[float], highs: list[float], statistic: str
+    r: Float[Tensor, "seq tok"], batch: Batch, bounds: Bounds, statistic: str
 ) -> tuple[Float[Tensor, " high"], Float[Tensor, " low"]]:
-    """P for every c_high and N for every c_low, in one pass over the tokens and in float64."""
-    weight = torch.where(batch.mask, batch.advantages, 0.0).double()
+    """P for every c_high and N for every c_low, in one pass over the tokens and in float64.
+
+    On one axis lie r of positive tokens and -r of negative ones. The bounds cut it into buckets,
+    and the sums Σ w A r and Σ w A of the buckets are added up from either side.
+    """
+    a = torch.where(batch.mask, batch.advantages, 0.0).double()
     if statistic == "paper":
-        weight = weight * batch.rollout_logp.detach().exp()
-    high, low = (torch.tensor(e, dtype=r.dtype, device=r.device) for e in (highs, lows))
-    live, held = _split(r, weight.clamp(min=0), high, right=True)
-    still, kept = _split(r, (-weight).clamp(min=0), low, right=False)
-    push = live.cumsum(0)[:-1]
-    pull = still.flip(0).cumsum(0).flip(0)[1:]
+        a = a * batch.rollout_logp.detach().exp()
+    low, high, edges = bounds
+    signed = torch.copysign(r.clamp(min=torch.finfo(r.dtype).tiny), batch.advantages)
+    bucket = torch.bucketize(signed, edges, right=True)
+    empty = a.new_zeros(len(r), len(edges) + 1)  # buckets of each response by itself: no collisions
+    moved, weight = (empty.scatter_add(1, bucket, x).sum(0) for x in (a * r, a))
+    middle = len(low) + 1  # the first bucket of positive tokens
+    push = moved[middle:-1].cumsum(0)
+    pull = -moved[: middle - 1].cumsum(0).flip(0)
     if statistic != "gradient":
-        push = push + high * held.flip(0).cumsum(0).flip(0)[1:]
-        pull = pull + low * kept.cumsum(0)[:-1]
+        push = push + high * weight[middle + 1 :].flip(0).cumsum(0).flip(0)
+        pull = pull - low * weight[1:middle].flip(0).cumsum(0)
     return push, pull
 
 
-def _split(r: Tensor, weight: Tensor, edges: Tensor, *, right: bool) -> tuple[Tensor, Tensor]:
-    """Σ w r and Σ w of the tokens between neighbouring edges."""
-    bucket = torch.bucketize(r.contiguous(), edges, right=right).flatten()
-    zeros = weight.new_zeros(len(edges) + 1)
-    weight = weight.flatten()
-    return zeros.index_add(0, bucket, weight * r.flatten()), zeros.index_add(0, bucket, weight)
+def _bounds(
+    lows: list[float], highs: list[float], dtype: torch.dtype, device: torch.device
+) -> Bounds:
+    low, high = (torch.tensor(side, dtype=dtype, device=device) for side in (lows, highs))
+    return Bounds(low, high, torch.cat([-low.flip(0), low.new_zeros(1), high]))
 
 
 def _grid(

@@ -69,15 +69,16 @@ def clip_between(
     cap: float | None = None,
 ) -> Pair:
     """max(-A r, -A clip(r, lower, upper)) and where the clip acts; bounds: numbers or tensors."""
-    free = -adv * (ratio if cap is None else ratio.clamp(max=cap))
+    gain = -adv
+    free = gain * (ratio if cap is None else ratio.clamp(max=cap))
     # Where the bound is the larger loss the clamp is constant, elsewhere both branches agree
     # or the free one leads: all the gradient there is flows through `free`.
-    bound = -adv * ratio.detach().clamp(lower, upper)
+    bound = gain * ratio.detach().clamp(lower, upper)
     clipped = bound > free.detach()
     x = torch.where(clipped, bound, free)
     if dual is not None:
-        ceiling = -adv * dual
-        x = torch.where((adv < 0) & (x.detach() > ceiling), ceiling, x)
+        ceiling = gain * dual
+        x = torch.where((gain > 0) & (x.detach() > ceiling), ceiling, x)
     return x, clipped
 
 

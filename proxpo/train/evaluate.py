@@ -9,6 +9,7 @@ from itertools import repeat
 import torch
 from torch import nn
 
+from proxpo.logp import model_states, token_kl
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.streams import turn_seed
@@ -143,30 +144,22 @@ def distance(
 ) -> tuple[float, float]:
     """KL(π‖π_initial) in nats per response and entropy per token, exact over the vocabulary.
 
-    The contexts are those the current policy has just sampled.
+    The contexts are those the current policy has just sampled. Logits exist one tile at a time.
     """
     inputs, samples = episodes.inputs(policy.pad_id), episodes.samples
     kl = entropy = 0.0
     for rows in torch.arange(len(samples.mask)).split(exam.micro_batch):
         progress(int(rows[0]), len(samples.mask))
-        ids, attention = inputs.input_ids[rows], inputs.attention_mask[rows]
-        mask = samples.mask[rows]
-
-        def logp(
-            model: nn.Module, ids: Tensor = ids, attention: Tensor = attention, mask: Tensor = mask
-        ) -> Tensor:
-            width = mask.shape[1]
-            places = (attention.long().cumsum(dim=1) - 1).clamp(min=0)
-            with policy.autocast():
-                out = model(input_ids=ids, attention_mask=attention, position_ids=places)
-            kept = out.logits[:, -width - 1 : -1].float() / (exam.temperature or 1.0)
-            return kept.log_softmax(dim=-1)
-
-        now = logp(policy.model)
-        p = now.exp()
-        entropy -= float((p * now).sum(-1)[mask].sum())
-        if initial is not None:
-            kl += float((p * (now - logp(initial))).sum(-1)[mask].sum())
+        ids, attention = (x[rows] for x in inputs)
+        states = partial(
+            model_states, input_ids=ids, mask=samples.mask[rows], attention_mask=attention
+        )
+        with policy.autocast():
+            own = states(policy.model)
+            start = own if initial is None else states(initial)
+            tokens = token_kl(own, start, temperature=exam.temperature or 1.0)
+        kl += float(tokens.kl.sum())
+        entropy += float(tokens.entropy.sum())
     return kl / len(samples.mask), entropy / max(float(samples.mask.sum()), 1.0)
 
 

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from proxpo.exact.policy import ActionBatch, FlatPolicy
-from proxpo.logp import model_logp, score_features, token_logp
+from proxpo.logp import model_logp, model_states, score_features, token_kl, token_logp
 from proxpo.models import Policy
-from proxpo.ops.kl import kl_exact
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.train.experience import Experience
 from proxpo.train.prefix import shares_prompts, states_before
@@ -148,16 +147,19 @@ def features(
 def reference_kl(
     learner: Learner, experience: Experience, options: LogpOptions
 ) -> Float[Tensor, "seq tok"]:
-    """KL(π‖π_ref) at each token over the whole vocabulary, a micro-batch at a time."""
-    parts = []
+    """KL(π‖π_ref) at each token, exact over the vocabulary, in tiles; 0 at padding."""
+    assert learner.reference is not None
+    models, parts = (learner.policy.model, learner.reference), []
     for index in _cuts(experience, options):
         rows = experience.rows(index)
         with learner.policy.autocast():
             own, reference = (
-                vocabulary_logp(model, rows, options.temperature)
-                for model in (learner.policy.model, learner.reference)
+                model_states(model, rows.input_ids, rows.mask, attention_mask=rows.attention_mask)
+                for model in models
             )
-        parts.append(widened(kl_exact(own, reference), experience.mask.shape[1]))
+            kl = token_kl(own, reference, temperature=options.temperature).kl
+        per_token = kl.new_zeros(rows.mask.shape).masked_scatter(rows.mask, kl)
+        parts.append(widened(per_token, experience.mask.shape[1]))
     return torch.cat(parts)
 
 

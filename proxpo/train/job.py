@@ -20,6 +20,7 @@ from proxpo.sampler import Sampler, make_sampler
 from proxpo.settings import at_length
 from proxpo.train.collect import Source
 from proxpo.train.config import Change, Config, as_dict
+from proxpo.train.cuts import TokenBudget, fitted_tokens
 from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
@@ -323,6 +324,7 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         transform=transform,
         graphs=_graphs(config, policy, recipe, critic=critic is not None),
         state=recipe.init_state(),
+        budget=TokenBudget(fitted_tokens(policy, transform=transform is not None)),
     )
 
 
@@ -338,13 +340,14 @@ def _graphs(config: Config, policy: Policy, recipe: Recipe, *, critic: bool) -> 
 def _exam(config: Config, task: Task) -> Examination:
     """The same held-out problems for every run with this task, whatever its seed."""
     order = torch.randperm(len(task.test), generator=generator(0, "exam"))
+    size = config.train.micro_batch
     chosen = [task.test[int(i)] for i in order[: config.evaluate.size]]
     return Examination(
         problems=chosen,
         samples=config.evaluate.k,
         max_tokens=config.rollout.max_tokens,
         temperature=config.train_temperature,
-        micro_batch=config.train.micro_batch or 256,
+        micro_batch=None if size == "auto" else size or 256,
         seed=0,
     )
 

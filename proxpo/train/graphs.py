@@ -19,6 +19,7 @@ from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.sampler._weights import read
 from proxpo.train.experience import Experience
+from proxpo.train.faults import is_out_of_memory
 from proxpo.train.prefix import Prompts, Responses, computes, prompts_of, states_of
 from proxpo.types import FIELDS, Recipe
 
@@ -220,7 +221,9 @@ class PolicyGraphs:
         elif self.record is not None and not run.recorded:
             try:
                 run.record(self.record)
-            except (RuntimeError, torch.AcceleratorError) as error:
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 self.record = None
                 line = " ".join(str(error).split())[:200]
                 warnings.warn(f"train.graphs: passes run unrecorded ({line})", stacklevel=2)

@@ -75,8 +75,8 @@ def balanced_clip(
 
     @functools.cache  # a copy from the host makes a GPU wait
     def tables(dtype: torch.dtype, device: torch.device) -> tuple[Bounds, Tensor, Tensor]:
-        rises = torch.tensor(path, device=device).unbind(1)
-        return _bounds(lows, highs, dtype, device), *rises
+        rise_low, rise_high = torch.tensor(path, device=device).unbind(1)
+        return _bounds(lows, highs, dtype, device), rise_low, rise_high
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         bounds, rise_low, rise_high = tables(ratio.dtype, ratio.device)

@@ -48,12 +48,11 @@ def kl_estimate(
         value = kl_estimate(logp, other, estimator=estimator[:-1], clamp=clamp).detach()
         slope = kl_estimate(logp, other, estimator="k2", clamp=clamp)
         return value + slope - slope.detach()
-    d = logp - other
     value = {
-        "k1": lambda: d,
-        "abs": d.abs,
-        "k2": lambda: d.square() / 2,
-        "k3": lambda: _k3(d, clamp),
+        "k1": lambda: logp - other,
+        "abs": lambda: (logp - other).abs(),
+        "k2": lambda: (logp - other).square() / 2,
+        "k3": lambda: _k3(other - logp, clamp),
     }[estimator]()
     return value.clamp(-10.0, 10.0) if clamp == "openrlhf" else value
 
@@ -67,9 +66,10 @@ def kl_exact(
     return (logp - other).mul_(p).masked_fill_(p == 0, 0.0).sum(-1)
 
 
-def _k3(d: Tensor, clamp: str) -> Tensor:
+def _k3(e: Tensor, clamp: str) -> Tensor:
+    """exp(e) - 1 - e of the reversed log-ratio e = -d."""
     if clamp == "verl":
-        d = d.clamp(-20.0, 20.0)
-        return (torch.expm1(-d) + d).clamp(-10.0, 10.0)
+        e = e.clamp(-20.0, 20.0)
+        return (torch.expm1(e) - e).clamp(-10.0, 10.0)
     limit = {"dr-grpo": 40.0, "p3o": 10.0}.get(clamp)
-    return torch.expm1(-d if limit is None else (-d).clamp(-limit, limit)) + d
+    return torch.expm1(e if limit is None else e.clamp(-limit, limit)) - e

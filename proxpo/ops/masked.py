@@ -1,5 +1,7 @@
 """Sums and means under a mask: the only place that divides by a mask."""
 
+import math
+
 import torch
 
 from proxpo.ops.shapes import Bool, Float, Int, Shaped, Tensor
@@ -48,15 +50,18 @@ def row_quantile(
     x: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], q: float
 ) -> Float[Tensor, " seq"]:
     """Linearly interpolated quantile of each response's valid entries; 0 for an empty one."""
-    ordered = x.masked_fill(~mask, torch.inf).sort(dim=1).values
-    last = (mask.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    length = mask.sum(dim=1, keepdim=True)
+    last = (length - 1).clamp(min=0)
     place = q * last.double()
     low = place.floor().long()
     high = torch.minimum(low + 1, last)
-    quantiles = torch.lerp(
-        ordered.gather(1, low), ordered.gather(1, high), (place - low).to(x.dtype)
-    )
-    return quantiles[:, 0].masked_fill(~mask.any(dim=1), 0.0)
+    below = math.floor(q * (x.shape[1] - 1)) + 2  # entries up to `high` in a row that is full
+    upper = q >= 0.5  # the shorter end of each row is sorted, not all of it
+    count_sorted = min(x.shape[1] + 2 - below if upper else below, x.shape[1])
+    filled = torch.where(mask, x, -torch.inf if upper else torch.inf)
+    ordered = filled.topk(count_sorted, dim=1, largest=upper).values
+    ends = (ordered.gather(1, last - at if upper else at) for at in (low, high))
+    return torch.where(length > 0, torch.lerp(*ends, (place - low).to(x.dtype)), 0.0)[:, 0]
 
 
 def spread(

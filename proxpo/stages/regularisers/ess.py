@@ -38,15 +38,12 @@ def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
         behaviour, proximal = two_ess(ratio, batch, ctx, scope=scope, eps=eps)
         w_b, w_p = (1 - behaviour).clamp(min=0), (1 - proximal).clamp(min=0)
         strength = 1 - torch.minimum(behaviour, proximal)
-        total = (w_b + w_p).clamp(min=1e-30)
-        mix = (
-            torch.logaddexp(
-                (w_b + 1e-30).log() + batch.old_logp, (w_p + 1e-30).log() + batch.prox_logp
-            ).detach()
-            - total.log()
-        )
         awake = strength > 1e-6
-        kl = kl_estimate(batch.logp, torch.where(awake, mix, batch.old_logp).detach(), clamp="p3o")
+        log_total = (w_b + w_p).clamp(min=1e-30).log()
+        log_b = torch.where(awake, (w_b + 1e-30).log() - log_total, 0.0)
+        log_p = torch.where(awake, (w_p + 1e-30).log() - log_total, -torch.inf)
+        mix = torch.logaddexp(log_b + batch.old_logp.detach(), log_p + batch.prox_logp.detach())
+        kl = kl_estimate(batch.logp, mix, clamp="p3o")
         metrics = {"kl/mix": masked_mean(kl.detach(), batch.mask)}
         return torch.where(awake, strength, 0.0) * kl, metrics
 

@@ -36,13 +36,17 @@ def asymmetric_clip(
         # Tensors among the choices: two plain numbers would be rounded to float32.
         eps = torch.where(uncertain, r.new_full((), clip_uncertain), clip)
         positive, tiny = adv >= 0, torch.finfo(r.dtype).tiny
-        silent = torch.where(positive, r > 1 + eps, r < 1 - eps)
-        flipped = 1 / r.clamp(min=tiny).clamp(max=1 + eps)
-        weight = torch.where(positive, flipped, r.clamp(min=1 - eps))
-        cap = torch.where(positive, r.new_full((), cap_pos), cap_neg)
-        soft = weight > cap
-        through = torch.where(silent, 1.0, ratio / r.clamp(min=tiny))
-        x = -adv * torch.where(soft, cap * batch.logp, weight * through)
+        bound = 1 + torch.where(positive, eps, -eps)
+        held = torch.where(positive, torch.minimum(r, bound), torch.maximum(r, bound))
+        silent = held != r
+        weight = torch.where(positive, 1 / held.clamp(min=tiny), held)
+        cap = cap_pos
+        if cap_pos != cap_neg:
+            cap = torch.where(positive, r.new_full((), cap_pos), cap_neg)
+        soft, gain = weight > cap, -adv
+        scale = gain * weight
+        live = scale / r.clamp(min=tiny) * ratio
+        x = torch.where(soft, gain * cap * batch.logp, torch.where(silent, scale, live))
         return x, {
             "trust/clipped": masked_mean(silent, batch.mask),
             "trust/soft": masked_mean(soft, batch.mask),

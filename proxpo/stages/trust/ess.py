@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from proxpo.ops.masked import masked_mean
+from proxpo.ops.masked import count, masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import AllSum, Batch, Context, PerToken, Scope, local
@@ -13,30 +13,29 @@ EpsIn = Literal["squares", "count"]
 
 
 def ess(
-    ratio: Float[Tensor, "seq tok"],
+    ratio: Float[Tensor, "*anchor seq tok"],
     mask: Bool[Tensor, "seq tok"],
     *,
     eps: float = 1e-8,
     eps_in: EpsIn = "squares",
     all_sum: AllSum = local,
     scope: Scope = "batch",
-) -> Float[Tensor, ""]:
+) -> Float[Tensor, "*anchor"]:
     """Normalised effective sample size, ESS = (Σ r)² / (Σ r² + eps) / n, in (0, 1].
 
     1 when all ratios agree (on-policy); 1/n when one token carries the batch. Sums in float64, over
     ranks too. 1 when nothing is valid or a sum is not finite. eps_in="count" places eps as the 2019
     code does: ((Σ r)²/Σ r² + eps)/n.
     """
-    r = ratio.detach().masked_fill(~mask, 0.0)
-    norm = torch.linalg.vector_norm(r, dtype=torch.float64)
-    sums = torch.stack([r.sum(dtype=torch.float64), norm.square(), mask.sum().double()])
-    total, squares, n = all_sum(sums, scope)
+    r = torch.where(mask, ratio.detach(), 0.0).double()
+    sums, norms = r.sum(dim=(-2, -1)), torch.linalg.vector_norm(r, dim=(-2, -1))
+    n = count(mask).expand_as(sums)
+    total, squares, n = all_sum(torch.stack([sums, norms.square(), n]), scope)
     if eps_in == "count":
         value = (total.square() / squares.clamp(min=torch.finfo(torch.float64).tiny) + eps) / n
     else:
         value = total.square() / (squares + eps) / n
-    usable = (n > 0) & torch.isfinite(total) & torch.isfinite(squares)
-    return torch.where(usable, value, 1.0).to(ratio.dtype)
+    return value.nan_to_num(nan=1.0, posinf=1.0).to(ratio.dtype)
 
 
 def capped_score(
@@ -86,7 +85,5 @@ def two_ess(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """ESS of the ratios to the behaviour policy and to the proximal snapshot."""
     proximal = (batch.logp - batch.prox_logp).detach().exp()
-    return (
-        ess(ratio, batch.mask, eps=eps, all_sum=ctx.all_sum, scope=scope),
-        ess(proximal, batch.mask, eps=eps, all_sum=ctx.all_sum, scope=scope),
-    )
+    both = torch.stack([ratio.detach(), proximal])
+    return ess(both, batch.mask, eps=eps, all_sum=ctx.all_sum, scope=scope).unbind()

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 
 from proxpo.errors import ProxpoError, nearest
+from proxpo.ops.bounds import hold_within
 from proxpo.ops.shapes import Float, Tensor
 
 Plain = Literal["k1", "abs", "k2", "k3", "kl", "mse", "low_var_kl"]
@@ -54,7 +55,7 @@ def kl_estimate(
         "k2": lambda: (logp - other).square() / 2,
         "k3": lambda: _k3(other - logp, clamp),
     }[estimator]()
-    return value.clamp(-10.0, 10.0) if clamp == "openrlhf" else value
+    return hold_within(value, 10.0) if clamp == "openrlhf" else value
 
 
 def kl_exact(
@@ -69,7 +70,7 @@ def kl_exact(
 def _k3(e: Tensor, clamp: str) -> Tensor:
     """exp(e) - 1 - e of the reversed log-ratio e = -d."""
     if clamp == "verl":
-        e = e.clamp(-20.0, 20.0)
-        return (torch.expm1(e) - e).clamp(-10.0, 10.0)
+        e = hold_within(e, 20.0)
+        return hold_within(torch.expm1(e) - e, 10.0)
     limit = {"dr-grpo": 40.0, "p3o": 10.0}.get(clamp)
-    return torch.expm1(e if limit is None else e.clamp(-limit, limit)) - e
+    return torch.expm1(e if limit is None else hold_within(e, limit)) - e

@@ -60,8 +60,8 @@ def row_quantile(
     count_sorted = min(x.shape[1] + 2 - below if upper else below, x.shape[1])
     filled = torch.where(mask, x, -torch.inf if upper else torch.inf)
     ordered = filled.topk(count_sorted, dim=1, largest=upper).values
-    ends = (ordered.gather(1, last - at if upper else at) for at in (low, high))
-    return torch.where(length > 0, torch.lerp(*ends, (place - low).to(x.dtype)), 0.0)[:, 0]
+    start, end = (ordered.gather(1, last - at if upper else at) for at in (low, high))
+    return torch.where(length > 0, torch.lerp(start, end, (place - low).to(x.dtype)), 0.0)[:, 0]
 
 
 def spread(

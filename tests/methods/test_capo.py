@@ -29,7 +29,7 @@ from proxpo.stages.select.curvature import (
     adam_step,
     candidates,
     gradient,
-    sgd_step,
+    sgd_shifts,
     shifts,
 )
 from proxpo.types import Clock, Context
@@ -148,11 +148,14 @@ def test_no_bounds(host: str) -> None:
 @pytest.mark.checks("capo", "plain steps: m_F = (η²/2) A² |v|⁴ |h|⁴ and <G,Δ> = A² |v|² |h|²")
 def test_closed_form(tokens: Candidates) -> None:
     a, v, h = tokens.advantage, tokens.pull.square().sum(-1), tokens.hidden.square().sum(-1)
-    found = shifts(tokens, sgd_step(tokens), rate=0.3)
+    found = sgd_shifts(tokens, rate=0.3)
     close(found.policy, 0.3**2 / 2 * (a * v * h).square())
     g = gradient(tokens)
     close(g.square().sum((1, 2)), a.square() * v * h)
-    close((g @ tokens.hidden[..., None])[..., 0], sgd_step(tokens))
+    u = (g @ tokens.hidden[..., None])[..., 0]
+    close(u, (a * h)[:, None] * tokens.pull)
+    for shift, expected in zip(found, shifts(tokens, u, rate=0.3), strict=True):
+        close(shift, expected)
 
 
 @pytest.mark.checks("capo", "m_H and m_F are dense Kronecker quadratic forms of the head")
@@ -228,7 +231,7 @@ def test_pull_sums_to_zero(batch: Batch, tokens: Candidates) -> None:
 @pytest.mark.checks("capo", "plain steps: m_F does not depend on the sign of A")
 def test_sign(tokens: Candidates) -> None:
     other = tokens._replace(advantage=-tokens.advantage)
-    one, two = (shifts(x, sgd_step(x), rate=0.3) for x in (tokens, other))
+    one, two = (sgd_shifts(x, rate=0.3) for x in (tokens, other))
     close(one.policy, two.policy)
     assert not torch.allclose(one.objective, two.objective)
 
@@ -244,13 +247,13 @@ def test_certain_tokens() -> None:
 
 
 def test_bounds_are_strict_and_sides(tokens: Candidates, batch: Batch) -> None:
-    found = shifts(tokens, sgd_step(tokens), rate=0.3)
+    found = sgd_shifts(tokens, rate=0.3)
     at = float(found.policy[found.policy > 0].median())
     options = {"optimizer": "sgd", "learning_rate": 0.3}
     made = method("capo", tau_policy=at, tau_objective=0.0, **options)
     assert torch.equal(kept_tokens(made, batch)[batch.mask], found.policy < at)
     rate = 20.0  # where the second order outweighs the first for some
-    shift = shifts(tokens, sgd_step(tokens), rate=rate).objective
+    shift = sgd_shifts(tokens, rate=rate).objective
     bound = float(shift.abs().median())
     assert ((shift < 0) & (shift > -bound)).any()
     options["learning_rate"] = rate

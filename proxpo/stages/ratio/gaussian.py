@@ -38,7 +38,7 @@ def mean_distance(
     noise: Float[Tensor, "seq tok"],
 ) -> Float[Tensor, "seq tok"]:
     """mean_D((μ - μ')²)/(2 s²): the KL of two Gaussians of equal width, per dimension."""
-    return (mean - other).square().mean(-1) / (2 * noise.clamp(min=SMALLEST).square())
+    return (mean - other).square_().mean(-1) / (2 * noise.clamp(min=SMALLEST).square())
 
 
 @stage("ratio", needs=("old_logp", "mean", "old_mean", "noise"), gives="ratio")

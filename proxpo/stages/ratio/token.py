@@ -5,6 +5,7 @@ from typing import Literal, cast
 
 import torch
 
+from proxpo.ops.bounds import hold_within
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.proximal import PROXIMAL, Proximal, proximal_logp, proximal_needs
@@ -16,7 +17,7 @@ ANCHORS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "pro
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"], limit: float) -> Float[Tensor, "*shape"]:
     """exp of the log-ratio held within ±limit; beyond it the ratio is constant, its gradient 0."""
-    return log_ratio.clamp(-limit, limit).exp() if limit < math.inf else log_ratio.exp()
+    return (hold_within(log_ratio, limit) if limit < math.inf else log_ratio).exp()
 
 
 @stage("ratio", gives="ratio")

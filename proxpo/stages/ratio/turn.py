@@ -22,9 +22,9 @@ def turn_index(batch: Batch, split: Split) -> Int[Tensor, "seq tok"]:
         starts[:, 1:] &= ~batch.mask[:, :-1]
         return (starts.cumsum(1) - 1).clamp(min=0)
     number = torch.where(batch.mask, batch.turn, 0)
-    low, high = (int(x) for x in number.aminmax()) if number.numel() else (0, 0)
+    low, high = torch.stack(number.aminmax()).tolist() if number.numel() else (0, 0)
     if high - low < number.shape[-1]:
-        return number - low
+        return number - low if low else number
     return number.unique(return_inverse=True)[1]  # sorts all tokens: for odd numbers only
 
 
@@ -38,7 +38,7 @@ def turn(*, split: Split = "turn", limit: float = 20.0):
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         index = turn_index(batch, split)
-        d = (batch.logp - batch.old_logp.detach()).masked_fill(~batch.mask, 0.0)
+        d = torch.where(batch.mask, batch.logp - batch.old_logp.detach(), 0.0)
         turns = int(index.max()) + 1 if index.numel() else 1
         blank = d.new_zeros(len(d), turns)
         length = blank.scatter_add(1, index, batch.mask.to(d.dtype)).clamp(min=1)

@@ -73,29 +73,28 @@ def _likeliest(
     return logp, torch.arange(logp.shape[-1], device=logp.device).expand_as(logp)
 
 
-def shifts(tokens: Candidates, u: Float[Tensor, "*tokens k"], *, rate: float) -> Shifts:
-    """m_H and m_F of the module's formulas."""
+def shifts(
+    tokens: Candidates, u: Float[Tensor, "*tokens k"], *, rate: float | Float[Tensor, "*tokens"]
+) -> Shifts:
+    """m_H and m_F of the module's formulas; η may be another for each token."""
     a, along = tokens.advantage, (tokens.pull * u).sum(-1)
     weighted = tokens.share * u
     mean = weighted.sum(-1)
     curved = along.square() - (weighted.mul_(u).sum(-1) - mean.square())
-    return Shifts(rate * a * along + rate**2 / 2 * a * curved, rate**2 / 2 * along.square())
+    half = rate**2 / 2
+    return Shifts(rate * a * along + half * a * curved, half * along.square())
 
 
-def sgd_step(tokens: Candidates) -> Float[Tensor, "*tokens k"]:
-    """u of the step Δ = G: A |h|² v."""
-    return (tokens.advantage * tokens.hidden.square().sum(-1))[..., None] * tokens.pull
+def sgd_shifts(tokens: Candidates, *, rate: float) -> Shifts:
+    """Shifts by the step Δ = G: its u = A |h|² v is v itself at the rate η A |h|²."""
+    length = tokens.advantage * tokens.hidden.square().sum(-1)
+    return shifts(tokens, tokens.pull, rate=rate * length)
 
 
 def adam_step(
     tokens: Candidates, state: State, *, beta1: float, beta2: float, eps: float
 ) -> Float[Tensor, "*tokens k"]:
-    """u of the step Adam would make from the moments of each candidate's row, as if G came next.
-
-    Before the first moments there is nothing to divide by: Δ = G.
-    """
-    if not state or not float(state["steps"]):
-        return sgd_step(tokens)
+    """u of the step Adam would make from the moments of each candidate's row, as if G came next."""
     t = float(state["steps"]) + 1
     moments = [state[name].to(tokens.hidden) for name in ("first", "second")]
     every = Candidates(tokens.advantage.flatten(), *(x.flatten(0, -2) for x in tokens[1:]))
@@ -198,11 +197,13 @@ def curvature_mask(
     def judge(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, "seq tok"], Candidates, Shifts]:
         """The valid tokens that stay, with what was computed on the way."""
         tokens = candidates(batch, k=k)
-        if optimizer == "sgd":
-            u = sgd_step(tokens)
+        if optimizer == "sgd" or not ctx.state or not float(ctx.state["steps"]):
+            shift = sgd_shifts(
+                tokens, rate=rate(ctx)
+            )  # before the first moments Δ = G for Adam too
         else:
             u = adam_step(tokens, ctx.state, beta1=beta1, beta2=beta2, eps=eps)
-        shift = shifts(tokens, u, rate=rate(ctx))
+            shift = shifts(tokens, u, rate=rate(ctx))
         keep = batch.mask
         if tau_policy:
             keep = keep & (shift.policy < tau_policy)
@@ -244,6 +245,6 @@ __all__ = [
     "adam_step",
     "candidates",
     "curvature_mask",
-    "sgd_step",
+    "sgd_shifts",
     "shifts",
 ]

@@ -40,7 +40,7 @@ def asymmetric_clip(
         held = torch.where(positive, torch.minimum(r, bound), torch.maximum(r, bound))
         silent = held != r
         weight = torch.where(positive, 1 / held.clamp(min=tiny), held)
-        cap = cap_pos
+        cap: Tensor | float = cap_pos
         if cap_pos != cap_neg:
             cap = torch.where(positive, r.new_full((), cap_pos), cap_neg)
         soft, gain = weight > cap, -adv

@@ -86,4 +86,5 @@ def two_ess(
     """ESS of the ratios to the behaviour policy and to the proximal snapshot."""
     proximal = (batch.logp - batch.prox_logp).detach().exp()
     both = torch.stack([ratio.detach(), proximal])
-    return ess(both, batch.mask, eps=eps, all_sum=ctx.all_sum, scope=scope).unbind()
+    sizes = ess(both, batch.mask, eps=eps, all_sum=ctx.all_sum, scope=scope)
+    return sizes[0], sizes[1]

@@ -54,7 +54,8 @@ class Learner:
         pass of their prompt.
         """
         compared = getattr(getattr(self.transform, "rule", None), "group_by", None) == "prompt"
-        shared = self.transform is None and shares_prompts(self.policy.model)
+        plain = self.transform is None and shares_prompts(self.policy.model)
+        shared = plain or self.graphs is not None
         group = experience.group if compared or shared else None
         return Rows(experience.mask, experience.attention_mask, group, compared)
 

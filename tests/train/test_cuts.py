@@ -216,6 +216,19 @@ def test_responses_to_a_prompt_stay_together_where_a_kernel_compares_them(tmp_pa
     job.close()
 
 
+def test_responses_that_share_the_pass_of_their_prompt_stay_together(tmp_path):
+    """On a CPU and in replayed graphs, which run a prompt once; not under a transform."""
+    job = job_of(tmp_path, method="isopo")
+    learner, rows = job.learner, sample(job).experience
+    assert learner.shape(rows).group is None
+    learner.graphs = SimpleNamespace()
+    assert learner.shape(rows).group is rows.group
+    learner.graphs = learner.transform = None
+    assert learner.shape(rows).group is rows.group
+    assert not learner.shape(rows).compared
+    job.close()
+
+
 # Runs ----------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for arm, sets in arms.items():
             rows, peak = run(args.preset, sets, args.steps)
+            print(f"{arm}: {rows[-1]}", flush=True)
             times[arm] += rows
             peaks[arm] = max(peaks[arm], peak)
     first = None

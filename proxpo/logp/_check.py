@@ -1,4 +1,4 @@
-"""Checks of the arguments of `token_logp`."""
+"""Checks of the arguments of `token_logp` and `token_kl`."""
 
 import torch
 
@@ -27,11 +27,11 @@ def check_shapes(
         refuse("mask must be bool and shaped like targets", mask, targets)
 
 
-def check_options(**options: float | int | None) -> None:
-    """Refuses options that are not positive and finite."""
+def check_options(function: str, **options: float | int | None) -> None:
+    """Refuses options of a function that are not positive and finite."""
     for name, value in options.items():
         if value is not None and not 0.0 < value < float("inf"):
-            raise ProxpoError(f"token_logp: {name} must be positive and finite; got {value}")
+            raise ProxpoError(f"{function}: {name} must be positive and finite; got {value}")
 
 
 def check_ids(ids: Tensor, vocab: int) -> None:

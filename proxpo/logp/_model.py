@@ -1,4 +1,4 @@
-"""`model_logp`: the log-probabilities of a Hugging Face causal language model, without its logits.
+"""`model_logp`, `model_states`: a Hugging Face causal language model up to and without its logits.
 
 The whole model runs, wrappers included (peft, DDP, FSDP2, torch.compile), only its head is
 replaced for the duration of the call: in place of logits it computes `token_logp`. What a model
@@ -18,6 +18,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from proxpo.errors import ProxpoError
+from proxpo.logp._kl import HeadInput
 from proxpo.logp._token import LogpEntropy, token_logp
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
@@ -40,13 +41,17 @@ class _LogitMap:
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Arguments of one call, aligned with the positions of `input_ids`."""
+    """Arguments of one call, aligned with the positions of `input_ids`.
+
+    states: the scored positions' hidden states are wanted in place of their log-probabilities
+    """
 
     targets: Int[Tensor, "seq pos"]
     mask: Bool[Tensor, "seq pos"]
-    temperature: float
-    entropy: bool
-    chunk: int | None
+    temperature: float = 1.0
+    entropy: bool = False
+    chunk: int | None = None
+    states: bool = False
 
 
 class _HeadReplacement:
@@ -55,7 +60,7 @@ class _HeadReplacement:
     def __init__(self) -> None:
         self.logit_map = _LogitMap()
         self.known = False
-        self.result: list[Tensor] = []  # log-probabilities, and entropies on request
+        self.result: list[Tensor] = []  # log-probabilities, with entropies on request; or states
         self.request: tuple[nn.Linear, _Request] | None = None
         self.forward = self.score  # one object, so that compiled models see no change
 
@@ -69,6 +74,9 @@ class _HeadReplacement:
                 f"model_logp: the head got hidden states of {list(hidden.shape[:-1])} positions,"
                 f" input_ids have {list(request.targets.shape)}"
             )
+        if request.states:
+            self.result = [hidden[request.mask]]
+            return self._with_probes(hidden[..., 0])
         scored: Any = token_logp(  # type: ignore[call-overload]
             hidden,
             head.weight,
@@ -81,12 +89,15 @@ class _HeadReplacement:
             chunk=request.chunk,
         )
         self.result = list(scored) if request.entropy else [scored]
-        logp = self.result[0]
+        return self._with_probes(self.result[0])
+
+    def _with_probes(self, x: Float[Tensor, "seq pos"]) -> Float[Tensor, "seq pos _"]:
+        """The head's output: x, and the probes while the map after the head is unknown."""
         if self.known:
-            return logp[..., None]
-        dtype = torch.float32 if logp.device.type == "mps" else torch.float64
-        probes = torch.tensor(_PROBES, dtype=dtype, device=logp.device).expand(*logp.shape, -1)
-        return torch.cat([logp[..., None], probes], dim=-1)
+            return x[..., None]
+        dtype = torch.float32 if x.device.type == "mps" else torch.float64
+        probes = torch.tensor(_PROBES, dtype=dtype, device=x.device).expand(*x.shape, -1)
+        return torch.cat([x[..., None], probes], dim=-1)
 
     @contextmanager
     def installed(self, head: nn.Linear, request: _Request) -> Iterator[None]:
@@ -142,33 +153,70 @@ def model_logp(
     like the other layers.
     """
     _check(input_ids, mask)
-    bare = bare_model(model)
-    heads = _linear_heads(bare)
-    request = _request(input_ids, mask, temperature, entropy, chunk)
-    inputs = inputs | _positions(bare, attention_mask, position_ids)
-    replacements = [_REPLACEMENTS.setdefault(head, _HeadReplacement()) for head in heads]
-    output, replacement = _run(model, input_ids, inputs, heads, replacements, request)
-    if not replacement.known and not _learn(replacement, output, model=type(bare).__name__):
-        output, replacement = _run(model, input_ids, inputs, heads, replacements, request)
+    options = {"temperature": temperature, "entropy": entropy, "chunk": chunk}
+    request = _request(input_ids, mask, **options)
+    inputs = inputs | _positions(bare_model(model), attention_mask, position_ids)
+    output, _, replacement = _run(model, input_ids, inputs, request)
     result, replacement.result = replacement.result, []
     aligned = [_align(x, output, mask) for x in result]
     return LogpEntropy(*aligned) if entropy else aligned[0]
 
 
+@torch.no_grad()
+def model_states(
+    model: nn.Module,
+    input_ids: Int[Tensor, "seq pos"],
+    mask: Bool[Tensor, "seq tok"],
+    *,
+    attention_mask: Int[Tensor, "seq pos"] | Bool[Tensor, "seq pos"] | None = None,
+    position_ids: Int[Tensor, "seq pos"] | None = None,
+    **inputs: Any,
+) -> HeadInput:
+    """The states from which a causal language model predicts its response tokens, with its head.
+
+    hidden: one row per True of the mask, in the order of `mask.nonzero()`. The arguments are those
+    of `model_logp`; two models' results go into `token_kl`. Without gradient.
+    """
+    _check(input_ids, mask)
+    inputs = inputs | _positions(bare_model(model), attention_mask, position_ids)
+    request = _request(input_ids, mask, states=True)
+    _, head, replacement = _run(model, input_ids, inputs, request)
+    (hidden,), replacement.result = replacement.result, []
+    after = replacement.logit_map
+    return HeadInput(hidden, head.weight, head.bias, after.scale, after.softcap)
+
+
 def _run(
+    model: nn.Module, input_ids: Tensor, inputs: dict[str, Any], request: _Request
+) -> tuple[Tensor, nn.Linear, _HeadReplacement]:
+    """Calls the model: its output in place of logits, the head it used and that one's replacement.
+
+    Once more in the first call of a model whose map after the head is not the one assumed.
+    """
+    bare = bare_model(model)
+    heads = _linear_heads(bare)
+    replacements = [_REPLACEMENTS.setdefault(head, _HeadReplacement()) for head in heads]
+    output, number = _call(model, input_ids, inputs, heads, replacements, request)
+    known, name = replacements[number].known, type(bare).__name__
+    if not known and not _learn(replacements[number], output, model=name) and not request.states:
+        output, number = _call(model, input_ids, inputs, heads, replacements, request)
+    return output, heads[number], replacements[number]
+
+
+def _call(
     model: nn.Module,
     input_ids: Tensor,
     inputs: dict[str, Any],
     heads: list[nn.Linear],
     replacements: list[_HeadReplacement],
     request: _Request,
-) -> tuple[Tensor, _HeadReplacement]:
-    """Calls the model once; returns its output in place of logits, and the replacement used."""
+) -> tuple[Tensor, int]:
+    """Calls the model once; returns its output in place of logits, and the number of its head."""
     with ExitStack() as stack:
         for replacement, head in zip(replacements, heads):
             stack.enter_context(replacement.installed(head, request))
         output = model(input_ids=input_ids, use_cache=False, **inputs)
-    used = [replacement for replacement in replacements if replacement.result]
+    used = [number for number, replacement in enumerate(replacements) if replacement.result]
     if len(used) != 1:
         name = type(model).__name__
         raise ProxpoError(f"model_logp: {name} called {len(used)} output layers, expected one")
@@ -202,17 +250,13 @@ def _align(x: Tensor, output: Tensor, mask: Tensor) -> Tensor:
     return x.roll(1, dims=1)[:, x.shape[1] - mask.shape[1] :]
 
 
-def _request(
-    ids: Tensor, mask: Tensor, temperature: float, entropy: bool, chunk: int | None
-) -> _Request:
+def _request(ids: Tensor, mask: Tensor, **options: Any) -> _Request:
     scored = torch.zeros_like(ids, dtype=torch.bool)
     scored[:, ids.shape[1] - mask.shape[1] :] = mask
     return _Request(
         targets=ids.roll(-1, dims=1),
         mask=scored.roll(-1, dims=1),
-        temperature=temperature,
-        entropy=entropy,
-        chunk=chunk,
+        **options,
     )
 
 

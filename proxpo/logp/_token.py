@@ -69,15 +69,15 @@ def token_logp(
     shape of `sequences`, masked positions included.
     """
     check_shapes(hidden, head_weight, targets, bias, mask)
-    check_options(temperature=temperature, softcap=softcap, chunk=chunk)
-    warp, budget = Warp(temperature, softcap), _budget(chunk, hidden)
+    check_options("token_logp", temperature=temperature, softcap=softcap, chunk=chunk)
+    warp, budget = Warp(temperature, softcap), tile_budget(chunk, hidden)
     index = None if mask is None else mask.flatten().nonzero()[:, 0]
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().long()
     if index is not None:
         rows, ids = rows[index], ids[index]
     check_ids(ids, len(head_weight))
     replaced = find_backward(HeadCall(head_weight, bias, hidden.shape[:-1], index))
-    operands = _autocast(rows, head_weight, bias)
+    operands = as_autocast(rows, head_weight, bias)
     logp, spread = _TokenLogp.apply(*operands, ids, warp, budget, entropy, replaced)
     logp = _spread(logp, index, targets)
     return LogpEntropy(logp, _spread(spread, index, targets)) if entropy else logp
@@ -144,14 +144,14 @@ def _spread(x: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
     return x.reshape(like.shape)
 
 
-def _budget(chunk: int | None, hidden: Tensor) -> int:
+def tile_budget(chunk: int | None, hidden: Tensor) -> int:
     """Logits at a time: 256 MiB of them on a GPU in bfloat16, what a CPU cache likes otherwise."""
     if chunk is not None:
         return chunk
     return 1 << 27 if hidden.is_cuda else 1 << 20
 
 
-def _autocast(*operands: Tensor | None) -> list[Tensor | None]:
+def as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
     """The operands as an ordinary linear layer would see them under autocast."""
     kind = next(x.device.type for x in operands if x is not None)
     if not torch.is_autocast_enabled(kind):

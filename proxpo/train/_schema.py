@@ -151,8 +151,15 @@ class TrainConfig:
     mini_batches: int = setting(
         1, "parts a rollout is cut into, one optimizer step each", resume="next", low=1, high=ROWS
     )
-    micro_batch: int | None = setting(
-        None, "sequences in one backward pass; none: all", resume="now", low=1, high=ROWS
+    micro_batch: int | Literal["auto"] | None = setting(
+        None,
+        "sequences in one backward pass; none: all; auto: as many as memory allows, of like length",
+        resume="now",
+        low=1,
+        high=ROWS,
+    )
+    graphs: Literal["auto", "on", "off"] = setting(
+        "auto", "replay the policy's passes as CUDA graphs; auto: where it can", resume="now"
     )
     optimizer: Optimizer = setting("adamw", "adamw, muon, soap, shampoo or kfac", resume="fixed")
     optimizer_options: dict = setting(

@@ -59,14 +59,14 @@ class UpdatePlan:
     ) -> "UpdatePlan":
         """The plan for `rows` sequences. fields: those of all variants; default: the recipe's."""
         wanted = frozenset(recipe.needs() if fields is None else fields)
-        once = _once_per_rollout(recipe)
+        once, size = _once_per_rollout(recipe), config.train.micro_batch
         scored = any(SCORED & set(stage.needs) for stage in once)
         follows = any(stage.prepare or stage.live for _, stage in recipe.stages())
         return cls(
             fields=wanted,
             options=LogpOptions(
                 temperature=config.train_temperature,
-                micro_batch=config.train.micro_batch or max(rows, 1),
+                micro_batch=None if size == "auto" else size or max(rows, 1),
                 fields=wanted,
             ),
             policy_pass=bool(wanted & (SCORED - SEPARATE)),

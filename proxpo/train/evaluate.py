@@ -9,12 +9,15 @@ from itertools import repeat
 import torch
 from torch import nn
 
+from proxpo.logp import KlEntropy, model_states, token_kl
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.streams import turn_seed
 from proxpo.rewards import Outcome, RewardPool
 from proxpo.sampler import Sampler
+from proxpo.train.cuts import Cut, Rows, TokenBudget
 from proxpo.train.episodes import Episodes, play
+from proxpo.train.experience import used_columns
 from proxpo.train.grading import grade, verdicts
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.tasks import Problem, Task
@@ -24,13 +27,16 @@ Progress = Callable[[int, int], None]  # done, total
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Held-out problems, number of answers to each, their longest length and distribution."""
+    """Held-out problems, number of answers to each, their longest length and distribution.
+
+    micro_batch: answers in one pass of the model; None: as many as a budget of tokens allows
+    """
 
     problems: list[Problem]
     samples: int
     max_tokens: int
     temperature: float
-    micro_batch: int
+    micro_batch: int | None
     seed: int
 
 
@@ -42,6 +48,7 @@ def evaluate(
     task: Task,
     pool: RewardPool,
     exam: Examination,
+    budget: TokenBudget | None = None,
     observer: Observer = SILENT,
     trainer_state: Mapping[str, int | float] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
@@ -50,7 +57,8 @@ def evaluate(
     Greedy answers, but for avg@k and pass@k. There are accuracies if the reward function or the
     setting task.correct_above tells right from wrong. With no samples (k = 0), KL and entropy are
     those along the greedy answers. `observer.on_progress` is called all along, so that an error
-    raised there gives the evaluation up. trainer_state: as `Job.trainer_state`.
+    raised there gives the evaluation up. budget: of passes without a fixed number of answers.
+    trainer_state: as `Job.trainer_state`.
     """
     progress = partial(observer.on_progress, "evaluating")
     prompts = [task.encode(problem, policy.tokenizer) for problem in exam.problems]
@@ -73,7 +81,7 @@ def evaluate(
         drawn, chances = _sampled(
             policy, sampler, task, pool, exam, prompts, progress, trainer_state
         )
-    kl, entropy = distance(policy, initial, drawn, exam, progress=progress)
+    kl, entropy = distance(policy, initial, drawn, exam, budget=budget, progress=progress)
     numbers = {
         **({} if right is None else {"eval/accuracy": float(torch.tensor(right).float().mean())}),
         "eval/reward": _mean_reward(outcomes),
@@ -139,35 +147,41 @@ def distance(
     episodes: Episodes,
     exam: Examination,
     *,
+    budget: TokenBudget | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[float, float]:
     """KL(π‖π_initial) in nats per response and entropy per token, exact over the vocabulary.
 
-    The contexts are those the current policy has just sampled.
+    The contexts are those the current policy has just sampled. Logits exist one tile at a time.
     """
-    inputs, samples = episodes.inputs(policy.pad_id), episodes.samples
-    kl = entropy = 0.0
-    for rows in torch.arange(len(samples.mask)).split(exam.micro_batch):
-        progress(int(rows[0]), len(samples.mask))
-        ids, attention = inputs.input_ids[rows], inputs.attention_mask[rows]
-        mask = samples.mask[rows]
+    (ids, attention), mask = episodes.inputs(policy.pad_id), episodes.samples.mask
 
-        def logp(
-            model: nn.Module, ids: Tensor = ids, attention: Tensor = attention, mask: Tensor = mask
-        ) -> Tensor:
-            width = mask.shape[1]
-            places = (attention.long().cumsum(dim=1) - 1).clamp(min=0)
-            with policy.autocast():
-                out = model(input_ids=ids, attention_mask=attention, position_ids=places)
-            kept = out.logits[:, -width - 1 : -1].float() / (exam.temperature or 1.0)
-            return kept.log_softmax(dim=-1)
+    def sums(rows: Tensor) -> KlEntropy:
+        columns, used = used_columns(mask[rows], attention[rows])
+        states = partial(
+            model_states,
+            input_ids=ids[rows, columns],
+            mask=mask[rows, :used],
+            attention_mask=attention[rows, columns],
+        )
+        with policy.autocast():
+            own = states(policy.model)
+            start = own if initial is None else states(initial)
+            tokens = token_kl(own, start, temperature=exam.temperature or 1.0)
+        return KlEntropy(*(x.sum() for x in tokens))
 
-        now = logp(policy.model)
-        p = now.exp()
-        entropy -= float((p * now).sum(-1)[mask].sum())
-        if initial is not None:
-            kl += float((p * (now - logp(initial))).sum(-1)[mask].sum())
-    return kl / len(samples.mask), entropy / max(float(samples.mask.sum()), 1.0)
+    def whole(cut: Cut) -> tuple[float, float]:
+        kl = entropy = 0.0
+        done = 0
+        for rows in cut:
+            progress(done, len(mask))
+            part = sums(rows)
+            kl, entropy, done = kl + float(part.kl), entropy + float(part.entropy), done + len(rows)
+        return kl / len(mask), entropy / max(float(mask.sum()), 1.0)
+
+    if exam.micro_batch is None:
+        return (budget or TokenBudget()).run(Rows(mask, attention), whole)
+    return whole(list(torch.arange(len(mask)).split(exam.micro_batch)))
 
 
 def _mean_reward(outcomes: Sequence[Outcome]) -> float:

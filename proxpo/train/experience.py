@@ -142,18 +142,24 @@ def kept_rollouts(
     return kept
 
 
+def used_columns(
+    mask: Bool[Tensor, "seq tok"], attention_mask: Bool[Tensor, "seq pos"]
+) -> tuple[slice, int]:
+    """The columns of whole sequences that are not padding in every row, and of responses."""
+    tokens, width = mask.shape[1], attention_mask.shape[1]
+    used = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
+    real = attention_mask.any(dim=0).nonzero()
+    first = min(int(real.min()) if len(real) else 0, width - tokens)
+    return slice(first, width - tokens + used), used
+
+
 def _trimmed(experience: Experience) -> Experience:
     """Drops the columns in which every sequence has padding."""
-    tokens = experience.mask.shape[1]
-    mask, ids = experience.mask, experience.input_ids
-    used = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
-    real = experience.attention_mask.any(dim=0).nonzero()
-    first = min(int(real.min()) if len(real) else 0, ids.shape[1] - tokens)
-    last = ids.shape[1] - tokens + used
+    columns, used = used_columns(experience.mask, experience.attention_mask)
     return replace(
         experience,
-        input_ids=ids[:, first:last],
-        attention_mask=experience.attention_mask[:, first:last],
+        input_ids=experience.input_ids[:, columns],
+        attention_mask=experience.attention_mask[:, columns],
         **{
             name: value[:, :used]
             for name, value in experience.tensors().items()
@@ -169,5 +175,6 @@ __all__ = [
     "mini_batch_rows",
     "mixture",
     "random_prompts",
+    "used_columns",
     "with_replayed_share",
 ]

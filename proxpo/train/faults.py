@@ -110,7 +110,9 @@ def _knob(name: str, config: Config) -> str | None:
     rows = rollout.prompts_per_step * rollout.samples_per_prompt // train.mini_batches
     if name == "micro_batch":
         now = f"none, that is {rows} rows" if train.micro_batch is None else str(train.micro_batch)
-        return None if train.micro_batch == 1 else f"a lower train.micro_batch (now {now})"
+        return (
+            None if train.micro_batch in (1, "auto") else f"a lower train.micro_batch (now {now})"
+        )
     if name == "max_rows":
         default = {"local": 512, "vllm": 256}[rollout.backend]
         now = rollout.options.get("max_rows", default)

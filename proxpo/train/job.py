@@ -20,9 +20,11 @@ from proxpo.sampler import Sampler, make_sampler
 from proxpo.settings import at_length
 from proxpo.train.collect import Source
 from proxpo.train.config import Change, Config, as_dict
+from proxpo.train.cuts import TokenBudget, fitted_tokens
 from proxpo.train.evaluate import Examination
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
+from proxpo.train.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.train.refusals import check_fields
 from proxpo.train.scoring import Learner
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
@@ -320,20 +322,32 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         reference=initial if wanted & {"ref_logp", "ref_kl"} else None,
         critic=critic,
         transform=transform,
+        graphs=_graphs(config, policy, recipe, critic=critic is not None),
         state=recipe.init_state(),
+        budget=TokenBudget(fitted_tokens(policy, transform=transform is not None)),
     )
+
+
+def _graphs(config: Config, policy: Policy, recipe: Recipe, *, critic: bool) -> PolicyGraphs | None:
+    reason = unsuited(policy, recipe, critic=critic)
+    if config.train.graphs == "on" and reason:
+        raise ProxpoError(f"train.graphs=on cannot record the policy's passes: {reason}")
+    if config.train.graphs == "off" or reason:
+        return None
+    return PolicyGraphs(policy, record=CudaRecorder())
 
 
 def _exam(config: Config, task: Task) -> Examination:
     """The same held-out problems for every run with this task, whatever its seed."""
     order = torch.randperm(len(task.test), generator=generator(0, "exam"))
+    size = config.train.micro_batch
     chosen = [task.test[int(i)] for i in order[: config.evaluate.size]]
     return Examination(
         problems=chosen,
         samples=config.evaluate.k,
         max_tokens=config.rollout.max_tokens,
         temperature=config.train_temperature,
-        micro_batch=config.train.micro_batch or 256,
+        micro_batch=None if size == "auto" else size or 256,
         seed=0,
     )
 

@@ -47,6 +47,7 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
         resumed = _resumed(out, config, resume=resume, observer=observer)
         job = build_job(config)
+        job.learner.budget.on_notice = observer.on_notice
         try:
             if resumed is not None:
                 restore(job, *resumed)
@@ -273,6 +274,7 @@ def _examine(job: Job, observer: Observer) -> Examined:
         task=job.task,
         pool=job.pool,
         exam=job.exam,
+        budget=job.learner.budget,
         observer=observer,
         trainer_state=job.trainer_state,
     )

@@ -12,13 +12,14 @@ from proxpo.ops.metering import combined
 from proxpo.ops.shapes import Tensor
 from proxpo.stages.schedule import Rescale
 from proxpo.train.batch import TrainingBatch
+from proxpo.train.cuts import Cut, restored
 from proxpo.train.experience import Experience
 from proxpo.train.scoring import (
     VOCABULARY,
     Learner,
     LogpOptions,
     forward,
-    micro_batches,
+    in_micro_batches,
     score,
     vocabulary_logp,
     widened,
@@ -45,8 +46,26 @@ def gradients(
     """
     ctx = Context(all_sum=local, denominators=count(data.batch), states=learner.state, clock=clock)
     data = _trained_rows(recipe, data)
+
+    def work(parts: Cut) -> tuple[Metrics, Batch]:
+        return _accumulated(learner, recipe, data, parts, options, ctx, seed, rescale)
+
+    undo = _gradient_reset(learner) if options.micro_batch is None else lambda: None
+    return in_micro_batches(learner, data.experience, options, work, undo=undo)
+
+
+def _accumulated(
+    learner: Learner,
+    recipe: Recipe,
+    data: TrainingBatch,
+    parts: Cut,
+    options: LogpOptions,
+    ctx: Context,
+    seed: int,
+    rescale: Rescale | None,
+) -> tuple[Metrics, Batch]:
+    """`gradients` for one cut into micro-batches."""
     mask = data.batch.mask
-    parts = micro_batches(len(mask), options.micro_batch, mask.device)
     sums = partial(_sums, learner, data=data, parts=parts, options=options, ctx=ctx)
     policy_sum = None
     if learner.transform is not None and policy_term(recipe) != recipe:
@@ -63,8 +82,26 @@ def gradients(
         metrics = combined(recipe, metrics, {**loss.metrics, "loss": loss.value}, share=share)
     if rescale is not None:
         metrics |= _rescaled(learner, rescale, data, parts, options, ctx, seed)
-    joined = {name: torch.cat([fields[name] for fields in present]) for name in present[0]}
+    by_tokens = options.micro_batch is None
+    joined = {
+        name: restored([fields[name] for fields in present], parts, sorted_rows=by_tokens)
+        for name in present[0]
+    }
     return metrics, data.batch.replace(**joined).clean(*joined) if joined else data.batch
+
+
+def _gradient_reset(learner: Learner) -> Callable[[], None]:
+    """Returns the gradients and the transform, when called, to what they are now."""
+    parameters = learner.trainable()
+    before = [None if p.grad is None else p.grad.clone() for p in parameters]
+
+    def reset() -> None:
+        for p, grad in zip(parameters, before):
+            p.grad = None if grad is None else grad.clone()
+        if learner.transform is not None:
+            learner.transform.step(skipped=True)
+
+    return reset
 
 
 def _trained_rows(recipe: Recipe, data: TrainingBatch) -> TrainingBatch:
@@ -91,7 +128,7 @@ def _rescaled(
     learner: Learner,
     rescale: Rescale,
     data: TrainingBatch,
-    parts: list[Tensor],
+    parts: Cut,
     options: LogpOptions,
     ctx: Context,
     seed: int,
@@ -169,7 +206,7 @@ def _sums(
     recipe: Recipe,
     *,
     data: TrainingBatch,
-    parts: list[Tensor],
+    parts: Cut,
     options: LogpOptions,
     ctx: Context,
 ) -> AllSum:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.sampler._lean import additive, attention, causal, places, run
 from proxpo.sampler._weights import Weights, read, readable
 from proxpo.train.experience import Experience
@@ -19,33 +19,53 @@ from proxpo.train.experience import Experience
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class _Prompts(NamedTuple):
-    """The distinct prompts of some rows, and the number of each row's prompt."""
+class Prompts(NamedTuple):
+    """The distinct prompts of some rows, padded on the left; the number of each row's prompt."""
 
     ids: Int[Tensor, "group pos"]
     pad: Int[Tensor, " group"]
     which: Int[Tensor, " seq"]
 
 
-class _Responses(NamedTuple):
-    """The responses without their last column, and the places that are run, counted flat."""
+class Responses(NamedTuple):
+    """The responses without their last column, and the places that are run, counted flat.
+
+    run: None runs all places, padding too, so that shapes do not depend on the data
+    """
 
     ids: Int[Tensor, "seq tok"]
-    run: Int[Tensor, " run"]
+    run: Int[Tensor, " run"] | None = None
+
+    @property
+    def places(self) -> int:
+        """Number of places that are run."""
+        return self.ids.numel() if self.run is None else len(self.run)
+
+    def pick(self, x: Shaped[Tensor, "place *rest"]) -> Shaped[Tensor, "run *rest"]:
+        """Values of all places as a list of those that are run."""
+        return x if self.run is None else x.index_select(0, self.run)
 
     def spread(self, x: Float[Tensor, "run *rest"]) -> Float[Tensor, "seq tok *rest"]:
         """Values of the list of places back in rows, with 0 between."""
-        blank = x.new_zeros(self.ids.numel(), *x.shape[1:])
-        return blank.index_copy(0, self.run, x).unflatten(0, self.ids.shape)
+        if self.run is not None:
+            x = x.new_zeros(self.ids.numel(), *x.shape[1:]).index_copy(0, self.run, x)
+        return x.unflatten(0, self.ids.shape)
 
 
 def shares_prompts(model: nn.Module) -> bool:
-    """True if this pass computes what the model computes: the Llama family in full precision.
+    """True on a CPU if this pass computes what the model computes.
 
-    Not with adapters or hooks, which live in modules that do not run here, and not on a GPU, where
-    the model's own kernels are the better choice.
+    On a GPU, launched kernel by kernel, the model's own modules are the better choice.
     """
-    if not readable(model) or next(model.parameters()).device.type != "cpu":
+    return next(model.parameters()).device.type == "cpu" and computes(model)
+
+
+def computes(model: nn.Module) -> bool:
+    """True if this pass computes what the model computes: the Llama family, weights in float32.
+
+    Not with adapters or hooks, which live in modules that do not run here.
+    """
+    if not readable(model):
         return False
     half = any(p.dtype.itemsize < 4 for p in model.parameters())
     dropout = model.training and getattr(model.config, "attention_dropout", 0.0)  # type: ignore[arg-type]
@@ -61,53 +81,69 @@ def states_before(model: nn.Module, rows: Experience) -> Float[Tensor, "seq tok 
     It is 0 at padding.
     """
     tokens = rows.mask.shape[1]
-    prompts = _prompts(rows, rows.input_ids.shape[1] - tokens)
-    responses = _Responses(
+    responses = Responses(
         rows.input_ids[:, -tokens:-1],
         rows.attention_mask[:, -tokens:][:, 1:].flatten().nonzero()[:, 0],  # a tool's words too
     )
     weights = read(model, next(model.parameters()).dtype, rows.input_ids.shape[1])
+    return states_of(weights, prompts_of(rows), responses)
+
+
+def states_of(
+    weights: Weights, prompts: Prompts, responses: Responses
+) -> Float[Tensor, "seq tok dim"]:
+    """`states_before` from the weights of a model; the last column of a response is not in it."""
     hidden = _run(weights, prompts, responses)
-    asked, answered = hidden.split([prompts.ids.numel(), len(responses.run)])
+    asked, answered = hidden.split([prompts.ids.numel(), responses.places])
     last = asked.unflatten(0, prompts.ids.shape)[:, -1]
     return torch.cat(
         [last.index_select(0, prompts.which)[:, None], responses.spread(answered)], dim=1
     )
 
 
-def _prompts(rows: Experience, length: int) -> _Prompts:
+def prompts_of(rows: Experience) -> Prompts:
     """The prompt of each group, whose rows have it with the same padding on the left."""
+    length = rows.input_ids.shape[1] - rows.mask.shape[1]
     groups, which = rows.group.unique(return_inverse=True)
-    first = which.new_empty(len(groups)).scatter_(0, which, torch.arange(len(which)))
+    numbers = torch.arange(len(which), device=which.device)
+    first = which.new_empty(len(groups)).scatter_(0, which, numbers)
     pad = (~rows.attention_mask[first, :length]).sum(dim=1)
-    return _Prompts(rows.input_ids[first, :length], pad, which)
+    return Prompts(rows.input_ids[first, :length], pad, which)
 
 
-def _run(weights: Weights, prompts: _Prompts, responses: _Responses) -> Float[Tensor, "all dim"]:
+def _run(weights: Weights, prompts: Prompts, responses: Responses) -> Float[Tensor, "all dim"]:
     """States of all prompts, then of the tokens of all responses, in one list."""
     (groups, length), tokens = prompts.ids.shape, responses.ids.shape[1]
-    which, parts, dtype = prompts.which, [groups * length, len(responses.run)], weights.embed.dtype
+    which, parts, dtype = prompts.which, [groups * length, responses.places], weights.embed.dtype
     visible = causal(prompts.pad, length + tokens)
     at_prompt = additive(visible[:, :, :length, :length], dtype)
     at_response = additive(visible[:, :, length:], dtype).index_select(0, which)
-    if not prompts.pad.any():
+    if responses.run is not None and not prompts.pad.any():
         at_prompt, at_response = at_prompt[:1], at_response[:1]
 
     def attend(number: int, *qkv: Tensor) -> Tensor:
         split = [x.split(parts) for x in qkv]
         q, k, v = (x.unflatten(0, (groups, length)) for x, _ in split)
         asked = attention(q, k, v, at_prompt)
-        if not len(responses.run):
+        if not responses.places:
             return asked
         own = [responses.spread(x) for _, x in split]
         k, v = (torch.cat([a.index_select(0, which), b], dim=1) for a, b in zip((k, v), own[1:]))
         answered = attention(own[0], k, v, at_response)
-        return torch.cat([asked, answered.index_select(0, responses.run)])
+        return torch.cat([asked, responses.pick(answered)])
 
     place = places(prompts.pad, length + tokens)
-    positions = [place[:, :length].flatten(), place[which, length:].flatten()[responses.run]]
-    ids = [prompts.ids.flatten(), responses.ids.flatten()[responses.run]]
+    positions = [place[:, :length].flatten(), responses.pick(place[which, length:].flatten())]
+    ids = [prompts.ids.flatten(), responses.pick(responses.ids.flatten())]
     return run(weights, torch.cat(ids), torch.cat(positions), attend)
 
 
-__all__ = ["shares_prompts", "states_before"]
+__all__ = [
+    "Prompts",
+    "Responses",
+    "computes",
+    "prompts_of",
+    "shares_prompts",
+    "states_before",
+    "states_of",
+]

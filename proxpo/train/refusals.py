@@ -62,12 +62,26 @@ def check_used(config: Config, recipe: Recipe, paths: Collection[str]) -> None:
 def remarks(config: Config, recipe: Recipe) -> list[str]:
     """Lines on a run's settings that the config alone does not show.
 
-    Settings of a shared file that this recipe does not follow, and lengths from the run's limit.
+    Settings of a shared file that this recipe does not follow, lengths from the run's limit, and
+    micro-batches that a method depends on.
     """
     asked, own = lengths(config.make_recipe()), lengths(recipe)
     taken = [f"{place}={own[place]:g}" for place, value in asked.items() if value is None]
     lines = [f"{recipe.name}: {', '.join(taken)}, from rollout.max_tokens"] if taken else []
-    return [*unused(config, recipe).values(), *lines]
+    return [*unused(config, recipe).values(), *lines, *_cut_dependence(config, recipe)]
+
+
+def _cut_dependence(config: Config, recipe: Recipe) -> list[str]:
+    """A line for a method that depends on the cut into micro-batches, where memory decides it."""
+    local = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
+    local += [f"gradient={recipe.gradient.name}"] if recipe.gradient is not None else []
+    if config.train.micro_batch != "auto" or not local:
+        return []
+    return [
+        f"{recipe.name}: {' and '.join(local)} looks at each micro-batch by itself, so the cut of "
+        "train.micro_batch=auto, which follows lengths and memory, is part of the method; a number "
+        "fixes it"
+    ]
 
 
 def check_fields(recipe: Recipe, task: Task) -> None:

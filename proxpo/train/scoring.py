@@ -1,6 +1,6 @@
 """The learner, and its models' log-probabilities and other numbers for sampled sequences."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from proxpo.exact.policy import ActionBatch, FlatPolicy
-from proxpo.logp import model_logp, score_features, token_logp
+from proxpo.logp import model_logp, model_states, score_features, token_kl, token_logp
 from proxpo.models import Policy
-from proxpo.ops.kl import kl_exact
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.train.cuts import Cut, Result, Rows, TokenBudget, restored
 from proxpo.train.experience import Experience
+from proxpo.train.graphs import PolicyGraphs
 from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.types import FIELDS, Recipe, State
 
@@ -26,7 +27,9 @@ STATES = {"hidden"} | VOCABULARY  # fields read off the states before the head
 class Learner:
     """The policy, critic, reference, optimizer and state that a step changes.
 
+    graphs: replayed forward and backward passes of the policy, in place of its modules
     version: optimizer steps made so far
+    budget: of the micro-batches that are cut by tokens
     """
 
     policy: Policy
@@ -35,33 +38,60 @@ class Learner:
     reference: nn.Module | None = None
     critic: nn.Linear | None = None
     transform: Any = None
+    graphs: PolicyGraphs | None = None
     state: Mapping[str, State] = field(default_factory=dict)
     version: int = 0
+    budget: TokenBudget = field(default_factory=TokenBudget)
 
     def trainable(self) -> list[nn.Parameter]:
         extra = [] if self.critic is None else list(self.critic.parameters())
         return [p for p in [*self.policy.model.parameters(), *extra] if p.requires_grad]
+
+    def shape(self, experience: Experience) -> Rows:
+        """The rows with their groups, where micro-batches are to keep these together.
+
+        A transform may compare the responses to a prompt; without one they may share the forward
+        pass of their prompt.
+        """
+        compared = getattr(getattr(self.transform, "rule", None), "group_by", None) == "prompt"
+        plain = self.transform is None and shares_prompts(self.policy.model)
+        shared = plain or self.graphs is not None
+        group = experience.group if compared or shared else None
+        return Rows(experience.mask, experience.attention_mask, group, compared)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogpOptions:
     """Options of a forward pass over sampled sequences.
 
-    micro_batch: sequences in one pass
+    micro_batch: sequences in one pass; None: as many as the learner's budget of tokens allows
     fields: batch fields that are wanted of the policy; its `logp` always comes
     old_is_current: the data are the current policy's own and get one update, so that `old_logp` is
         the pass's own `logp` without gradient
     """
 
     temperature: float
-    micro_batch: int
+    micro_batch: int | None
     fields: frozenset[str] = frozenset()
     old_is_current: bool = False
 
 
-def micro_batches(rows: int, size: int, device: torch.device) -> list[Int[Tensor, " row"]]:
-    """Row numbers of each micro-batch."""
-    return list(torch.arange(rows, device=device).split(size))
+def in_micro_batches(
+    learner: Learner,
+    experience: Experience,
+    options: LogpOptions,
+    work: Callable[[Cut], Result],
+    *,
+    undo: Callable[[], None] = lambda: None,
+) -> Result:
+    """`work` on the row numbers of each micro-batch.
+
+    Where they are cut by tokens, `undo` and `work` run again on finer ones when memory runs out.
+    """
+    if options.micro_batch is None:
+        return learner.budget.run(learner.shape(experience), work, undo=undo)
+    rows = torch.arange(len(experience.mask), device=experience.mask.device)
+    return work(list(rows.split(options.micro_batch)))
 
 
 def forward(
@@ -77,6 +107,10 @@ def forward(
     in the model's own modules, on whole sequences. `without` names fields to leave out.
     """
     model, wanted = learner.policy.model, options.fields - without
+    if learner.graphs is not None:
+        entropy = "entropy" in wanted
+        fields = learner.graphs.fields(experience, temperature=options.temperature, entropy=entropy)
+        return fields | ({"old_logp": fields["logp"].detach()} if options.old_is_current else {})
     shared = learner.transform is None and shares_prompts(model)
     hidden = learner.critic is not None or bool(wanted & STATES)
     with learner.policy.autocast():
@@ -102,11 +136,12 @@ def forward(
 def score(learner: Learner, experience: Experience, options: LogpOptions) -> dict[str, Tensor]:
     """`forward` without gradient, a micro-batch at a time, on all rows."""
     width = experience.mask.shape[1]
-    parts = []
-    for index in _cuts(experience, options):
-        fields = forward(learner, experience.rows(index), options)
-        parts.append({name: widened(value, width) for name, value in fields.items()})
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def run(rows: Experience) -> dict[str, Tensor]:
+        fields = forward(learner, rows, options)
+        return {name: widened(value, width) for name, value in fields.items()}
+
+    return _scored(learner, experience, options, run)
 
 
 @torch.no_grad()
@@ -115,12 +150,13 @@ def other_logp(
 ) -> Float[Tensor, "seq tok"]:
     """log π of the response tokens under another model or other weights, for all rows."""
     shared, width = learner.transform is None and shares_prompts(model), experience.mask.shape[1]
-    parts = []
-    for index in _cuts(experience, options):
+
+    def run(rows: Experience) -> dict[str, Tensor]:
         with learner.policy.autocast():
-            fields, _ = _logp(model, experience.rows(index), options, shared=shared)
-        parts.append(widened(fields["logp"], width))
-    return torch.cat(parts)
+            fields, _ = _logp(model, rows, options, shared=shared)
+        return {"logp": widened(fields["logp"], width)}
+
+    return _scored(learner, experience, options, run)["logp"]
 
 
 @torch.no_grad()
@@ -130,35 +166,38 @@ def features(
     """d log π/d hidden, averaged over each response, a micro-batch at a time."""
     model, temperature = learner.policy.model, options.temperature
     shared, head = shares_prompts(model), model.get_output_embeddings()
-    parts = []
-    for index in _cuts(experience, options):
-        rows = experience.rows(index)
+
+    def run(rows: Experience) -> dict[str, Tensor]:
         with learner.policy.autocast():
             _, states = _logp(model, rows, options, shared=shared, hidden=True)
         targets = rows.input_ids[:, -rows.mask.shape[1] :]
-        parts.append(
-            score_features(
-                states, head.weight, targets, rows.mask, bias=head.bias, temperature=temperature
-            )
+        mean = score_features(
+            states, head.weight, targets, rows.mask, bias=head.bias, temperature=temperature
         )
-    return torch.cat(parts)
+        return {"features": mean}
+
+    return _scored(learner, experience, options, run)["features"]
 
 
 @torch.no_grad()
 def reference_kl(
     learner: Learner, experience: Experience, options: LogpOptions
 ) -> Float[Tensor, "seq tok"]:
-    """KL(π‖π_ref) at each token over the whole vocabulary, a micro-batch at a time."""
-    parts = []
-    for index in _cuts(experience, options):
-        rows = experience.rows(index)
+    """KL(π‖π_ref) at each token, exact over the vocabulary, in tiles; 0 at padding."""
+    assert learner.reference is not None
+    models, width = (learner.policy.model, learner.reference), experience.mask.shape[1]
+
+    def run(rows: Experience) -> dict[str, Tensor]:
         with learner.policy.autocast():
             own, reference = (
-                vocabulary_logp(model, rows, options.temperature)
-                for model in (learner.policy.model, learner.reference)
+                model_states(model, rows.input_ids, rows.mask, attention_mask=rows.attention_mask)
+                for model in models
             )
-        parts.append(widened(kl_exact(own, reference), experience.mask.shape[1]))
-    return torch.cat(parts)
+            kl = token_kl(own, reference, temperature=options.temperature).kl
+        per_token = kl.new_zeros(rows.mask.shape).masked_scatter(rows.mask, kl)
+        return {"ref_kl": widened(per_token, width)}
+
+    return _scored(learner, experience, options, run)["ref_kl"]
 
 
 def vocabulary_logp(
@@ -208,8 +247,23 @@ def widened(x: Tensor, tokens: int) -> Tensor:
     return nn.functional.pad(x, (*behind, 0, tokens - x.shape[1]))
 
 
-def _cuts(experience: Experience, options: LogpOptions) -> list[Int[Tensor, " row"]]:
-    return micro_batches(len(experience.mask), options.micro_batch, experience.mask.device)
+def _scored(
+    learner: Learner,
+    experience: Experience,
+    options: LogpOptions,
+    run: Callable[[Experience], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """The results of `run` on every micro-batch, for all rows."""
+
+    def work(cut: Cut) -> dict[str, Tensor]:
+        parts = [run(experience.rows(index)) for index in cut]
+        return {
+            name: restored([part[name] for part in parts], cut, sorted_rows=by_tokens)
+            for name in parts[0]
+        }
+
+    by_tokens = options.micro_batch is None
+    return in_micro_batches(learner, experience, options, work)
 
 
 def _positions(experience: Experience) -> Int[Tensor, "seq pos"]:
@@ -275,7 +329,7 @@ __all__ = [
     "exact_policy",
     "features",
     "forward",
-    "micro_batches",
+    "in_micro_batches",
     "other_logp",
     "reference_kl",
     "score",

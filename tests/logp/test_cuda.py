@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from proxpo import gradients
-from proxpo.logp import _tile, head, token_logp
+from proxpo.logp import HeadInput, _tile, head, token_kl, token_logp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,6 +45,21 @@ def test_kernels_equal_plain_torch(dtype, entropy, softcap, monkeypatch):
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
     for mine, plain in zip(ours, run()):
         assert_close(mine, plain, equal_nan=True, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [20_000, 1 << 22])
+def test_kl_near_float64(dtype, chunk):
+    made = [torch.randn(n, 64, device="cuda", dtype=torch.float64) for n in (300, 3000) * 2]
+    sides = [HeadInput(made[0], 0.3 * made[1]), HeadInput(made[2], 0.3 * made[3])]
+    p, q = ((side.hidden @ side.weight.T / 0.7).log_softmax(-1) for side in sides)
+    rounded = [HeadInput(*(x.to(dtype) for x in side[:2])) for side in sides]
+    kl, entropy = token_kl(*rounded, temperature=0.7, chunk=chunk)
+    close = (
+        {"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    )
+    assert_close(kl.double(), (p.exp() * (p - q)).sum(-1), **close)
+    assert_close(entropy.double(), -(p.exp() * p).sum(-1), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

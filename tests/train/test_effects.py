@@ -74,6 +74,7 @@ ELSEWHERE = {
     "rollout.max_prompt": "test_tasks.py::test_long_prompts",
     "rollout.backend": "test_rollouts.py::test_vllm_samples_the_policy_and_follows_its_weights",
     "rollout.options": "test_rollouts.py::test_unknown_names_and_options_get_the_nearest",
+    "train.graphs": "test_graphs.py::test_what_cannot_be_recorded_is_refused",
     "model.device": "test_policies.py::test_devices_and_precisions_that_cannot_be",
     "log.sinks": "test_sinks.py::test_missing_and_unknown_sinks",
     "log.project": "test_sinks.py::test_trackers_are_called_as_they_expect",

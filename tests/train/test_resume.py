@@ -83,6 +83,7 @@ OTHER = {
     "train.updates_per_rollout": 2,
     "train.mini_batches": 2,
     "train.micro_batch": 3,
+    "train.graphs": "off",
     "train.optimizer": "muon",
     "train.optimizer_options": {"betas": [0.8, 0.9]},
     "train.lr": 1e-3,

@@ -261,10 +261,12 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
     single = recipe.schedule is not None and recipe.schedule.name == "single_update"
     losses = (recipe,) if single else variants(recipe)
     if recipe.schedule is not None and losses is None:
+        replays = recipe.schedule.name == "poisson_replay"  # without it the loss is another
+        way = "{'schedule.ratio': 0}" if replays else "{'schedule': None}"
         raise ProxpoError(
             f"recipe {recipe.name}: schedule={recipe.schedule.name} decides over the optimizer "
-            "steps of a rollout, which TRL does itself: recipe_options={'schedule': None} leaves "
-            "them to num_iterations and steps_per_generation"
+            f"steps of a rollout, which TRL does itself: recipe_options={way} leaves them to "
+            "num_iterations and steps_per_generation"
         )
     if single and (microbatches != accumulated or args.num_iterations != 1):
         raise ProxpoError(

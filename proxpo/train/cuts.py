@@ -1,0 +1,186 @@
+"""Cuts of rows into micro-batches: a number of rows each, or a budget of tokens."""
+
+import gc
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from proxpo.models import Policy
+from proxpo.ops.shapes import Bool, Int, Tensor
+from proxpo.train.faults import is_out_of_memory
+
+CPU_TOKENS = 1 << 13
+GPU_TOKENS = 1 << 14  # a pass of this many keeps a large GPU busy
+LEAST_TOKENS = 1 << 8
+Cut = list[Int[Tensor, "_"]]  # row numbers of each micro-batch
+Result = TypeVar("Result")
+
+
+class Unit(NamedTuple):
+    """Rows of a micro-batch, and their longest prompt and response."""
+
+    rows: list[int]
+    prompt: int
+    response: int
+
+    @property
+    def area(self) -> int:
+        """Positions of a forward pass, padding included."""
+        return len(self.rows) * (self.prompt + self.response)
+
+    def joined(self, other: "Unit") -> "Unit":
+        longest = max(self.prompt, other.prompt), max(self.response, other.response)
+        return Unit([*self.rows, *other.rows], *longest)
+
+
+class Rows(NamedTuple):
+    """The shape of some sequences: their masks, and the groups that stay together, if any do.
+
+    compared: groups stay together even where they exceed the budget
+    """
+
+    mask: Bool[Tensor, "seq tok"]
+    attention_mask: Bool[Tensor, "seq pos"]
+    group: Int[Tensor, " seq"] | None = None
+    compared: bool = False
+
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Columns that the prompt and the response of each row use."""
+        prompt = self.attention_mask[:, : self.attention_mask.shape[1] - self.mask.shape[1]]
+        before = _columns_before(prompt)
+        behind = _columns_before(self.mask.flip(1))
+        responses = (self.mask.shape[1] - behind).clamp(min=1)
+        return (prompt.shape[1] - before).tolist(), responses.tolist()
+
+    def units(self, tokens: int) -> list[Unit]:
+        """Rows that stay together, under a budget of so many tokens."""
+        prompts, responses = self.lengths()
+        alone = [Unit([row], *shape) for row, shape in enumerate(zip(prompts, responses))]
+        if self.group is None:
+            return alone
+        groups: dict[int, Unit] = {}
+        for unit, group in zip(alone, self.group.tolist()):
+            groups[group] = groups[group].joined(unit) if group in groups else unit
+        units: list[Unit] = []
+        for whole in groups.values():
+            together = self.compared or whole.area <= tokens
+            units += [whole] if together else [alone[row] for row in whole.rows]
+        return units
+
+
+@dataclass
+class TokenBudget:
+    """The most tokens of a micro-batch, padding included: rows x (prompt + response).
+
+    The budget is halved where memory runs out, and stays so for the rest of the run.
+    """
+
+    tokens: int = CPU_TOKENS
+    on_notice: Callable[[str], None] = lambda line: None
+
+    def cut(self, rows: Rows) -> Cut:
+        """Micro-batches of rows of like length, the longest first; all rows in one where they fit.
+
+        A row longer than the budget is a micro-batch of its own.
+        """
+        return [torch.tensor(part, device=rows.mask.device) for part in self._parts(rows)]
+
+    def run(
+        self,
+        rows: Rows,
+        work: Callable[[Cut], Result],
+        *,
+        undo: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """Does `work` on the micro-batches; from the start again, on finer ones, without memory.
+
+        undo: removes what an attempt that failed has left.
+        """
+        while True:
+            cut = self.cut(rows)
+            try:
+                return work(cut)
+            except Exception as error:
+                if not is_out_of_memory(error) or not self._halve(rows):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # frees the tensors of the attempt
+            undo()
+            gc.collect()
+            if rows.mask.is_cuda:
+                torch.cuda.empty_cache()
+
+    def _halve(self, rows: Rows) -> bool:
+        """Halves the budget until these rows are cut finer; False where they cannot be."""
+        before, now = self.tokens, len(self._parts(rows))
+        while self.tokens > 1:
+            self.tokens //= 2
+            if len(self._parts(rows)) > now:
+                self.on_notice(
+                    f"out of memory: micro-batches hold at most {self.tokens:,} tokens from now "
+                    f"on, not {before:,} (train.micro_batch=auto)"
+                )
+                return True
+        self.tokens = before
+        return False
+
+    def _parts(self, rows: Rows) -> list[list[int]]:
+        """Row numbers of each micro-batch."""
+        parts: list[Unit] = []
+        for unit in sorted(rows.units(self.tokens), key=lambda x: -(x.prompt + x.response)):
+            if parts and (joined := parts[-1].joined(unit)).area <= self.tokens:
+                parts[-1] = joined
+            else:
+                parts.append(unit)
+        return [sorted(part.rows) for part in parts]
+
+
+def restored(parts: list[Tensor], cut: Cut, *, sorted_rows: bool) -> Tensor:
+    """The results of all micro-batches in one tensor, in the order of the rows.
+
+    sorted_rows: the cut itself has them in another order
+    """
+    joined = torch.cat(parts)
+    if not sorted_rows or len(parts) == 1:
+        return joined
+    return torch.empty_like(joined).index_copy_(0, torch.cat(cut), joined)
+
+
+def fitted_tokens(policy: Policy, *, transform: bool) -> int:
+    """The budget of a model: fixed on a CPU; on a GPU half of the free memory, in a power of two.
+
+    A token of a forward and backward pass keeps about 32 hidden and 6 inner states a layer, in the
+    precision of the arithmetic; as much again under a gradient transform; a tenth of it with
+    gradient checkpointing. The gradient, Adam's averages and one more number for each trained
+    weight are set apart before.
+    """
+    model, device = policy.model, policy.device
+    if device.type != "cuda":
+        return CPU_TOKENS
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    room = free - sum(16 * p.numel() for p in model.parameters() if p.requires_grad)
+    fitting = room // 2 // token_bytes(policy, transform=transform)
+    power = 1 << max(fitting, 1).bit_length() - 1
+    return min(max(power, LEAST_TOKENS), GPU_TOKENS)
+
+
+def token_bytes(policy: Policy, *, transform: bool) -> int:
+    """Bytes that a token takes between forward and backward pass, from the model's shape."""
+    shape = policy.model.config.get_text_config()
+    hidden = shape.hidden_size
+    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
+    kept = shape.num_hidden_layers * (32 * hidden + 6 * inner) * policy.dtype.itemsize
+    if getattr(policy.model, "is_gradient_checkpointing", False):
+        kept //= 10
+    return kept * (2 if transform else 1)
+
+
+def _columns_before(x: Bool[Tensor, "seq pos"]) -> Int[Tensor, " seq"]:
+    """Number of columns before the first True."""
+    return (x.int().cumsum(dim=1) == 0).sum(dim=1)
+
+
+__all__ = ["Cut", "Result", "Rows", "TokenBudget", "fitted_tokens", "restored", "token_bytes"]

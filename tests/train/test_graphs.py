@@ -1,0 +1,107 @@
+"""Recorded passes of the policy: the numbers and gradients of the model, in few shapes."""
+
+import pytest
+import torch
+from train.test_prefix import make_model, make_rows
+
+from proxpo.errors import ProxpoError
+from proxpo.models import Policy
+from proxpo.recipes.reinforce import reinforce
+from proxpo.train.config import load_config
+from proxpo.train.graphs import PolicyGraphs, pass_inputs
+from proxpo.train.job import build_job
+from proxpo.train.scoring import Learner, LogpOptions, forward
+
+ROWS = {"prompts": [3, 5, 4], "samples": [2, 3, 1], "lengths": [2, 5, 1, 4, 3, 5]}
+
+
+def learner_of(model, graphs: bool, calls: list | None = None) -> Learner:
+    policy = Policy(model, None, [0], 0, "tiny", 64, torch.float64)
+
+    def record(function):
+        """Stands for a CUDA graph where there is none: runs the function, then repeats it."""
+        function()
+        calls.append(function)
+        return function
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learner = Learner(policy=policy, recipe=reinforce(), optimizer=optimizer)
+    if graphs:
+        learner.graphs = PolicyGraphs(policy, record=None if calls is None else record)
+    return learner
+
+
+def run(learner: Learner, rows, *, entropy: bool, slope: torch.Tensor):
+    wanted = frozenset({"entropy"} if entropy else set())
+    fields = forward(learner, rows, LogpOptions(temperature=0.7, micro_batch=9, fields=wanted))
+    loss = (fields["logp"] * slope).sum() + (fields["entropy"].sum() if entropy else 0.0)
+    loss.backward()
+    return fields
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_replayed_passes_have_the_numbers_and_gradients_of_the_model(recorded, entropy):
+    rows = make_rows(**ROWS)
+    slope = torch.randn(rows.mask.shape, dtype=torch.float64)
+    plain, replayed = make_model(), make_model()
+    replayed.load_state_dict(plain.state_dict())
+    calls: list = []
+    ours = learner_of(replayed, True, calls if recorded else None)
+    for _ in range(3):  # gradients add up, as over micro-batches
+        expected = run(learner_of(plain, False), rows, entropy=entropy, slope=slope)
+        result = run(ours, rows, entropy=entropy, slope=slope)
+        for name, value in expected.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-9)
+    assert len(calls) == (2 if recorded else 0)
+    for p, q in zip(plain.parameters(), replayed.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_set_to_none_start_from_zero():
+    rows, model = make_rows(**ROWS), make_model()
+    slope = torch.ones(rows.mask.shape, dtype=torch.float64)
+    learner, gradients = learner_of(model, True, []), []
+    for _ in range(3):
+        run(learner, rows, entropy=False, slope=slope)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    for first, last in zip(gradients[0], gradients[2]):
+        torch.testing.assert_close(last, first, rtol=1e-12, atol=1e-12)
+
+
+def test_other_lengths_share_a_shape():
+    shapes = [pass_inputs(make_rows(prompts=[3, 5, 4], samples=[2, 3, 1], lengths=lengths)).padded()
+              for lengths in ([2, 5, 1, 4, 3, 5], [1, 1, 1, 9, 2, 2])]  # fmt: skip
+    assert shapes[0].shape == shapes[1].shape == (3, 16, 6, 16)
+
+
+def test_a_backward_after_another_forward_is_refused():
+    rows, learner = make_rows(**ROWS), learner_of(make_model(), True)
+    options = LogpOptions(temperature=1.0, micro_batch=9)
+    first = forward(learner, rows, options)["logp"]
+    forward(learner, rows, options)
+    with pytest.raises(ProxpoError, match="another forward pass came before"):
+        first.sum().backward()
+
+
+def test_what_cannot_be_recorded_is_refused():
+    with pytest.raises(ProxpoError, match=r"train\.graphs=on .*: it needs a CUDA device"):
+        build_job(load_config("quickstart", ["train.graphs=on", "device=cpu"]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["grpo", "reinforce"])
+def test_a_run_with_graphs_is_a_run_without(method, tmp_path):
+    from proxpo.train.loop import train
+    from proxpo.train.observer import Observer
+
+    losses: dict[str, list[float]] = {}
+    for graphs in ("on", "off"):
+        seen = losses[graphs] = []
+        observer = Observer(on_step=lambda step, row, seen=seen: seen.append(row["loss"]))
+        sets = [f"train.graphs={graphs}", "steps=4", "dtype=float32", "evaluate.every=0",
+                "evaluate.size=8", "prompts_per_step=8", f"out={tmp_path / graphs}"]  # fmt: skip
+        config = load_config("quickstart", sets, overrides={"method": method})
+        train(config, observer=observer)
+    torch.testing.assert_close(losses["on"], losses["off"], rtol=1e-3, atol=1e-4)

@@ -76,12 +76,11 @@ class GradientBuffers:
 
     def bind(self) -> None:
         """Makes the buffers the parameters' gradients; gradients that are there are kept."""
-        if all(p.grad is None for p in self.parameters):
-            torch._foreach_zero_(self.buffers)
+        empty = [buffer for p, buffer in zip(self.parameters, self.buffers) if p.grad is None]
+        if empty:
+            torch._foreach_zero_(empty)
         for p, buffer in zip(self.parameters, self.buffers):
-            if p.grad is None:
-                buffer.zero_()
-            elif p.grad is not buffer:
+            if p.grad is not None and p.grad is not buffer:
                 buffer.copy_(p.grad)
             p.grad = buffer
 
@@ -197,7 +196,7 @@ class PolicyGraphs:
     def fields(
         self, experience: Experience, *, temperature: float, entropy: bool
     ) -> dict[str, Float[Tensor, "seq tok"]]:
-        """`logp` of the response tokens, and their entropy if wanted; 0 where the mask is."""
+        """`logp` of the response tokens, and their entropy if wanted; 0 at masked places."""
         inputs = pass_inputs(experience).padded()
         run = self._run(inputs, temperature=temperature, entropy=entropy)
         run.load(inputs)
@@ -252,8 +251,8 @@ def unsuited(policy: Policy, recipe: Recipe, *, critic: bool) -> str:
     inner = sorted({name for name in recipe.needs() if FIELDS[name].last in ("vocab", "dim")})
     if inner or critic:
         return f"{recipe.name} reads {', '.join(inner) or 'hidden states, for its critic'}"
-    if not computes(policy.model):
-        return "it knows the Llama family without adapters, hooks, dropout and checkpointing"
+    if not computes(policy.model) or policy.model.get_output_embeddings().bias is not None:
+        return "it knows the Llama family without adapters, hooks, dropout or checkpointing"
     return ""
 
 

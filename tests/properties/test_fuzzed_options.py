@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzzing import times
 from helpers import make_batch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -59,7 +60,7 @@ def near(factory: Any, option: str) -> st.SearchStrategy[Any]:
     return st.sampled_from(found) | values if found else values
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=times(150))
 @given(st.data())
 def test_fuzzed_options_of_methods(data: Any) -> None:
     slug, option = data.draw(st.sampled_from(OWN))
@@ -78,7 +79,7 @@ def test_fuzzed_options_of_methods(data: Any) -> None:
     runs(made)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=times(150))
 @given(st.data())
 def test_fuzzed_options_of_stages(data: Any) -> None:
     kind, name, option = data.draw(st.sampled_from(STAGE_OPTIONS))
@@ -120,7 +121,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=times(100))
 @given(
     st.lists(st.tuples(KEYS, WORDS | st.text(max_size=8), st.sampled_from(["=", "=="])), max_size=3)
 )

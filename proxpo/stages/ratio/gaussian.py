@@ -4,7 +4,7 @@ from proxpo.fields import declare_field
 from proxpo.ops.kl import kl_exact
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
-from proxpo.stages.ratio.token import bounded_exp
+from proxpo.stages.ratio.token import bounded_exp, check_limit
 from proxpo.types import Batch, Context, PerToken
 
 SMALLEST = 1e-6
@@ -48,6 +48,7 @@ def gaussian(*, limit: float = 20.0):
     Log-densities are means over the D latent dimensions, so s (ℓ + b) = mean_D(Δμ·ε): zero in the
     mean and of the same spread at every step. The exponent is held within ±limit.
     """
+    check_limit(limit, stage="gaussian")
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         bias = mean_distance(batch.mean, batch.old_mean.detach(), batch.noise)
@@ -64,6 +65,7 @@ def recentred(*, limit: float = 20.0):
     What `gaussian` does, for tokens: there b is the KL of a step from the old to the new policy. An
     extension, in no paper.
     """
+    check_limit(limit, stage="recentred")
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         kl = kl_exact(batch.old_vocab_logp.detach(), batch.vocab_logp)

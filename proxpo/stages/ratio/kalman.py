@@ -6,6 +6,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.ratio._scan import check_variances, filter_fixed, filter_log_ratio
+from proxpo.stages.ratio.token import check_limit
 from proxpo.types import Batch, Context, PerToken
 
 MaskMode = Literal["zero", "skip"]
@@ -36,6 +37,7 @@ def kalman(
     within [1e-6, 1-1e-6].
     """
     check_variances(q=q, v=v, p0=p0)
+    check_limit(limit, stage="kalman")
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         z = (batch.logp - batch.old_logp).detach()
@@ -64,6 +66,7 @@ def ema(
     check_variances(q=q, v=v, p0=p0)
     if not 0 <= alpha <= 1:
         raise ProxpoError(f"ema: alpha must be in [0, 1], got {alpha:g}")
+    check_limit(limit, stage="ema")
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         z = (batch.logp - batch.old_logp).detach()

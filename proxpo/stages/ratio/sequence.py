@@ -8,7 +8,7 @@ import torch
 from proxpo.ops.masked import masked_mean, row_mean, row_sum
 from proxpo.ops.shapes import Tensor
 from proxpo.stages import Parts, stage
-from proxpo.stages.ratio.token import ANCHORS, Anchor
+from proxpo.stages.ratio.token import ANCHORS, Anchor, check_limit
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -25,6 +25,7 @@ def sequence(
     own_gradient=True: each token carries the gradient of its own log-probability only,
     s_it = sg(s_i)·π/sg(π) (GSPO-token, eq. 14). The exponent is held below `limit` (verl: 10).
     """
+    check_limit(limit, stage="sequence")
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         pool = row_mean if normalise else row_sum

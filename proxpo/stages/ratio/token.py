@@ -5,6 +5,7 @@ from typing import Literal, cast
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.ops.bounds import hold_within
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
@@ -13,6 +14,12 @@ from proxpo.types import Batch, Context, PerToken
 
 Anchor = Literal["old", "rollout", "ref", "prox"]
 ANCHORS = {"old": "old_logp", "rollout": "rollout_logp", "ref": "ref_logp", "prox": "prox_logp"}
+
+
+def check_limit(limit: float, *, stage: str) -> None:
+    """Refuses a bound on the log-ratio that leaves no ratio but one."""
+    if not limit > 0:
+        raise ProxpoError(f"ratio={stage}: limit must be positive, got {limit:g}")
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"], limit: float) -> Float[Tensor, "*shape"]:
@@ -27,6 +34,7 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
     anchor: old, rollout, ref, prox, or a proximal policy computed on the spot (recompute, a3po,
     areal, linear; see proximal_logp). smooth=ε: π/(π_anchor + ε), as the 2019 code of P3O.
     """
+    check_limit(limit, stage="token")
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         if anchor in PROXIMAL:

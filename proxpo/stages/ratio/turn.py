@@ -6,7 +6,7 @@ import torch
 
 from proxpo.ops.shapes import Int, Tensor
 from proxpo.stages import Parts, stage
-from proxpo.stages.ratio.token import bounded_exp
+from proxpo.stages.ratio.token import bounded_exp, check_limit
 from proxpo.types import Batch, Context, PerToken
 
 Split = Literal["turn", "mask"]
@@ -35,6 +35,7 @@ def turn(*, split: Split = "turn", limit: float = 20.0):
     Turns come from the batch field `turn`, or are the maximal runs of valid tokens (split="mask").
     The exponent is held within ±limit.
     """
+    check_limit(limit, stage="turn")
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         index = turn_index(batch, split)

@@ -46,6 +46,7 @@ def scale(
     history: str = "microbatch",
     defined: Bool[Tensor, ""] | None = None,
     times: Float[Tensor, " row"] | None = None,
+    count: int | Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "*row"]:
     """s_i = reg2(F_i)^p · reg2(N_i)^q · reg2(R_i)^r,   reg2(x)² = x² + ρ E[x²] + ε.
 
@@ -58,6 +59,7 @@ def scale(
     keep_small: reg2 divided by √(ρ E[x²]), which leaves short gradients as they are.
     defined: False where every gradient of J is 0, so that F is unknown and its factors are 1.
     times: A_i, multiplied from the left: the result is then A_i s_i.
+    count: number of sequences, where rows with x² = 0 stand for padding.
     """
     if r and R2 is None and F2 is not None and N2 is not None:
         R2 = ratio2(F2, N2)
@@ -67,12 +69,16 @@ def scale(
             continue
         assert x2 is not None
         if rho and E is None:
-            E = x2.mean() if history == "microbatch" else x2
+            E = _mean(x2, count) if history == "microbatch" else x2
         factor = power(reg2(x2, rho, E, eps=eps, keep_small=keep_small), exponent)
         if name != "N" and defined is not None:
             factor = torch.where(defined, factor, 1.0)
         s = factor if s is None else s * factor.to(s.dtype)
     return torch.ones(()) if s is None else s
+
+
+def _mean(x2: Float[Tensor, " row"], count: int | Float[Tensor, ""] | None) -> Float[Tensor, ""]:
+    return x2.mean() if count is None else x2.sum() / count
 
 
 def reg2(
@@ -155,7 +161,7 @@ class Isopo(LengthRule):
     def base_weights(self, session: Session) -> Float[Tensor, " row"]:
         """A_i, or A_i / m."""
         mean = self.scale == "mean"
-        return session.advantages / session.layout.count if mean else session.advantages
+        return session.advantages / session.count if mean else session.advantages
 
     def length_weights(
         self,
@@ -174,6 +180,7 @@ class Isopo(LengthRule):
             keep_small=self.keep_small, history=self.history,
             defined=None if bottom is None else bottom != 0,
             times=self.base_weights(handle.session)[sequences],
+            count=handle.session.count,
         )  # fmt: skip
         squares = {x: x2 for x, x2 in zip(self.quantities, (F2, N2, R2)) if x2 is not None}
         self.record(handle, squares, weights)
@@ -194,7 +201,7 @@ class Isopo(LengthRule):
         """
         for quantity, exponent in zip(self.quantities, self.exponents):
             if exponent:
-                handle.session.averages.collect(f"{handle.name}/{quantity}", squares[quantity])
+                handle.session.collect(f"{handle.name}/{quantity}", squares[quantity])
                 handle.session.expect_finite(handle, squares[quantity])
         if handle.session.observer is not None:
             handle.observe(**{f"{x}2": value for x, value in squares.items()}, weights=weights)

@@ -80,8 +80,12 @@ class Ntk(KernelRule):
         known = session.averages.get(key)
         if session.groups is not None:
             kernel = kernel * (session.groups[:, None] == session.groups)
-        weights, mean = self.solve(kernel, session.advantages, known)
-        session.averages.collect(key, mean)
+        if session.padded is None:
+            weights, mean = self.solve(kernel, session.advantages, known)
+        else:  # rows of padding have no part in the mean
+            mean = kernel.diagonal().sum() / session.count
+            weights, _ = self.solve(kernel, session.advantages, mean if known is None else known)
+        session.collect(key, mean, mean=True)
         if session.observer is not None:
             c = self.rho * (mean if known is None else known)
             handle.observe(kernel=kernel, c=c, weights=weights)

@@ -322,19 +322,21 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         reference=initial if wanted & {"ref_logp", "ref_kl"} else None,
         critic=critic,
         transform=transform,
-        graphs=_graphs(config, policy, recipe, critic=critic is not None),
+        graphs=_graphs(config, policy, recipe, critic=critic is not None, transform=transform),
         state=recipe.init_state(),
         budget=TokenBudget(fitted_tokens(policy, transform=transform is not None)),
     )
 
 
-def _graphs(config: Config, policy: Policy, recipe: Recipe, *, critic: bool) -> PolicyGraphs | None:
-    reason = unsuited(policy, recipe, critic=critic)
+def _graphs(
+    config: Config, policy: Policy, recipe: Recipe, *, critic: bool, transform: Any
+) -> PolicyGraphs | None:
+    reason = unsuited(policy, recipe, critic=critic, transform=transform)
     if config.train.graphs == "on" and reason:
         raise ProxpoError(f"train.graphs=on cannot record the policy's passes: {reason}")
     if config.train.graphs == "off" or reason:
         return None
-    return PolicyGraphs(policy, record=CudaRecorder())
+    return PolicyGraphs(policy, transform=transform, record=CudaRecorder())
 
 
 def _exam(config: Config, task: Task) -> Examination:

@@ -180,7 +180,13 @@ def test_the_sketch_is_unbiased_and_within_its_error():
     exact = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1).square().sum(1)
     torch.manual_seed(0)
     width = 16
-    draws = torch.stack([inner_products.norm_sketch(rows, layout, width) for _ in range(400)])
+
+    def signs(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape)
+
+    draws = torch.stack(
+        [inner_products.norm_sketch(rows, layout, width, signs) for _ in range(400)]
+    )
     relative = draws / exact - 1
     assert relative.std(0).max() < (2 / width) ** 0.5
     assert relative.mean(0).abs().max() < 4 * (2 / width / 400) ** 0.5

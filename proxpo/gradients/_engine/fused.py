@@ -187,7 +187,7 @@ def outer(
         count, BLOCK=1024,
     )  # fmt: skip
     # No position stores the weight of a sequence without any.
-    stored = gg.new_zeros(2, count) if 0 in layout.lengths else gg.new_empty(2, count)
+    stored = gg.new_zeros(2, count) if layout.has_empty else gg.new_empty(2, count)
     narrow = rows.g if rows.g.shape[1] <= rows.a.shape[1] else rows.a
     narrow = narrow if narrow.stride(1) == 1 else narrow.contiguous()
     width = narrow.shape[1]

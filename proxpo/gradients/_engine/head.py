@@ -50,7 +50,7 @@ def head_transform(session: Session, call: HeadCall) -> "HeadTransform | None":
         raise ProxpoError(f"token_logp: the head's {missing} is not in the model of the open block")
     layout = _layout(session, call.lead)
     if call.scored is not None:
-        layout = layout.take(call.scored)
+        layout = layout.scored(call.scored)
     mine = set(map(id, known.values()))
     owners = [m for m in session.module_handles if mine & set(map(id, m.handles.values()))]
     owner = owners[0] if owners else None
@@ -198,9 +198,10 @@ class HeadPass:
 def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
     """One pass: g of some whole sequences at a time, measured, weighted and added up."""
     head, tokens, layout = work.head, work.tokens, work.scored.layout
-    order = layout.order
-    if not bool((order[1:] > order[:-1]).all()):
-        return _sorted(work, rule, order)
+    if not layout.bounded:
+        order = layout.order
+        if not bool((order[1:] > order[:-1]).all()):
+            return _sorted(work, rule, order)
     picked = [_overlap_gradients(work, parameter, rule) for parameter in work.parameters]
     d_hidden = torch.empty_like(tokens.hidden) if work.to_hidden else None
     outs = [
@@ -214,7 +215,7 @@ def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
             torch.mm(g, head.weight, out=d_hidden[rows])
         if some.stop == some.start:
             return  # padding takes no part in the parameters' gradients
-        local = Layout(layout.seq[rows] - some.start, some.stop - some.start)
+        local = layout.part(rows, some)
         for parameter, overlap, out in zip(work.parameters, picked, outs):
             position = Outer(parameter.side[rows], g)
             top, bottom = (None, None) if overlap is None else overlap.against(position, local)
@@ -346,7 +347,7 @@ def _norm2(
     if not wanted.norm:
         return None
     if wanted.sketch is not None:
-        return inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.generator)
+        return inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.signs)
     out, inp = rows.shape
     if max(layout.lengths) * (out + inp) < out * inp:
         return inner_products.norm_gram(rows, layout)

@@ -10,7 +10,7 @@ by block; they agree to rounding and differ in cost (`cost.py`). Plain definitio
 Positions may lie on several ranks: then V_i is the sum of all their parts, on each of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -147,13 +147,15 @@ def norm_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, " row"]:
 
 
 def norm_sketch(
-    rows: Outer, layout: Layout, width: int, generator: torch.Generator | None = None
+    rows: Outer, layout: Layout, width: int, signs: Callable[[int, int], Tensor]
 ) -> Float[Tensor, " row"]:
-    """N_i² ≈ |V_i Ω|², Ω random signs / √width: unbiased, relative deviation at most √(2/width)."""
+    """N_i² ≈ |V_i Ω|², Ω random signs / √width: unbiased, relative deviation at most √(2/width).
+
+    signs: draws a matrix of zeros and ones
+    """
     rows = rows.tall
-    kind, device = accumulator(rows.a.dtype), rows.a.device
-    signs = torch.randint(0, 2, (rows.a.shape[1], width), generator=generator, device=device)
-    sketch = (2 * signs - 1).to(kind) / width**0.5
+    drawn = signs(rows.a.shape[1], width)
+    sketch = (2 * drawn - 1).to(accumulator(rows.a.dtype)) / width**0.5
     return materialised(rows.narrowed(sketch), layout, None)[2]
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from proxpo.gradients._engine.device import accumulator, matmul
+from proxpo.gradients._engine.device import accumulator, capturing, matmul
 from proxpo.gradients._engine.shard import Shard
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 
@@ -31,7 +31,21 @@ class Layout:
         self.seq = seq
         self.count = count
         self.shard = shard
+        self.bounded = False
         self._whole = None if shard is None else Layout(shard.seq, count)
+
+    @staticmethod
+    def of_rows(seq: Int[Tensor, " pos"], count: int) -> "Layout":
+        """Sequence i in row i of a padded batch, for the recording of CUDA graphs.
+
+        Nothing is read from the device: `lengths` are upper bounds (`bounded`), and any row may
+        hold padding, or nothing else.
+        """
+        layout = Layout(seq, count)
+        layout.bounded = True
+        facts = {"_facts": ((seq.numel() // count,) * count, True, True), "padded": True}
+        layout.__dict__.update(facts)
+        return layout
 
     @property
     def alone(self) -> bool:
@@ -99,8 +113,13 @@ class Layout:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Positions per sequence."""
+        """Positions per sequence; upper bounds if `bounded`."""
         return self._facts[0]
+
+    @property
+    def has_empty(self) -> bool:
+        """True where a sequence has no position, or may have none."""
+        return self.bounded or 0 in self.lengths
 
     @property
     def aligned(self) -> bool:
@@ -124,7 +143,8 @@ class Layout:
     @property
     def known_aligned(self) -> bool:
         """`aligned` where it is known without waiting for the device, else False."""
-        return ("_facts" in self.__dict__ or not self.seq.is_cuda) and self.aligned
+        free = not (self.seq.is_cuda or capturing())
+        return ("_facts" in self.__dict__ or free) and self.aligned
 
     @cached_property
     def order(self) -> Tensor:
@@ -198,6 +218,16 @@ class Layout:
         """Layout of some of the positions; not for sharded ones, whose other ranks choose too."""
         assert self.shard is None
         return Layout(self.seq[positions], self.count)
+
+    def scored(self, positions: Int[Tensor, " some"]) -> "Layout":
+        """`take`; of a bounded layout the same columns of every row."""
+        taken = self.take(positions)
+        return Layout.of_rows(taken.seq, self.count) if self.bounded else taken
+
+    def part(self, positions: slice, rows: slice) -> "Layout":
+        """Layout of the sequences `rows`, which have the positions `positions`."""
+        seq, count = self.seq[positions] - rows.start, rows.stop - rows.start
+        return Layout.of_rows(seq.clamp(min=-1), count) if self.bounded else Layout(seq, count)
 
     def repeat(self, extra: int) -> "Layout":
         """Layout with every position `extra` times over, once for each head."""

@@ -97,7 +97,7 @@ def weighted_by_lengths(
         return rows.reduce(layout.spread(rule.length_weights(handle, SquaredLengths())))
     if rows.device.type == "cuda" and (out := _fused(rule, handle, rows, layout)) is not None:
         return out
-    streams = not rule.needs_all(handle)
+    streams = not (rule.needs_all(handle) or layout.bounded)
     if isinstance(rows, Outer) and _path(wanted, rows, layout, streams) == "stream":
         return _streamed(rule, handle, rows, layout)
     lengths = measured(wanted, handle, rows, layout, streams=streams)
@@ -158,7 +158,7 @@ def _measured_outer(
     if not wanted.norm:
         return SquaredLengths(top, bottom, None)
     if wanted.sketch is not None:
-        norm2 = inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.generator)
+        norm2 = inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.signs)
     else:
         norm2 = inner_products.norm_gram(rows, layout)
     return SquaredLengths(top, bottom, norm2)

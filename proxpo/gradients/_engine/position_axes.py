@@ -11,13 +11,20 @@ from proxpo.ops.shapes import Tensor
 
 
 class SequenceShape(tuple[int, ...]):
-    """Shape of `sequences`; `single` if no sequence has more than one position."""
+    """Shape of `sequences`; `single` if no sequence has more than one position.
+
+    leading: the first axes of every tensor are known to be those of `sequences`
+    """
 
     single: bool
+    leading: bool
 
-    def __new__(cls, lengths: tuple[int, ...], *, single: bool) -> "SequenceShape":
+    def __new__(
+        cls, lengths: tuple[int, ...], *, single: bool, leading: bool = False
+    ) -> "SequenceShape":
         shape = super().__new__(cls, lengths)
         shape.single = single or len(lengths) == 1
+        shape.leading = leading
         return shape
 
 
@@ -28,6 +35,8 @@ def position_axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> 
     in order (other axes are heads and the like), or all positions in one flattened axis. One number
     per sequence, where the model has another axis for positions, is refused.
     """
+    if getattr(shape, "leading", False) and tuple(lead[: len(shape)]) == tuple(shape):
+        return tuple(range(len(shape)))
     return _axes(tuple(lead), tuple(shape), getattr(shape, "single", False), where)
 
 

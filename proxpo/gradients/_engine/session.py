@@ -9,12 +9,13 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.errors import ProxpoError
 from proxpo.gradients._engine.audit import Audit
-from proxpo.gradients._engine.averages import Averages
+from proxpo.gradients._engine.averages import Averages, Collected
 from proxpo.gradients._engine.device import capturing
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.padded_rows import Draw, Lengths, PaddedRows, raise_not_finite
 from proxpo.gradients._engine.position_axes import SequenceShape
 from proxpo.gradients._engine.position_gradients import AnyGradients, joined
 from proxpo.gradients._engine.shard import Shard
@@ -245,9 +246,14 @@ class Session:
         groups: Int[Tensor, " row"] | None = None,
         observer: Observer | None = None,
         shard: Shard | None = None,
+        padded: PaddedRows | None = None,
     ) -> None:
         """Starts a block."""
-        if not capturing():
+        self.padded = padded
+        if padded is not None:
+            self.layout, self._known = Layout.of_rows(sequences, advantages.numel()), (None, 0)
+            self.shape = SequenceShape(tuple(sequences.shape), single=False, leading=True)
+        elif not capturing():
             self._set_layout(sequences, advantages.numel(), shard)
             single = shard is None and max(self.layout.lengths, default=0) <= 1
             self.shape = SequenceShape(tuple(sequences.shape), single=single)
@@ -264,6 +270,7 @@ class Session:
             self._generator = seed.generator(device)
         self._table: list[tuple[Tensor, Tensor]] | None = None
         self._numbers: list[tuple[str, Tensor]] = []
+        self._lengths: list[Lengths] = []
         for module_handle in self.module_handles:
             module_handle.reset()
         for handle in self.handles.values():
@@ -346,22 +353,62 @@ class Session:
         if size is None or size >= layout.whole.size:
             return OverlapSet.all(layout)
         if layout is not self.layout or handle.number < 0:
-            return OverlapSet.at(self._draw(layout.whole, 1, size)[0], layout)
+            return OverlapSet.at(self._drawn(layout.whole, 1, size)[0], layout)
         if self._table is None:
-            index = self._draw(layout.whole, self._drawing, size)
+            index = self._drawn(layout.whole, self._drawing, size)
             self._table = list(zip(index, layout.whole.valid[index]))
         return OverlapSet(*self._table[handle.number])
 
-    def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "parameter pick"]:
+    def _drawn(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "parameter pick"]:
         """`size` positions without replacement for each of `rows` parameters, padding last."""
-        step = max(1, (1 << 25) // layout.size)
-        drawn = []
-        for start in range(0, rows, step):
-            shape = (min(step, rows - start), layout.size)
-            score = torch.rand(shape, generator=self._generator, device=layout.seq.device)
-            score = score.masked_fill_(~layout.valid, -1.0)
-            drawn.append(score.topk(size, dim=1, sorted=False).indices)
-        return torch.cat(drawn)
+
+        def draw(generator: torch.Generator) -> Int[Tensor, "parameter pick"]:
+            step, padding = max(1, (1 << 25) // layout.size), layout.seq < 0
+            drawn = []
+            for start in range(0, rows, step):
+                shape = (min(step, rows - start), layout.size)
+                score = torch.rand(shape, generator=generator, device=layout.seq.device)
+                score = score.masked_fill_(padding, -1.0)
+                drawn.append(score.topk(size, dim=1, sorted=False).indices)
+            return torch.cat(drawn)
+
+        return self._random(draw)
+
+    def signs(self, *shape: int) -> Int[Tensor, "..."]:
+        """Zeros and ones at random."""
+        device = self.layout.seq.device
+
+        def draw(generator: torch.Generator) -> Int[Tensor, "..."]:
+            return torch.randint(0, 2, shape, generator=generator, device=device)
+
+        return self._random(draw)
+
+    def _random(self, draw: Draw) -> Int[Tensor, "..."]:
+        if self.padded is None:
+            return draw(self._generator)
+        return self.padded.random(self._generator, draw)
+
+    @property
+    def count(self) -> int | Float[Tensor, ""]:
+        """Number of sequences, without rows of padding."""
+        return self.layout.count if self.padded is None else self.padded.count
+
+    def collect(self, key: str, squares: Float[Tensor, "*any"], *, mean: bool = False) -> None:
+        """Keeps x² of some sequences, or their mean, for the trailing averages."""
+        self._lengths.append(Lengths(key, squares.detach(), mean))
+
+    def collected(self) -> list[Collected]:
+        """The lengths of this block, for the trailing averages."""
+        fill = 1 if self.padded is None else self.padded.fill
+        return [
+            Collected((key,), squares, (1 if mean else squares.numel() * fill,))
+            for key, squares, mean in self._lengths
+        ]
+
+    def keep_results(self) -> None:
+        """Ends the recorded part of a block: its results go where replays leave theirs."""
+        assert self.padded is not None
+        self.padded.keep(self._lengths, self._numbers)
 
     def expect_finite(self, handle: ParameterHandle, numbers: Float[Tensor, " some"]) -> None:
         """Queues weights or lengths of a layer for one check when the block ends."""
@@ -373,11 +420,7 @@ class Session:
             return
         if bool(torch.isfinite(torch.cat([numbers for _, numbers in self._numbers])).all()):
             return
-        name = next(n for n, x in self._numbers if not bool(torch.isfinite(x).all()))
-        raise NotFiniteError(
-            f"gradients.applied: the gradient of {name} is not finite: its input or the gradient "
-            "of its output holds NaN or infinity; p.grad must not be used"
-        )
+        raise_not_finite(self._numbers)
 
     @property
     def generator(self) -> torch.Generator:

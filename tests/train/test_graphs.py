@@ -91,7 +91,7 @@ def test_what_cannot_be_recorded_is_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["grpo", "reinforce"])
+@pytest.mark.parametrize("method", ["grpo", "reinforce", "isopo-ntk"])
 def test_a_run_with_graphs_is_a_run_without(method, tmp_path):
     from proxpo.train.loop import train
     from proxpo.train.observer import Observer

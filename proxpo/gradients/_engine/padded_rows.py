@@ -97,7 +97,7 @@ class PaddedRows:
             for alike in by_size.values()
         ]
         everything = [self.advantages, *(x.reshape(-1) for _, x in numbers)]
-        finite = torch.isfinite(torch.cat([x.to(torch.float64) for x in everything])).all()
+        finite = torch.isfinite(torch.cat(everything)).all()
         self._results = _Results(
             keys=tuple(part.key for part in parts),
             sizes=tuple(0 if part.mean else part.squares.numel() for part in parts),

@@ -93,11 +93,6 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def blocks(size: int, step: int) -> Iterator[slice]:
-    """Slices that cover range(size), none longer than `step`; one empty slice where size is 0."""
-    return (slice(at, min(at + step, size)) for at in range(0, max(size, 1), step))
-
-
 def tile_shape(tokens: int, vocab: int, logits: int) -> tuple[int, int]:
     """Rows and columns of a tile of about `logits` entries, columns in multiples of 128.
 

@@ -9,7 +9,6 @@ Axes: `tok` tokens of the tile, `col` vocabulary entries of the tile, `dim` the 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 

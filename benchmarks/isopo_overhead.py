@@ -293,12 +293,12 @@ def main() -> None:
         else:
             results += measure(case, options.device, options.repeats, wanted)
         print(table(results[-len(wanted) :]), flush=True)
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump(results, file, indent=1)
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ An arm is a method with settings of the trainer behind it, or `trl`, or `trl-vll
 to: the base of its ratio. All draw the same problems in the same order and use the task's reward.
 
 A step lasts from the end of the one before, everything launched having ended. The first
-`--warm-up` steps do not count: shapes come for the first time there, and graphs are recorded. The
-peak is that of torch's allocator from the first step on. The arms take turns in `--rounds` rounds,
-the peers in the first. Every run is written to the file when it ends, and not repeated when the
-command is given again; after `--seconds` nothing more is begun.
+`--warm-up` steps (two of a peer's) do not count: shapes come for the first time there, and graphs
+are recorded. The peak is that of torch's allocator from the first step on. The arms take turns in
+`--rounds` rounds, the peers in the first. Every run is written to the file when it ends, and not
+repeated when the command is given again; after `--seconds` nothing more is begun.
 """
 
 import argparse
@@ -157,12 +157,12 @@ def whole_sequences() -> Iterator[None]:
 def measure(case: Case, arm: str, args: argparse.Namespace, deadline: Deadline) -> dict[str, Any]:
     """One run: seconds of its counted steps, peaks in GiB, notices; an error in its place."""
     rows: list[Row] = []
-    steps = min(args.steps, args.peer_steps) if arm in PEERS else args.steps
+    steps, warm_up = (args.peer_steps, 2) if arm in PEERS else (args.steps, args.warm_up)
 
     def on_step(row: Row) -> bool:
         rows.append({name: round(value, 5) for name, value in row.items()})
         print("   ", " ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
-        return len(rows) >= steps or (deadline.over and len(rows) > args.warm_up)
+        return len(rows) >= steps or (deadline.over and len(rows) > warm_up)
 
     entry: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as out:
@@ -176,7 +176,7 @@ def measure(case: Case, arm: str, args: argparse.Namespace, deadline: Deadline) 
             entry["error"] = f"{type(error).__name__}: {error}"[:500]
             notices = []
     lines = {str(w.message) for w in caught if "train." in str(w.message)}
-    entry |= {"steps": rows[args.warm_up :], "warm_up": rows[: args.warm_up]}
+    entry |= {"steps": rows[warm_up:], "warm_up": rows[:warm_up]}
     entry |= {"notices": [*notices, *sorted(lines)]}
     if torch.cuda.is_available():
         entry["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
@@ -221,8 +221,8 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--gsm8k", help="folder of train.jsonl and test.jsonl; none: the hub")
     parser.add_argument("--set", nargs="*", default=[], dest="sets", help="for all but the peers")
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--peer-steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--peer-steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=480.0)

@@ -11,7 +11,7 @@
 Beside each point stands the cost law: 6 T O D operations a layer O x D without ISOPO (and those of
 attention), min(2 M T (O + D), 2 m M O D) more with it, for T tokens in m sequences. On a GPU both
 are timed launched from Python and as replayed CUDA graphs; on a CPU the seconds of the process
-count. Both take turns; medians. `scripts/speed_pages.py --figures` draws the file.
+count. Both take turns; medians. `make docs` draws docs/isopo/results/growth-*.json.
 """
 
 import argparse

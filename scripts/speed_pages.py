@@ -356,15 +356,19 @@ def draw_growth(data: dict[str, Any], canvas: Any) -> None:
             style: Any = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.4}
             law: Any = {"color": colour, "linestyle": "--", "linewidth": 1}
             column[0].plot(x, [e["ms"][method] for e in entries], label=method, **style)
-            column[0].plot(x, [e["law"][method] / rate for e in entries], label="law", **law)
+            column[0].plot(
+                x, [e["law"][method] / rate for e in entries], label=f"{method}, law", **law
+            )
             column[2].plot(x, [1024 * e["peak_gib"][method] for e in entries], **style)
         for key, kind in (("ms", style), ("law", law)):
             column[1].plot(x, [e[key]["isopo"] / e[key]["reinforce"] for e in entries], **kind)
         column[2].set_xlabel(axis)
         column[2].set_xscale("log", base=2)
         column[2].set_xticks(x, [f"{value:,}" for value in x], fontsize=7)
-        column[0].set_yscale("log")
-        column[2].set_yscale("log")
+        for panel in (column[0], column[2]):
+            panel.set_yscale("log")
+            panel.yaxis.set_major_formatter("{x:,g}")
+            panel.minorticks_off()
     for row, title in zip(axes, ("milliseconds", "ISOPO / REINFORCE", "peak, MiB")):
         row[0].set_ylabel(title)
     axes[0][0].legend(frameon=False, fontsize=7)

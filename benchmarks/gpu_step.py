@@ -58,7 +58,7 @@ CASES = {
     "gsm8k": Case(
         "smollm2-arithmetic",
         (
-            "task=gsm8k", "task.options={verifier: numeric}", "task.problems=512", "drop_long=true",
+            "task=gsm8k", "task.options.verifier=numeric", "task.problems=512", "drop_long=true",
             "prompts_per_step=16", "max_prompt=512", "max_tokens=256", "updates_per_rollout=1",
         ),
     ),
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["arithmetic", "gsm8k"], choices=CASES)
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--gsm8k", help="folder of train.jsonl and test.jsonl; none: the hub")
-    parser.add_argument("--set", nargs="*", default=[], dest="sets", help="for all but the peers")
+    parser.add_argument("--set", nargs="*", default=[], dest="sets", help="settings of all arms")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peer-steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -243,7 +243,7 @@ def main() -> None:
         parser.error(str(error))
     for case, arm, number in sorted(runs, key=lambda run: run[1] == "trl-vllm"):
         name = f"{case}/{arm}/{number}"
-        if name in record or deadline.over:
+        if deadline.over or (name in record and "error" not in record[name]):
             continue
         if lacking := missing(arm):
             print(f"{name}: {lacking} cannot be imported")

@@ -102,8 +102,8 @@ def cpu_peak(work: Callable[[], None]) -> float:
     return peak / 2**30
 
 
-def measure(size: Size, device: str, repeats: int) -> dict[str, Any]:
-    """Milliseconds and GiB of both methods at one size."""
+def measure(size: Size, device: str, repeats: int, *, graphs: bool) -> dict[str, Any]:
+    """Milliseconds and GiB of both methods at one size; graphs: replayed on a GPU."""
     case = Case("", size.shape, size.sequences, size.length)
     model = build(case, device)
     ids = torch.randint(0, size.vocabulary, (case.rows, case.length), device=device)
@@ -124,10 +124,11 @@ def measure(size: Size, device: str, repeats: int) -> dict[str, Any]:
     if device == "cuda":
         entry["peak_gib"] = peaks
         entry["launched_ms"] = entry["ms"]
+    if device == "cuda" and graphs:
         model.zero_grad(set_to_none=True)
         replays = {name: recorded(model, method, inputs) for name, method in methods.items()}
         entry["ms"], _ = _timed(replays, device, repeats)
-    else:
+    if device == "cpu":
         entry["peak_gib"] = {}
         for name, work in works.items():
             model.zero_grad(set_to_none=True)  # before the trace, in which it would count as given
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--axes", nargs="+", choices=axes, default=list(axes))
     parser.add_argument("--points", type=int, default=5, help="of each axis, from the smallest")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--launched", action="store_true", help="no CUDA graphs")
     parser.add_argument("--seconds", type=float, default=480.0, help="begin no point after these")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -168,7 +170,8 @@ def main() -> None:
             if name in record or deadline.over:
                 continue
             size = base._replace(**{axis: value})
-            entry = measure(size, "cuda" if gpu else "cpu", args.repeats)
+            device = "cuda" if gpu else "cpu"
+            entry = measure(size, device, args.repeats, graphs=not args.launched)
             record.add(name, entry)
             time, cost, peak = (entry[key] for key in ("ms", "law", "peak_gib"))
             print(

@@ -238,6 +238,19 @@ def update_block() -> str:
     return table(("update", "ms", "of the peak", *names, "gaps"), rows)
 
 
+def rollout_block() -> str:
+    """Tokens per second of every sampler, and the milliseconds of a decoding step by part."""
+    rows = []
+    for count in (128, 512):
+        data = load(SPEED / f"rollouts-{count}.json") or {"rates": {}}
+        rows += [(f"{count} x 256", name, f"{rate:,.0f}") for name, rate in data["rates"].items()]
+        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in data.get("profile_ms", {}).items())
+        rows += [(f"{count} x 256", "a decoding step, ms", parts)] if parts else []
+    return (
+        table(("rows x tokens", "", "tokens per second"), rows) if rows else "Not measured yet.\n"
+    )
+
+
 def overhead_block(name: str) -> str:
     """Ratios by case and method; with peak memory, where it was measured, of two of them."""
     cells = ratios(name)
@@ -294,6 +307,7 @@ def growth_block(device: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "goals": goal_block,
     "steps": step_block,
+    "rollouts": rollout_block,
     "update": update_block,
     "losses": loss_block,
     "overhead-graphs": lambda: overhead_block("overhead-graphs"),

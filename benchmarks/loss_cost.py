@@ -55,7 +55,7 @@ def main() -> None:
     record = Record(args.json)
     record.data |= {"rows": args.rows, "tokens": args.tokens}
     batch = make_batch(args.rows, args.tokens, args.device)
-    chosen = ["reinforce", *args.methods] if args.methods else methods()
+    chosen = ["reinforce", *args.methods] if args.methods else methods("language")
     timers: dict[str, Callable[[], float]] = {}
     counts: dict[str, Counts] = {}
     for slug in chosen:

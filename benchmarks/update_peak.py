@@ -19,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
 from proxpo.settings import at_length
-from proxpo.train import job as jobs
-from proxpo.train.config import load_config
+from proxpo.train import language
+from proxpo.train.config import Config, load_config
 from proxpo.train.experience import Experience
+from proxpo.train.scoring import Learner
 from proxpo.train.update import update
+from proxpo.types import Clock
 
 PEAK = 989e12  # dense bfloat16 operations a second of an H200
 SMOLLM2 = {
@@ -81,8 +84,24 @@ def rollout(shape: dict[str, Any], args: argparse.Namespace, device: str) -> Exp
     ).to(device)
 
 
-def trainer(arm: str, args: argparse.Namespace, device: str) -> jobs.Job:
-    """A job that can do updates and nothing else."""
+@dataclass
+class Updater:
+    """The part of a run that makes updates."""
+
+    config: Config
+    learner: Learner
+    step: int = 0
+    skipped: int = 0
+    past: list[Experience] = field(default_factory=list)
+
+    @property
+    def clock(self) -> Clock:
+        rate = self.learner.optimizer.param_groups[0]["lr"]
+        return Clock(steps=self.config.train.steps, learning_rate=float(rate))
+
+
+def trainer(arm: str, args: argparse.Namespace, device: str) -> Updater:
+    """The updates of an arm, with a model of random weights."""
     make, shape = SHAPES[args.shape]
     method, *sets = arm.split()
     sizes = [
@@ -96,13 +115,7 @@ def trainer(arm: str, args: argparse.Namespace, device: str) -> jobs.Job:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     policy = Policy(model, None, [NEVER], 0, args.shape, 8192, dtype)
     recipe = at_length(config.make_recipe(), config.rollout.max_tokens)
-    absent: Any = None
-    return jobs.Job(
-        config=config,
-        learner=jobs._learner(config, policy, recipe, model),
-        initial=model,
-        task=absent, sampler=absent, pool=absent, exam=absent, source=absent,
-    )  # fmt: skip
+    return Updater(config, language._learner(config, policy, recipe, model))
 
 
 def work_of(arm: str, args: argparse.Namespace, device: str) -> Callable[[], object]:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform
 from proxpo.gradients._engine.device import recording
+from proxpo.gradients._engine.groups import members_of
 from proxpo.gradients._engine.inputs import by_prompt
 from proxpo.gradients._engine.measure import KernelRule, LengthRule
 from proxpo.gradients._engine.padded_rows import PaddedRows
@@ -359,6 +360,10 @@ class PolicyGraphs:
         inputs = row_inputs(experience)
         rows, length, tokens = inputs.shape
         kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+        members = members_of(experience.group) if by_prompt(transform.rule) else None
+        sizes = None
+        if members is not None:
+            sizes = _rounded(len(members)), _rounded(max(map(len, members)))
 
         def make() -> PolicyPass:
             buffers = PaddedRows(
@@ -366,18 +371,18 @@ class PolicyGraphs:
                 length,
                 device=self.policy.device,
                 dtype=kind,
-                grouped=by_prompt(transform.rule),
+                groups=sizes,
             )
             compute = partial(whole_rows, self.policy, rows=buffers, tokens=tokens, wanted=wanted)
             ids = torch.zeros_like(buffers.sequences)
             return PolicyPass((ids,), compute, self.gradients, rows=buffers)
 
         self._drop_stale(transform)
-        run = self._known((_rounded(rows), length, tokens, wanted, kind), make)
+        run = self._known((_rounded(rows), length, tokens, sizes, wanted, kind), make)
         buffers = run.rows
         assert buffers is not None
         run.load((inputs.ids,))
-        buffers.load(inputs.sequences, advantages, experience.group)
+        buffers.load(inputs.sequences, advantages, members)
 
         def record(record: Record) -> None:
             with transform.recorded(model, buffers) as session:

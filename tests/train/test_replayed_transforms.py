@@ -29,6 +29,7 @@ TRANSFORMS = {
     "sketch": partial(gradients.isopo, overlap=8, r=-1.0, norm="sketch", sketch=4, scale="mean"),
     "ntk": partial(gradients.isopo_ntk, group_by="prompt"),
 }
+NTK = [gradients.isopo_ntk, TRANSFORMS["ntk"]]
 GROUPS = {"prompts": [3, 5, 4], "samples": [2, 3, 1]}
 SMALL = SHAPE | {"num_hidden_layers": 1}
 MODELS = {
@@ -86,7 +87,7 @@ def updates(model, transform, run, *, number: int = 3, groups=GROUPS, lengths=LE
     for _ in range(number):
         model.zero_grad()
         for own in lengths:
-            rows = make_rows(**groups, lengths=own)
+            rows = make_rows(**groups, lengths=own, shuffled=own is lengths[1])
             advantages = torch.randn(len(rows.mask), generator=draw, dtype=torch.float64)
             weights = torch.rand(rows.mask.shape, generator=draw, dtype=torch.float64) * rows.mask
             seen.append(run(rows, advantages, weights))
@@ -108,8 +109,8 @@ def test_replays_give_the_gradients_and_averages_of_ordinary_blocks(name):
 
 @pytest.mark.parametrize(
     "rule",
-    [partial(TRANSFORMS["figure4"], overlap="all", scale="mean"), gradients.isopo_ntk],
-    ids=["figure4", "ntk"],
+    [partial(TRANSFORMS["figure4"], overlap="all", scale="mean"), *NTK],
+    ids=["figure4", "ntk", "ntk by prompt"],
 )
 def test_rows_of_padding_change_nothing(rule):
     """Five rows in a shape of six: averages and means over sequences count the five."""
@@ -137,7 +138,7 @@ def test_a_run_continues_from_its_state():
         for step in range(3):
             model.zero_grad()
             for own in LENGTHS:
-                rows = make_rows(**GROUPS, lengths=own)
+                rows = make_rows(**GROUPS, lengths=own, shuffled=own is LENGTHS[1])
                 advantages = torch.randn(6, generator=draw, dtype=torch.float64)
                 weights = torch.rand(rows.mask.shape, generator=draw, dtype=torch.float64)
                 if step == 2:

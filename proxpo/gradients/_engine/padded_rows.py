@@ -7,6 +7,7 @@ import torch
 
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._engine.averages import Collected
+from proxpo.gradients._engine.groups import Groups
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 Draw = Callable[[torch.Generator], Tensor]
@@ -38,11 +39,18 @@ class PaddedRows:
     """
 
     def __init__(
-        self, rows: int, columns: int, *, device: torch.device, dtype: torch.dtype, grouped: bool
+        self,
+        rows: int,
+        columns: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        groups: tuple[int, int] | None = None,
     ) -> None:
+        """`groups`: number and size of the groups that share a kernel; None for one of all."""
         self.sequences = torch.full((rows, columns), -1, device=device)
         self.advantages = torch.zeros(rows, dtype=dtype, device=device)
-        self.groups = torch.full((rows,), -1, device=device) if grouped else None
+        self.groups = Groups.whole(rows) if groups is None else Groups.empty(*groups, rows, device)
         self.count = torch.ones((), dtype=dtype, device=device)
         self.fill = 1.0
         self._draws: list[tuple[Tensor, Draw]] = []
@@ -53,13 +61,13 @@ class PaddedRows:
         self,
         sequences: Int[Tensor, "seq pos"],
         advantages: Float[Tensor, " seq"],
-        groups: Int[Tensor, " seq"] | None,
+        members: list[list[int]] | None,
     ) -> None:
-        """Puts a micro-batch into the first rows."""
+        """Puts a micro-batch into the first rows; `members`: the sequences of each group."""
         number, rows = len(advantages), len(self.advantages)
-        inputs = [(self.sequences, sequences, -1), (self.advantages, advantages, 0)]
-        if self.groups is not None and groups is not None:
-            inputs.append((self.groups, groups, -1))
+        if members is not None:
+            self.groups.load(members)
+        inputs = (self.sequences, sequences, -1), (self.advantages, advantages, 0)
         for buffer, value, nothing in inputs:
             buffer[:number].copy_(value)
             if number < rows:

@@ -272,7 +272,6 @@ class Transform:
             seed=self._draw_seed(None),
             sequences=rows.sequences.view(-1),
             advantages=rows.advantages,
-            groups=rows.groups,
             padded=rows,
         )
         return patched

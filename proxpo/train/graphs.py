@@ -430,8 +430,14 @@ class CudaRecorder:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            function()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                function()
+        except BaseException:
+            generator.graphsafe_set_state(state)  # the capture still holds the present one
+            raise
         return graph.replay
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._engine import head, inputs
 from proxpo.gradients._engine.audit import Audit
+from proxpo.gradients._engine.autograd import VectorCall, expand
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.axis_order import AxisOrder
 from proxpo.gradients._engine.device import capturing
@@ -27,7 +28,7 @@ from proxpo.gradients._engine.session import (
     Session,
 )
 from proxpo.logp.head import replaced_backward
-from proxpo.ops.shapes import Shaped, Tensor
+from proxpo.ops.shapes import Float, Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
 
@@ -94,7 +95,8 @@ class Transform:
 
         The block can be recorded in a CUDA graph after one ordinary run with the same tensors. In
         replays each overlap set is drawn anew, values are not checked, `sequences` are those of the
-        ordinary run, and the trailing averages stay as they were.
+        ordinary run, and the trailing averages stay as they were. (The trainer's own recordings,
+        `recorded`, have none of these limits.)
         """
         patched = self._open(model, sequences, advantages, groups, observe, token_group)
         watch = self._order.watched(sequences)
@@ -323,6 +325,20 @@ def active_handle(parameter: Tensor) -> ParameterHandle | None:
     """
     handles = (session.handle_of(parameter) for _, session in reversed(_OPEN))
     return next((handle for handle in handles if handle is not None), None)
+
+
+def position_vector(parameter: Tensor, lead: tuple[int, ...]) -> Float[Tensor, "*lead wide"]:
+    """A vector that is multiplied or added at every position outside its module.
+
+    In a block that trains it, it is repeated for the positions, whose axes are `lead`, so that the
+    gradient of each arrives. Otherwise it is the parameter itself.
+    """
+    handle = active_handle(parameter)
+    if handle is None:
+        return parameter
+    session, attribute = handle.session, handle.attribute
+    owner = next(m for m in session.module_handles if m.handles.get(attribute) is handle)
+    return expand(parameter, lead, attribute, VectorCall(session, {attribute: owner}, lead))
 
 
 def _device(model: nn.Module) -> torch.device:

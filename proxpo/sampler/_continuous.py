@@ -77,7 +77,7 @@ class ContinuousEngine:
     ) -> None:
         self.weights = read(bare, dtype, context)
         self._ends, self._max_rows = ends, max_rows
-        self._decoder: Decoder | None = None
+        self._decoder = Decoder(self.weights, max_rows)
         self._free: list[int] = []
 
     def sync(self, bare: nn.Module) -> None:
@@ -98,12 +98,12 @@ class ContinuousEngine:
         logp = torch.zeros(len(u), room + WINDOW, device=device)
         u = nn.functional.pad(u, (0, WINDOW))
         steps = torch.arange(WINDOW, device=device)
-        decoder, waiting = self._prepare(prompts, room)
+        decoder, waiting = self._decoder, self._prepare(prompts, room)
         rows: list[_Row] = []
         most, changed = 0, False
         while rows or waiting:
             if not rows or most - len(rows) >= min(len(waiting), most // _ADMIT + 1) > 0:
-                fresh = self._admit(decoder, waiting, room, len(rows))
+                fresh = self._admit(waiting, room, len(rows))
                 rows, most = rows + fresh, max(most, len(rows) + len(fresh))
                 changed = changed or bool(fresh)
             if changed:
@@ -134,44 +134,38 @@ class ContinuousEngine:
                 progress(len(prompts) - len(waiting) - len(rows), len(prompts))
         return tokens[:, :room], logp[:, :room]
 
-    def _prepare(
-        self, prompts: list[list[int]], room: int
-    ) -> tuple[Decoder, deque[tuple[int, _Prompt]]]:
-        """Makes room for the request; the queue has the rows of a prompt side by side."""
+    def _prepare(self, prompts: list[list[int]], room: int) -> deque[tuple[int, _Prompt]]:
+        """Makes room for a request. Returns its rows; those of one prompt stand side by side."""
         distinct: dict[tuple[int, ...], list[int]] = {}
         for number, ids in enumerate(prompts):
             distinct.setdefault(tuple(ids), []).append(number)
         groups = [(_Prompt(list(ids), len(of)), of) for ids, of in distinct.items()]
         rows = min(self._max_rows, len(prompts))
-        if self._decoder is None or len(self._decoder.token) < rows:
-            self._decoder = None  # first give back what it held
-            self._decoder = Decoder(self.weights, rows)
         own = sorted((p.own_pages(room) for p, of in groups for _ in of), reverse=True)
         shared = sorted((pages_of(p.cached) for p, _ in groups), reverse=True)
         least = 1 + own[0] + shared[0]
-        self._make_pages(self._decoder, least, 1 + sum(own[:rows]) + sum(shared[: rows + 1]))
-        return self._decoder, deque((number, p) for p, of in groups for number in of)
+        self._make_pages(least, 1 + sum(own[:rows]) + sum(shared[: rows + 1]))
+        return deque((number, p) for p, of in groups for number in of)
 
-    def _make_pages(self, decoder: Decoder, least: int, wanted: int) -> None:
-        """Grows the cache to what is wanted, or to what fits; all pages are free then."""
-        have = decoder.page_count
+    def _make_pages(self, least: int, wanted: int) -> None:
+        """Grows the cache to what is wanted and a little more, or to what fits; all is free then.
+
+        Steps are recorded again then: where memory limits the cache, small gains do not count.
+        """
+        decoder, have = self._decoder, self._decoder.page_count
         if have < wanted:
-            fits = min(wanted, have + most_pages(decoder))
+            fits = min(wanted * 5 // 4, have + most_pages(decoder))
             if max(have, fits) < least:
                 gib = decoder.page_bytes / 2**30
                 raise ProxpoError(
                     f"rollout: the cache of one response needs {least * gib:.2f} GiB, and"
                     f" {fits * gib:.2f} GiB are free; ask for fewer tokens"
                 )
-            if (
-                have < least or fits > 1.25 * have
-            ):  # a little more is not worth recording all steps again
+            if have < least or fits >= min(wanted, have * 5 // 4):
                 decoder.allocate(fits)
         self._free = list(range(decoder.page_count - 1, 0, -1))
 
-    def _admit(
-        self, decoder: Decoder, waiting: deque[tuple[int, _Prompt]], room: int, running: int
-    ) -> list[_Row]:
+    def _admit(self, waiting: deque[tuple[int, _Prompt]], room: int, running: int) -> list[_Row]:
         """Starts waiting rows, as many as rows and pages allow."""
         fresh: list[_Row] = []
         started: list[_Prompt] = []
@@ -185,6 +179,7 @@ class ContinuousEngine:
                 started.append(prompt)
             fresh.append(_Row(number, prompt, self._take(prompt.own_pages(room))))
             waiting.popleft()
+        decoder = self._decoder
         decoder.fill([p.ids[:-1] for p in started], [p.pages for p in started])
         partial = [row for row in fresh if row.prompt.cached % PAGE]
         decoder.copy_pages([row.prompt.pages[-1] for row in partial], [r.own[0] for r in partial])

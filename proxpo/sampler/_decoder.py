@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from proxpo.ops.shapes import Float, Num, Tensor
+from proxpo.ops.shapes import Float, Int, Num, Tensor
 from proxpo.sampler._draw import Draw, draw
 from proxpo.sampler._lean import run
 from proxpo.sampler._step import PAGE, PLAIN, Parts, forward
@@ -92,15 +92,14 @@ class Decoder:
 
     def _fill(self, chunk: list[tuple[list[int], list[int]]]) -> None:
         """Prompts padded on the right, where causal attention does not look."""
-        longest = max(len(ids) for ids, _ in chunk)
         rows, device = len(chunk), self.weights.embed.device
-        ids = torch.tensor([x + [0] * (longest - len(x)) for x, _ in chunk], device=device)
-        place = [
-            (row * longest + i, page[i // PAGE], i % PAGE)
-            for row, (x, page) in enumerate(chunk)
-            for i in range(len(x))
-        ]
-        flat, page, slot = torch.tensor(place, device=device).unbind(1)
+        lengths = torch.tensor([len(ids) for ids, _ in chunk])
+        longest = int(lengths.max())
+        ids = _padded([ids for ids, _ in chunk], longest).to(device)
+        table = _padded([pages for _, pages in chunk], pages_of(longest))
+        row, at = (torch.arange(longest) < lengths[:, None]).nonzero().unbind(1)
+        place = torch.stack([row * longest + at, table[row, at // PAGE], at % PAGE])
+        flat, page, slot = place.to(device)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for kept, new in zip(self.pages[number], (k, v)):
@@ -134,9 +133,8 @@ class Decoder:
         tokens: of the last rows, which are new
         """
         n, size, width = len(lengths), self.padded(len(lengths)), max(map(len, tables))
-        table = torch.zeros(size, width, dtype=torch.int32)
-        table[:n] = torch.tensor([x + [0] * (width - len(x)) for x in tables])
-        self.table[:size, :width].copy_(table)
+        self.table[:n, :width].copy_(_padded(tables, width))
+        self.table[n:size].zero_()
         self.token[n - len(tokens) : n].copy_(torch.tensor(tokens, dtype=torch.int64))
         self.length[:n].copy_(torch.tensor(lengths))
 
@@ -199,8 +197,8 @@ class Decoder:
         self.tokens[:rows].index_copy_(1, self._column, drawn.token[:, None])
         self.logp[:rows].index_copy_(1, self._column, drawn.logp[:, None])
         self.token[:rows].copy_(drawn.token)
-        self.length[:rows] += 1
-        self._column += 1
+        self.length[:rows].add_(1)
+        self._column.add_(1)
 
     def _run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Replays `work`; the first time it is run as it is, and then recorded."""
@@ -225,6 +223,10 @@ class Decoder:
         """Drops all graphs and their memory."""
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._records else None
+
+
+def _padded(lists: list[list[int]], width: int) -> Int[Tensor, "row width"]:
+    return torch.tensor([x + [0] * (width - len(x)) for x in lists])
 
 
 def _kernels() -> Parts:

@@ -1,6 +1,7 @@
 """`local`: proxpo's own sampler, in the training process."""
 
 import warnings
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -58,10 +59,12 @@ class LocalSampler:
             top_p=top_p,
             context=self.context,
         )
-        with torch.inference_mode():
+        device = self._policy.device
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), current:
             tokens, logp = self._engine.sample(
                 prompts,
-                uniforms(seeds, max_tokens, self._policy.device),
+                uniforms(seeds, max_tokens, device),
                 temperature=temperature,
                 top_p=top_p,
                 progress=progress,

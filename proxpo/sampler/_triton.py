@@ -87,11 +87,11 @@ def _attend_kernel(
     q_out = (q * c[None, :] + q_turned * s[None, :]).to(kind)
     k_out = (k * c + k_turned * s).to(kind)
 
-    page = tl.load(table + row * entries + n // SLOTS).to(tl.int64)
-    place = ((page * KV + head) * SLOTS + n % SLOTS) * WIDTH + col
+    new_page = tl.load(table + row * entries + n // SLOTS).to(tl.int64)
+    new = ((new_page * KV + head) * SLOTS + n % SLOTS) * WIDTH + col
     if split == 0:
-        tl.store(pages + place, k_out, mask=inside)
-        tl.store(pages + plane + place, v.to(kind), mask=inside)
+        tl.store(pages + new, k_out, mask=inside)
+        tl.store(pages + plane + new, v.to(kind), mask=inside)
 
     itself = tl.where(split == 0, 1.0, 0.0)
     score = tl.sum(q_out.to(tl.float32) * k_out.to(tl.float32)[None, :], 1) * scale

@@ -44,7 +44,7 @@ class Decoder:
 
     def __init__(self, weights: Weights, rows: int) -> None:
         device = weights.embed.device
-        most, context = self.padded(rows), len(weights.cos)
+        most, context = self.batch_rows(rows), len(weights.cos)
         self.weights, self.pages = weights, list[Tensor]()
         self.table = torch.zeros(most, pages_of(context + WINDOW), dtype=torch.int32, device=device)
         self.token = torch.zeros(most, dtype=torch.int64, device=device)
@@ -60,7 +60,7 @@ class Decoder:
         self._forget()
 
     @staticmethod
-    def padded(rows: int) -> int:
+    def batch_rows(rows: int) -> int:
         """Number of rows that are run for so many."""
         return max(_FEWEST_ROWS, 1 << (rows - 1).bit_length())
 
@@ -132,7 +132,7 @@ class Decoder:
 
         tokens: of the last rows, which are new
         """
-        n, size, width = len(lengths), self.padded(len(lengths)), max(map(len, tables))
+        n, size, width = len(lengths), self.batch_rows(len(lengths)), max(map(len, tables))
         self.table[:n, :width].copy_(_padded(tables, width))
         self.table[n:size].zero_()
         self.token[n - len(tokens) : n].copy_(torch.tensor(tokens, dtype=torch.int64))
@@ -146,7 +146,7 @@ class Decoder:
         longest: tokens of the longest row
         """
         n, steps = u.shape
-        rows, heads = self.padded(n), self.weights.kv_heads
+        rows, heads = self.batch_rows(n), self.weights.kv_heads
         self.u[:n, :steps] = u
         self.length[n:rows].zero_()
         self.token[n:rows].zero_()

@@ -1,6 +1,6 @@
 """The kernels of a decoding step under Triton's interpreter, against plain torch: gaps as JSON.
 
-Run with TRITON_INTERPRET=1 in an environment that has Triton; no GPU is needed.
+Runs on a GPU, or anywhere with TRITON_INTERPRET=1, which knows no products of bfloat16.
 """
 
 import json
@@ -12,6 +12,10 @@ from proxpo.sampler import _triton as triton
 from proxpo.sampler._draw import uniforms
 from proxpo.sampler._step import PAGE, PLAIN, Paged
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+torch.set_default_device(DEVICE)
+
 
 def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().max())
@@ -19,7 +23,7 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def attention(*, heads: int, kv: int, width: int, normed: bool, splits: int, dtype=torch.float32):
     """Largest gap of the output and of the pages that the new keys and values went to."""
-    draws = torch.Generator().manual_seed(heads)
+    draws = torch.Generator(DEVICE).manual_seed(heads)
     lengths = torch.tensor([0, 1, PAGE, 3 * PAGE + 5, 200])
     rows, entries, context = len(lengths), 8, 190  # the last row is past the tables
 
@@ -63,7 +67,7 @@ def draws() -> dict[str, float]:
     logits[10:12, 1000:] = -float("inf")
     logits[12:14] = -1e4
     logits[12:14, 5000] = 0.0
-    u = uniforms(list(range(20)), 1, torch.device("cpu"))[:, 0]
+    u = uniforms(list(range(20)), 1, torch.device(DEVICE))[:, 0]
     u[:2] = torch.tensor([0.0, 1 - 2.0**-53])
     tau = torch.tensor([0.7], dtype=torch.float64)
     found, expected = (parts.draw_token(logits, u, tau) for parts in (triton.PARTS, PLAIN))
@@ -84,7 +88,7 @@ print(
             "grouped": attention(heads=6, kv=2, width=16, normed=True, splits=1),
             "split": attention(heads=4, kv=1, width=24, normed=True, splits=3),
             "plain": attention(heads=2, kv=2, width=8, normed=False, splits=1),
-            "half": attention(heads=4, kv=2, width=16, normed=True, splits=1, dtype=torch.float16),
+            "half": attention(heads=4, kv=2, width=16, normed=True, splits=1, dtype=HALF),
             "norm": norms(torch.float32, torch.float32),
             "norm_half": norms(torch.bfloat16, torch.float32),
             "gated": gap(triton.PARTS.gated(wide), PLAIN.gated(wide)),

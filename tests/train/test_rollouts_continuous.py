@@ -238,6 +238,6 @@ def test_kernels_give_the_plain_numbers():
     assert drawn["nan"]
     assert drawn["different"] <= 1  # u a rounding error below 1
     assert drawn["logp"] < 1e-5
-    assert gaps.pop("half") < (0.1 if gpu else 0.01)  # bfloat16 and float16
+    assert gaps.pop("half") < (0.3 if gpu else 0.01)  # bfloat16, float16
     assert gaps.pop("norm_half") < 0.04
-    assert max(gaps.values()) < 1e-5, gaps
+    assert max(gaps.values()) < (1e-4 if gpu else 1e-5), gaps

@@ -23,10 +23,7 @@ log-probabilities to a full forward pass.
 import argparse
 import importlib.util
 import json
-import re
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import kernel_profile
+from record import synchronised
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -61,13 +60,6 @@ SHAPES = {
         "num_key_value_heads": 3,
         "head_dim": 64,
     },
-}
-# The first pattern that a kernel's name matches decides.
-PARTS = {
-    "attention": r"_attend_kernel|_join_kernel|flash|fmha|attention",
-    "sampling": r"_mass_kernel|_pick_kernel|sort|argmax|softmax",
-    "norms, activation": r"_add_norm_kernel|_gated_kernel|rms_norm|silu",
-    "products": r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk",
 }
 
 
@@ -104,7 +96,9 @@ def generate(policy: Policy, prompts: list[list[int]], tokens: int, cache: str) 
 
 
 @torch.inference_mode()
-def kernels(policy: Policy, rows: int, tokens: int, length: int, *, products_only: bool) -> None:
+def bare_kernels(
+    policy: Policy, rows: int, tokens: int, length: int, *, products_only: bool
+) -> None:
     """What decoding cannot do without: the products of every step, attention, the activation."""
     config, like = policy.bare.config, {"device": policy.device, "dtype": policy.dtype}
     heads, kv, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -125,11 +119,9 @@ def kernels(policy: Policy, rows: int, tokens: int, length: int, *, products_onl
 
 
 def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    start = synchronised()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return synchronised() - start
 
 
 def rates(runs: dict[str, Callable[[], object]], tokens: int, repeats: int) -> dict[str, float]:
@@ -141,18 +133,11 @@ def rates(runs: dict[str, Callable[[], object]], tokens: int, repeats: int) -> d
     return {name: tokens / statistics.median(times[1:]) for name, times in taken.items()}
 
 
-def profile(work: Callable[[], object], steps: int) -> dict[str, float]:
-    """Milliseconds of a step by part, kernels of the GPU and the time between them."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        taken = seconds(work)
-    times: Counter[str] = Counter()
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kinds = (kind for kind, names in PARTS.items() if re.search(names, event.name, re.I))
-            times[next(kinds, "other kernels")] += event.time_range.elapsed_us() / 1e3
-    times["host"] = max(0.0, 1e3 * taken - sum(times.values()))
-    return {part: value / steps for part, value in times.most_common()}
+def step_profile(work: Callable[[], object], steps: int) -> dict[str, float]:
+    """Milliseconds of a step by kind of kernel; `host` is the time between kernels."""
+    profile = kernel_profile(work)
+    parts = profile["kinds_ms"] | {"host": profile["gaps_ms"]}
+    return {part: round(ms / steps, 3) for part, ms in parts.items()}
 
 
 class Case:
@@ -210,8 +195,7 @@ class Case:
         repeats = args.repeats or (3 if large else 7)
         if large:
             self.note(rates(runs, self.rows * tokens, repeats))
-            profiled = profile(lambda: self.sample(sampler, 64), 64)
-            self.note(profile_ms={part: round(ms, 3) for part, ms in profiled.items()})
+            self.note(profile_ms=step_profile(lambda: self.sample(sampler, 64), 64))
             runs = {}
         few = min(tokens, 32) if large else tokens
         caches = ["dynamic", "static"][: 1 + args.static] if "generate" not in args.skip else []
@@ -221,7 +205,9 @@ class Case:
         if not args.task and "kernels" not in args.skip:
             bounds = (("products alone", True), ("with attention, activation", False))
             work = {
-                name: partial(kernels, policy, self.rows, tokens, self.length, products_only=only)
+                name: partial(
+                    bare_kernels, policy, self.rows, tokens, self.length, products_only=only
+                )
                 for name, only in bounds
             }
             self.note(rates(work, self.rows * tokens, 1))

@@ -12,6 +12,9 @@ numbers for J and Mm for F whatever the form; for N (and K) T(O+D) in the Gram f
 others.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_gradients import Outer
 
@@ -27,13 +30,31 @@ def traffic(device_type: str) -> float:
     return 100.0 if device_type == "cuda" else 10.0
 
 
-def wire(rows: Outer, layout: Layout) -> float:
+def wire(device_type: str, ranks: int) -> float:
     """Cost of a number sent to the other ranks: about as much as twenty moved in memory."""
-    return 0.0 if layout.alone else 80 * traffic(rows.a.device.type)
+    return 0.0 if ranks == 1 else 80 * traffic(device_type)
 
 
+class Sizes(NamedTuple):
+    """The numbers that the cost of a layer depends on."""
+
+    out: int
+    inp: int
+    positions: int
+    sequences: int
+    ranks: int
+    device_type: str
+
+    @staticmethod
+    def of(rows: Outer, layout: Layout) -> "Sizes":
+        out, inp = rows.shape
+        size, kind = layout.whole.size, rows.a.device.type
+        return Sizes(out, inp, size, layout.count, layout.ranks, kind)
+
+
+@lru_cache(maxsize=4096)
 def cheapest_form(
-    rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: str, streams: bool = True
+    sizes: Sizes, *, overlap: int, norm: bool, path: str, streams: bool = True
 ) -> str:
     """The cheapest form for a layer.
 
@@ -42,9 +63,9 @@ def cheapest_form(
     """
     if path != "auto":
         return "gram" if path == "stream" and not (norm and streams) else path
-    out, inp = rows.shape
-    size, count, cuda = layout.whole.size, layout.count, rows.a.is_cuda
-    byte, sent, own = traffic(rows.a.device.type), wire(rows, layout), size / layout.ranks
+    out, inp, size, count, ranks, device_type = sizes
+    byte, own = traffic(device_type), size / ranks
+    sent = wire(device_type, ranks)
     pairs = size * size / max(1, count)
     gram_f = 2.0 * overlap * own * (out + inp) + 16 * byte * overlap * own
     gram_n = norm * (2.0 * pairs * (out + inp) + 16 * byte * pairs + sent * size * (out + inp))
@@ -55,7 +76,7 @@ def cheapest_form(
         "materialise": 2.0 * count * overlap * out * inp + stacked + again,
     }
     if norm and streams:
-        costs["stream"] = gram_f + stacked + (count * _LAUNCH if cuda else 0.0)
+        costs["stream"] = gram_f + stacked + (count * _LAUNCH if device_type == "cuda" else 0.0)
     return min(costs, key=costs.__getitem__)
 
 
@@ -64,7 +85,7 @@ def gram_kernel(rows: Outer, layout: Layout, path: str) -> bool:
     if path != "auto":
         return path == "gram"
     out, inp = rows.shape
-    byte, sent = traffic(rows.a.device.type), wire(rows, layout)
+    byte, sent = traffic(rows.a.device.type), wire(rows.a.device.type, layout.ranks)
     size = layout.whole.size
     gram = size**2 / layout.ranks * (2.0 * (out + inp) + 16 * byte) + sent * size * (out + inp)
     return gram < layout.count * out * inp * (2.0 * layout.count + 16 * byte + sent)

@@ -56,7 +56,7 @@ class Layout:
     ) -> list[Tensor]:
         """Rows `index` of position-wise tensors; `index` counts the positions of `whole`."""
         if self.shard is None:
-            return [x[index] for x in columns]
+            return [x.index_select(0, index) for x in columns]
         return self.shard.fetch(columns, index)
 
     @property
@@ -113,8 +113,13 @@ class Layout:
         return self._facts[2]
 
     @cached_property
+    def filled(self) -> int:
+        """Number of positions that belong to a sequence."""
+        return sum(self.lengths)
+
+    @cached_property
     def padded(self) -> bool:
-        return sum(self.lengths) < self.size
+        return self.filled < self.size
 
     def settle(self) -> "Layout":
         """Reads lengths and alignment from the device now, while it is idle."""
@@ -122,9 +127,14 @@ class Layout:
         return self
 
     @property
+    def known(self) -> bool:
+        """True where lengths and alignment can be read without waiting for the device."""
+        return "_facts" in self.__dict__ or not self.seq.is_cuda
+
+    @property
     def known_aligned(self) -> bool:
         """`aligned` where it is known without waiting for the device, else False."""
-        return ("_facts" in self.__dict__ or not self.seq.is_cuda) and self.aligned
+        return self.known and self.aligned
 
     @cached_property
     def order(self) -> Tensor:
@@ -192,6 +202,8 @@ class Layout:
 
     def spread(self, weights: Float[Tensor, " row"]) -> Float[Tensor, " pos"]:
         """One number per sequence -> one per position, 0 on padding."""
+        if self.known_aligned and not self.padded:
+            return weights[:, None].expand(self.count, self.size // self.count).reshape(-1)
         return torch.cat([weights, weights.new_zeros(1)])[self.seq]
 
     def take(self, positions: Int[Tensor, " some"]) -> "Layout":

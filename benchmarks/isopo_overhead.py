@@ -3,6 +3,7 @@
     python benchmarks/isopo_overhead.py                   a toy model on the CPU
     python benchmarks/isopo_overhead.py --device cuda     Qwen3-0.6B shape in bf16, wider, shorter
     ... --device cuda --graphs     the same replayed as CUDA graphs: without the host's launches
+    ... --host                     time and operations of the host per parameter, tiny kernels
 
 Every row runs the same model on the same tokens with the same log-probabilities; repeats are
 interleaved, and the median counts. The last row is the loop of arXiv:2512.23353, figure 2, as
@@ -15,12 +16,15 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from proxpo import gradients
@@ -51,6 +55,12 @@ class Case:
     rows: int
     length: int
     checkpointed: bool = False
+
+
+NARROW = SMALL | {
+    "vocab_size": 16, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 4, "intermediate_size": 8,
+}  # fmt: skip
 
 
 CUDA = (
@@ -263,6 +273,78 @@ def profile(case: Case, device: str, method: object) -> None:
     print(trace.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations that reach a device: views and queries do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func is torch.ops.aten._unsafe_view.default)
+        return func(*args, **(kwargs or {}))
+
+
+def measure_host(repeats: int) -> list[dict]:
+    """Time of the host per parameter beyond REINFORCE: 28 layers of width 8, six positions."""
+    model = build(Case("host", NARROW, 2, 1), "cpu")
+    count = len(list(model.parameters()))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    seq, advantages = torch.tensor([[0], [1]]).expand(2, 3), torch.randn(2)
+    chosen: dict[str, Any] = {
+        "reinforce": None,
+        "p = -1": gradients.isopo(overlap=2),
+        "q = -1 (euclidean)": gradients.isopo(preset="euclidean"),
+        "r = -2": gradients.isopo(preset="nearest-npg", overlap=2),
+        "p = -1, reg": gradients.isopo(overlap=2, reg=0.1),
+        "isopo-ntk": gradients.isopo_ntk(),
+    }
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in chosen}
+
+    def passes(method: Any, marks: list[float]) -> None:
+        """Notes the time at the ends of opening, forward, backward and closing."""
+        block = method.applied(model, sequences=seq, advantages=advantages) if method else None
+        with block or nullcontext():
+            marks.append(time.process_time())
+            loss = nll(model, ids).sum()
+            marks.append(time.process_time())
+            loss.backward()
+            marks.append(time.process_time())
+        marks.append(time.process_time())
+
+    operations = {}
+    for repeat in range(repeats + 3):
+        for name, method in chosen.items():
+            model.zero_grad(set_to_none=True)
+            marks = [time.process_time()]
+            if repeat == 2:
+                with Operations() as mode:
+                    passes(method, marks)
+                operations[name] = mode.count / count
+            else:
+                passes(method, marks)
+            if repeat > 2:
+                times[name].append(tuple(b - a for a, b in pairwise(marks)))
+            if method is not None:
+                method.step()
+    rows = []
+    for name, measured_ in times.items():
+        parts = [1e6 * statistics.median(part) / count for part in zip(*measured_)]
+        rows.append({"method": name, "operations": operations[name], "us": parts})
+    return rows
+
+
+def host_table(rows: list[dict]) -> str:
+    head = ("open", "forward", "backward", "close", "more", "ops", "more ops")
+    lines = [f"{'us per parameter':<22}" + "".join(f"{name:>10}" for name in head)]
+    base = rows[0]
+    for row in rows:
+        more = sum(row["us"]) - sum(base["us"])
+        numbers = [*row["us"], more, row["operations"], row["operations"] - base["operations"]]
+        lines.append(f"{row['method']:<22}" + "".join(f"{x:>10.1f}" for x in numbers))
+    return "\n".join(lines)
+
+
 def table(results: list[dict]) -> str:
     lines = [f"{'case':<22}{'method':<24}{'ms':>9}{'time':>8}{'GiB':>8}{'memory':>9}"]
     for row in results:
@@ -280,9 +362,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="", help="cases and methods whose name contains this")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs of each method")
+    parser.add_argument("--host", action="store_true", help="time of the host per parameter")
     parser.add_argument("--profile", action="store_true", help="kernels of isopo and of reinforce")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
+    if options.host:
+        rows = measure_host(options.repeats)
+        print(host_table(rows))
+        write(options.json, rows)
+        return
     cases = CUDA if options.device == "cuda" else CPU
     if options.profile:
         for name in ("reinforce", "isopo, 64 samples"):

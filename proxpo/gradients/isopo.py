@@ -9,7 +9,7 @@ sequence i, J a random set of positions (eq. 6 and section 2 of arXiv:2512.23353
 
 The method is this file: `scale` computes s, `lengths2` defines F² and N², `Isopo` puts them
 together, `isopo` makes the transform. Every layer calls `scale`, the language-model head too; the
-CUDA kernels repeat it for p alone. `_engine` computes F² and N² without building V_i.
+CUDA kernels repeat it. `_engine` computes F² and N² without building V_i.
 """
 
 import math
@@ -22,7 +22,13 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.gradients._engine import measure
 from proxpo.gradients._engine.cost import PATHS
 from proxpo.gradients._engine.layout import Layout
-from proxpo.gradients._engine.measure import LengthRule, Measurement, SquaredLengths
+from proxpo.gradients._engine.measure import (
+    ALL,
+    LengthRule,
+    Measurement,
+    ScaleOptions,
+    SquaredLengths,
+)
 from proxpo.gradients._engine.position_gradients import AnyGradients
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.transform import Transform
@@ -70,10 +76,11 @@ def scale(
         assert x2 is not None
         if rho and E is None:
             E = _mean(x2, count) if history == "microbatch" else x2
-        factor = power(reg2(x2, rho, E, eps=eps, keep_small=keep_small), exponent)
+        base = reg2(x2, rho, E, eps=eps, keep_small=keep_small)
+        factor = base.pow(exponent / 2) if eps > 0 else power(base, exponent)
         if name != "N" and defined is not None:
             factor = torch.where(defined, factor, 1.0)
-        s = factor if s is None else s * factor.to(s.dtype)
+        s = factor if s is None else s * (factor if factor.dtype == s.dtype else factor.to(s))
     return torch.ones(()) if s is None else s
 
 
@@ -167,27 +174,32 @@ class Isopo(LengthRule):
         self,
         handle: ParameterHandle,
         lengths: SquaredLengths,
-        sequences: Int[Tensor, " some"] | slice = slice(None),
+        sequences: Int[Tensor, " some"] | slice = ALL,
     ) -> Float[Tensor, " some"]:
         """w_i = A_i s_i (/ m) of some sequences of this layer; their lengths are collected."""
         handle.done = True
-        top, bottom, N2 = lengths.top, lengths.bottom, lengths.norm2
-        F2 = None if top is None or bottom is None else ratio2(top, bottom)
+        top, bottom, N2, _ = lengths
+        F2, defined = None, None
+        if top is not None and bottom is not None:
+            defined = bottom != 0
+            F2 = torch.where(defined, top / bottom, 0.0)
         R2 = ratio2(F2, N2) if self.r and F2 is not None and N2 is not None else None
+        advantages = self.base_weights(handle.session)
         weights = scale(
             F2, N2, R2, p=self.p, q=self.q, r=self.r,
-            reg=self.strengths, mean=self._means(handle), eps=self.eps,
-            keep_small=self.keep_small, history=self.history,
-            defined=None if bottom is None else bottom != 0,
-            times=self.base_weights(handle.session)[sequences],
+            reg=self.strengths, mean=self.means(handle), eps=self.eps,
+            keep_small=self.keep_small, history=self.history, defined=defined,
+            times=advantages if sequences is ALL else advantages[sequences],
             count=handle.session.count,
         )  # fmt: skip
         squares = {x: x2 for x, x2 in zip(self.quantities, (F2, N2, R2)) if x2 is not None}
         self.record(handle, squares, weights)
         return weights
 
-    def _means(self, handle: ParameterHandle) -> tuple[Float[Tensor, ""] | None, ...]:
+    def means(self, handle: ParameterHandle) -> tuple[Float[Tensor, ""] | None, ...]:
         """E[x²] of F, N and R over earlier mini-batches, where they are in use."""
+        if not self.regularised:
+            return None, None, None
         averages = handle.session.averages
         used = zip(self.quantities, self.exponents, self.strengths)
         return tuple(
@@ -208,6 +220,11 @@ class Isopo(LengthRule):
         handle.session.expect_finite(handle, weights)
 
     @cached_property
+    def regularised(self) -> bool:
+        """True where some E[x²] is in use."""
+        return any(k and rho > 0 for k, rho in zip(self.exponents, self.strengths))
+
+    @cached_property
     def measurement(self) -> Measurement:
         """F where p or r is in use, N where q or r is."""
         return Measurement(
@@ -219,16 +236,15 @@ class Isopo(LengthRule):
         )
 
     @cached_property
-    def fisher_power(self) -> tuple[float, float] | None:
-        """(p, ε) where s_i = (F_i² + ε)^(p/2): the case of the fused kernels."""
-        alone = self.p and not (self.q or self.r or self.overlap_reg)
-        return (self.p, self.eps) if alone else None
+    def options(self) -> ScaleOptions:
+        """Options of `scale`."""
+        return ScaleOptions(*self.exponents, self.strengths, self.eps, self.keep_small)
 
     def needs_all(self, handle: ParameterHandle) -> bool:
         """True where E[x²] is the mean over the micro-batch, so that no s_i is known before it."""
-        if self.history != "microbatch":
+        if self.history != "microbatch" or not self.regularised:
             return False
-        used = zip(self._means(handle), self.exponents, self.strengths)
+        used = zip(self.means(handle), self.exponents, self.strengths)
         return any(mean is None and k and rho > 0 for mean, k, rho in used)
 
 

@@ -68,7 +68,7 @@ def choices(lengths: list[int], first: int, shape: tuple[int, int], **options) -
         vars(shard)["ranks"] = 2  # there is no process group to ask
         layout = Layout(seq[own], len(lengths), shard)
         rows = Outer(torch.zeros(len(own), shape[1]), torch.zeros(len(own), shape[0]))
-        isopo_form = cost.cheapest_form(rows, layout, path="auto", **options)
+        isopo_form = cost.cheapest_form(cost.Sizes.of(rows, layout), path="auto", **options)
         groups = Groups.whole(len(lengths))
         gram = cost.gram_kernel(rows.shape, layout, groups, "auto", torch.float32)
         actual.add((isopo_form, gram))

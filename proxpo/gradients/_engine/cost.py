@@ -12,6 +12,9 @@ numbers for J and Mm for F whatever the form; for N (and K) T(O+D) in the Gram f
 others.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
 from proxpo.gradients._engine import inner_products
@@ -31,13 +34,31 @@ def traffic(device_type: str) -> float:
     return 100.0 if device_type == "cuda" else 10.0
 
 
-def wire(layout: Layout) -> float:
+def wire(device_type: str, ranks: int) -> float:
     """Cost of a number sent to the other ranks: about as much as twenty moved in memory."""
-    return 0.0 if layout.alone else 80 * traffic(layout.seq.device.type)
+    return 0.0 if ranks == 1 else 80 * traffic(device_type)
 
 
+class Sizes(NamedTuple):
+    """The numbers that the cost of a layer depends on."""
+
+    out: int
+    inp: int
+    positions: int
+    sequences: int
+    ranks: int
+    device_type: str
+
+    @staticmethod
+    def of(rows: Outer, layout: Layout) -> "Sizes":
+        out, inp = rows.shape
+        size, kind = layout.whole.size, rows.a.device.type
+        return Sizes(out, inp, size, layout.count, layout.ranks, kind)
+
+
+@lru_cache(maxsize=4096)
 def cheapest_form(
-    rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: str, streams: bool = True
+    sizes: Sizes, *, overlap: int, norm: bool, path: str, streams: bool = True
 ) -> str:
     """The cheapest form for a layer.
 
@@ -46,9 +67,9 @@ def cheapest_form(
     """
     if path != "auto":
         return "gram" if path == "stream" and not (norm and streams) else path
-    out, inp = rows.shape
-    size, count, cuda = layout.whole.size, layout.count, rows.a.is_cuda
-    byte, sent, own = traffic(rows.a.device.type), wire(layout), size / layout.ranks
+    out, inp, size, count, ranks, device_type = sizes
+    byte, own = traffic(device_type), size / ranks
+    sent = wire(device_type, ranks)
     pairs = size * size / max(1, count)
     gram_f = 2.0 * overlap * own * (out + inp) + 16 * byte * overlap * own
     gram_n = norm * (2.0 * pairs * (out + inp) + 16 * byte * pairs + sent * size * (out + inp))
@@ -59,7 +80,7 @@ def cheapest_form(
         "materialise": 2.0 * count * overlap * out * inp + stacked + again,
     }
     if norm and streams:
-        costs["stream"] = gram_f + stacked + (count * _LAUNCH if cuda else 0.0)
+        costs["stream"] = gram_f + stacked + (count * _LAUNCH if device_type == "cuda" else 0.0)
     return min(costs, key=costs.__getitem__)
 
 
@@ -77,7 +98,7 @@ def gram_kernel(
         return path == "gram"
     out, inp = shape
     device = layout.seq.device.type
-    byte, sent = traffic(device), wire(layout)
+    byte, sent = traffic(device), wire(device, layout.ranks)
     places, length = groups.count * groups.size, max(layout.whole.lengths)
     pairs = places * groups.size * length**2 / layout.ranks
     gram = pairs * (2.0 * (out + inp) + 16 * byte) + sent * places * length * (out + inp)

@@ -19,7 +19,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     if x.dim() == 3 and not x.is_cuda:
         y = y.contiguous()  # batched products of a transposed operand are several times slower
     if x.dtype == kind:
-        return x @ y.to(kind)
+        return x @ (y if y.dtype == kind else y.to(kind))
     if x.is_cuda and x.dtype == y.dtype:
         product = torch.bmm if x.dim() == 3 else torch.mm
         return product(x, y, out_dtype=kind)

@@ -105,8 +105,7 @@ class HeadTransform:
         """Refuses a second call: the weight of a sequence needs its whole gradient at once."""
         if self.owner is None or self.call is None:
             return
-        others = any(call is not self.call for call in self.owner._open[self.call.nested])
-        if others or self.owner.finish(self.call, {}):
+        if self.owner.others(self.call) or self.owner.finish(self.call, {}):
             raise ProxpoError(
                 f"token_logp: {self.owner.name} is used more than once in this `applied` block;"
                 " score all positions in one call, or open one block per call"

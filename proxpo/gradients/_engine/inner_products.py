@@ -41,18 +41,29 @@ _HALVED = 256  # sequences from which V Vᵀ is computed in blocks, those below 
 class OverlapSet:
     """The overlap set J: indices of positions, of any rank.
 
-    Positions marked not `valid` (drawn from padding) count for nothing.
+    Positions marked not `valid` (drawn from padding) count for nothing; `full` where it is known
+    that there are none.
     """
 
-    def __init__(self, index: Int[Tensor, " pick"], valid: Bool[Tensor, " pick"]) -> None:
+    __slots__ = ("full", "index", "valid")
+
+    def __init__(
+        self, index: Int[Tensor, " pick"], valid: Bool[Tensor, " pick"], *, full: bool = False
+    ) -> None:
         self.index = index
         self.valid = valid
+        self.full = full
+
+    def sum(self, x: Float[Tensor, "pick *any"]) -> Float[Tensor, "*any"]:
+        """Σ_j x_j."""
+        return x.sum(0) if self.full else self.valid.to(x.dtype) @ x
 
     @staticmethod
     def all(layout: Layout) -> "OverlapSet":
         """Every position."""
         whole = layout.whole
-        return OverlapSet(torch.arange(whole.size, device=whole.seq.device), whole.valid)
+        index = torch.arange(whole.size, device=whole.seq.device)
+        return OverlapSet(index, whole.valid, full=whole.known and not whole.padded)
 
     @staticmethod
     def at(index: Int[Tensor, " pick"], layout: Layout) -> "OverlapSet":
@@ -65,22 +76,27 @@ class OverlapSet:
     def blocks(self, size: int) -> "Iterator[OverlapSet]":
         """Yields parts of at most `size` positions."""
         for index, valid in zip(self.index.split(size), self.valid.split(size)):
-            yield OverlapSet(index, valid)
+            yield OverlapSet(index, valid, full=self.full)
 
 
 def overlap_gram(
     rows: PositionGradients, layout: Layout, overlap_set: OverlapSet
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
     """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from inner products of positions alone."""
+    size = max(1, BLOCK // layout.whole.size)
+    if len(overlap_set) <= size and layout.alone and isinstance(rows, Outer):
+        products = rows.overlap(overlap_set.index)
+        own = products.gather(1, overlap_set.index[:, None])[:, 0]
+        inner = layout.sum_columns(products)
+        return overlap_set.sum(inner.square_()), overlap_set.sum(own)
     parts = []
-    for block in overlap_set.blocks(max(1, BLOCK // layout.whole.size)):
+    for block in overlap_set.blocks(size):
         picked = at_positions(rows, layout, block.index)
         products = rows.gram(picked)
         # ⟨G_j, G_j⟩ stands among the products, unless another rank has j.
         own = products.gather(1, block.index[:, None])[:, 0] if layout.alone else picked.squares()
         inner = layout.total(layout.sum_columns(products))
-        keep = block.valid.to(inner.dtype)
-        parts.append((keep @ inner.square(), keep @ own))
+        parts.append((block.sum(inner.square()), block.sum(own)))
     tops, bottoms = zip(*parts)
     return sum(tops[1:], tops[0]), sum(bottoms[1:], bottoms[0])
 
@@ -89,10 +105,11 @@ def overlap_dense(
     rows: Dense, layout: Layout, sums: Float[Tensor, "row out"], overlap_set: OverlapSet
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
     """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from stacked V, for parameters that are vectors."""
-    picked = at_positions(rows, layout, overlap_set.index)
-    inner = picked.grads.to(sums.dtype) @ sums.T
-    keep = overlap_set.valid.to(inner.dtype)
-    return keep @ inner.square(), keep @ picked.squares()
+    (picked,) = layout.fetch([rows.grads], overlap_set.index)
+    picked = picked.to(sums.dtype)
+    inner = picked @ sums.T
+    own = picked.square_().sum() if overlap_set.full else overlap_set.sum(picked.square_().sum(1))
+    return overlap_set.sum(inner.square_()), own
 
 
 def length2(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, " row"]:
@@ -129,8 +146,7 @@ def materialised(
     assert norm2 is not None
     if overlap_set is None or picked is None or inner is None:
         return None, None, norm2
-    keep = overlap_set.valid.to(inner.dtype)
-    return keep @ inner.square(), keep @ picked.squares(), norm2
+    return overlap_set.sum(inner.square()), overlap_set.sum(picked.squares()), norm2
 
 
 def norm_gram(rows: Outer, layout: Layout) -> Float[Tensor, " row"]:
@@ -138,11 +154,16 @@ def norm_gram(rows: Outer, layout: Layout) -> Float[Tensor, " row"]:
     rows, layout = gathered(rows, layout)
     g, a = layout.grid(rows.g, clear=True), layout.grid(rows.a, clear=False)
     step = max(1, BLOCK // max(1, g.shape[1] ** 2))
-    parts = [
-        (matmul(gs, gs.transpose(1, 2)) * matmul(as_, as_.transpose(1, 2))).sum((1, 2))
-        for gs, as_ in zip(g.split(step), a.split(step))
-    ]
-    return torch.cat(parts).clamp(min=0)
+    shared = rows.inputs if len(g) <= step else None
+    parts = []
+    for gs, as_ in zip(g.split(step), a.split(step)):
+
+        def compute(x: Tensor = as_) -> Tensor:
+            return matmul(x, x.transpose(1, 2))
+
+        products = compute() if shared is None else shared.once("norm", compute)
+        parts.append(matmul(gs, gs.transpose(1, 2)).mul_(products).sum((1, 2)))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).clamp_(min=0)
 
 
 def norm_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, " row"]:

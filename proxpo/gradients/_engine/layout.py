@@ -43,8 +43,8 @@ class Layout:
         """
         layout = Layout(seq, count)
         layout.bounded = True
-        facts = {"_facts": ((seq.numel() // count,) * count, True, True), "padded": True}
-        layout.__dict__.update(facts)
+        lengths = (seq.numel() // count,) * count
+        layout.__dict__.update(_facts=(lengths, True, True), filled=0, padded=True)
         return layout
 
     @property
@@ -70,7 +70,7 @@ class Layout:
     ) -> list[Tensor]:
         """Rows `index` of position-wise tensors; `index` counts the positions of `whole`."""
         if self.shard is None:
-            return [x[index] for x in columns]
+            return [x.index_select(0, index) for x in columns]
         return self.shard.fetch(columns, index)
 
     @property
@@ -132,8 +132,13 @@ class Layout:
         return self._facts[2]
 
     @cached_property
+    def filled(self) -> int:
+        """Number of positions that belong to a sequence; 0 if `bounded`: it is not known."""
+        return sum(self.lengths)
+
+    @cached_property
     def padded(self) -> bool:
-        return sum(self.lengths) < self.size
+        return self.filled < self.size
 
     def settle(self) -> "Layout":
         """Reads lengths and alignment from the device now, while it is idle."""
@@ -141,10 +146,14 @@ class Layout:
         return self
 
     @property
+    def known(self) -> bool:
+        """True where lengths and alignment can be read without waiting for the device."""
+        return "_facts" in self.__dict__ or not (self.seq.is_cuda or capturing())
+
+    @property
     def known_aligned(self) -> bool:
         """`aligned` where it is known without waiting for the device, else False."""
-        free = not (self.seq.is_cuda or capturing())
-        return ("_facts" in self.__dict__ or free) and self.aligned
+        return self.known and self.aligned
 
     @cached_property
     def order(self) -> Tensor:
@@ -212,6 +221,8 @@ class Layout:
 
     def spread(self, weights: Float[Tensor, " row"]) -> Float[Tensor, " pos"]:
         """One number per sequence -> one per position, 0 on padding."""
+        if self.known_aligned and not self.padded:
+            return weights[:, None].expand(self.count, self.size // self.count).reshape(-1)
         return torch.cat([weights, weights.new_zeros(1)])[self.seq]
 
     def take(self, positions: Int[Tensor, " some"]) -> "Layout":

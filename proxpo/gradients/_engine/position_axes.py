@@ -119,7 +119,16 @@ def flatten_positions(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Te
     lead = tuple(x.shape[:-1])
     if lead == tuple(shape):
         return x.reshape(-1, x.shape[-1]), 1
-    chosen = position_axes(lead, shape, where)
+    order, extra = _positions_first(lead, position_axes(lead, shape, where))
+    return (x if order is None else x.permute(order)).reshape(-1, x.shape[-1]), extra
+
+
+@lru_cache(maxsize=4096)
+def _positions_first(
+    lead: tuple[int, ...], chosen: tuple[int, ...]
+) -> tuple[tuple[int, ...] | None, int]:
+    """Order of axes with those of the positions first, None where they are; size of the others."""
     others = [axis for axis in range(len(lead)) if axis not in chosen]
+    order = (*chosen, *others, len(lead))
     extra = math.prod(lead[axis] for axis in others)
-    return x.permute(*chosen, *others, len(lead)).reshape(-1, x.shape[-1]), extra
+    return (None if order == tuple(range(len(order))) else order), extra

@@ -3,8 +3,8 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
-from weakref import WeakSet
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import ref
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.padded_rows import Draw, Lengths, PaddedRows, raise_not_finite
 from proxpo.gradients._engine.position_axes import SequenceShape
-from proxpo.gradients._engine.position_gradients import AnyGradients, joined
+from proxpo.gradients._engine.position_gradients import AnyGradients, SharedInput, joined
 from proxpo.gradients._engine.shard import Shard
 from proxpo.ops.shapes import Float, Int, Tensor
 
@@ -114,7 +114,7 @@ class Call:
         self.layout = layout
         self.nested = nested
         self.block = block
-        self.mates: WeakSet[Call] | None = None
+        self.mates: list[ref[Call]] | None = None
 
 
 class ModuleHandle:
@@ -129,7 +129,7 @@ class ModuleHandle:
     def __init__(self, session: "Session", handles: dict[str, ParameterHandle]) -> None:
         self.session = session
         self.handles = handles
-        self._open: tuple[WeakSet[Call], WeakSet[Call]] = (WeakSet(), WeakSet())
+        self._open: tuple[list[ref[Call]], list[ref[Call]]] = ([], [])  # some may be dead
         self._held: tuple[list[_Held], list[_Held]] = ([], [])
         self._sent: set[bool] = set()  # the kinds of calls, nested or not, whose gradient has left
         self.reopened = False
@@ -151,8 +151,13 @@ class ModuleHandle:
         """Registers a forward of the module."""
         nested = torch._C._current_graph_task_id() != -1
         call = Call(layout, nested, self.session.block)
-        self._open[nested].add(call)
+        self._open[nested].append(ref(call))
         return call
+
+    def others(self, call: Call) -> list[Call]:
+        """The other calls whose backward is still to come."""
+        calls = (other() for other in self._open[call.nested])
+        return [other for other in calls if other is not None and other is not call]
 
     def finish(self, call: Call, rows: dict[str, AnyGradients]) -> dict[str, Tensor]:
         """Gradients by parameter; empty while other calls of the module are still to come."""
@@ -160,12 +165,13 @@ class ModuleHandle:
         waiting, held = self._open[call.nested], self._held[call.nested]
         if call.mates is not None:
             self.reopened = True
-            waiting.update(call.mates)
-            for mate in list(call.mates):
+            waiting += call.mates
+            for mate in filter(None, [mate() for mate in call.mates]):
                 mate.mates = None
-        if any(part.call is call for part in held):
-            raise self.partial_backward()
-        waiting.discard(call)
+        for part in held:
+            if part.call is call:
+                raise self.partial_backward()
+        waiting[:] = map(ref, self.others(call))
         if call.layout.whole.size:
             held.append(_Held(call, rows))
         return {} if waiting else self.flush(call.nested)
@@ -189,10 +195,13 @@ class ModuleHandle:
             )
         if held:
             self._sent.add(nested)
-        mates = WeakSet(part.call for part in held)
-        out = {}
+        mates = [ref(part.call) for part in held]
         for part in held:
             part.call.mates = mates
+        if len(held) == 1:
+            ((call, only),) = held
+            return {x: self.handles[x].gradient(only[x], call.layout) for x in only}
+        out = {}
         for attribute in dict.fromkeys(key for part in held for key in part.rows):
             parts = [part for part in held if attribute in part.rows]
             layouts = [part.call.layout for part in parts]
@@ -207,6 +216,16 @@ class ModuleHandle:
     def waiting(self) -> Iterator[bool]:
         """Kinds of calls, nested or not, whose gradients are held back."""
         return (nested for nested in (False, True) if self._held[nested])
+
+
+class _LastInput(NamedTuple):
+    """The input that the linear layers before had, as long as it exists and is not changed."""
+
+    source: ref[Tensor]
+    version: int
+    value: ref[Tensor]  # cast as autocast does
+    shared: SharedInput
+    layers: list[ModuleHandle]
 
 
 class _Held(NamedTuple):
@@ -237,6 +256,8 @@ class Session:
         self.accepts: dict[int, Callable[..., bool]] = {}  # tests of a module's input, by module id
         self.block = 0
         self._known: tuple[Tensor | None, int] = (None, 0)
+        self._last_input: _LastInput | None = None
+        self.calls: list[Any] = []  # of compiled layers
         self._drawing = 0  # parameters with a row in the table of overlap sets
 
     def open(
@@ -273,6 +294,8 @@ class Session:
         else:
             self._generator = seed.generator(device)
         self._table: list[tuple[Tensor, Tensor]] | None = None
+        self._last_input = None
+        self.calls.clear()
         self._numbers: list[tuple[str, Tensor]] = []
         self._lengths: list[Lengths] = []
         for module_handle in self.module_handles:
@@ -351,6 +374,24 @@ class Session:
         multiplying = [h for h in handles if not isinstance(h.module, nn.Embedding)]
         return next(iter(multiplying + handles), None)
 
+    def shared_input(
+        self, x: Tensor, cast: Callable[[Tensor], Tensor], layer: ModuleHandle, weight: str
+    ) -> tuple[Tensor, SharedInput | None]:
+        """The cast input of a linear layer; the layers before may have had the same."""
+        handle = layer.handles.get(weight)
+        if handle is None:
+            return cast(x), None
+        last = self._last_input
+        if last is not None and last.source() is x and last.version == x._version:
+            value = last.value()
+            if value is not None and layer not in last.layers:
+                last.shared.layers += 1
+                last.layers.append(layer)
+                return value, last.shared
+        value, shared = cast(x), SharedInput(handle)
+        self._last_input = _LastInput(ref(x), x._version, ref(value), shared, [layer])
+        return value, shared
+
     def overlap_set(self, handle: ParameterHandle, layout: Layout) -> OverlapSet:
         """The overlap set J of a parameter in this backward."""
         size = self.rule.overlap
@@ -358,10 +399,11 @@ class Session:
             return OverlapSet.all(layout)
         if layout is not self.layout or handle.number < 0:
             return OverlapSet.at(self._drawn(layout.whole, 1, size)[0], layout)
+        full = size <= layout.whole.filled  # padding is drawn last
         if self._table is None:
             index = self._drawn(layout.whole, self._drawing, size)
             self._table = list(zip(index, layout.whole.valid[index]))
-        return OverlapSet(*self._table[handle.number])
+        return OverlapSet(*self._table[handle.number], full=full)
 
     def _drawn(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "parameter pick"]:
         """`size` positions without replacement for each of `rows` parameters, padding last."""

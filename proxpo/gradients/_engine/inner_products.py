@@ -231,7 +231,7 @@ def kernel_stacked(
     groups, size, entries = sums.shape
     if groups > 1:
         return functools.reduce(torch.add, (_times(x, x) for x in sums.split(_LONG, 2)))
-    length = _slice_length(sums)
+    length = _slice_length(size, entries, sums.device.type)
     whole = entries // length * length
     tiles = sums[0, :, :whole].unflatten(1, (-1, length)).transpose(0, 1)
     kernel = _upper(tiles).sum(0, keepdim=True)
@@ -240,13 +240,12 @@ def kernel_stacked(
     return _mirrored(kernel) if size >= _HALVED else kernel
 
 
-def _slice_length(sums: Float[Tensor, "group member entry"]) -> int:
-    """Entries of V in one product: on CUDA, so that the products occupy the whole device."""
-    _, size, entries = sums.shape
-    if not sums.is_cuda:
+def _slice_length(size: int, entries: int, device: str) -> int:
+    """Entries of V in one product: on CUDA, so that 256 tiles of 64 x 64 occupy the device."""
+    if device != "cuda":
         return entries // max(1, entries // 8192)
-    products = 256 // -((-size // 64) ** 2)
-    return min(max(entries // max(1, products) // 64 * 64, 512), _LONG, entries)
+    products = max(1, 256 // ((size + 63) // 64) ** 2)
+    return min(max(entries // products // 64 * 64, 512), _LONG, entries)
 
 
 def _upper(tiles: Float[Tensor, "tile row entry"]) -> Float[Tensor, "tile row row"]:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from proxpo.gradients import Dense, Layout, OneHot, Outer, OverlapSet
 from proxpo.gradients._engine import inner_products
+from proxpo.gradients._engine.device import accumulator
 from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients.isopo import lengths2
 from proxpo.gradients.ntk import kernel as kernel_by_definition
@@ -144,8 +145,10 @@ def kernels(rows, layout: Layout, groups: Groups) -> list[Tensor]:
         return [inner_products.kernel_stacked(sums.unflatten(0, (groups.count, -1)))]
     actual = [inner_products.kernel_gram(rows, layout, groups)]
     if isinstance(rows, Outer):
-        for shape in (rows, Outer(rows.g, rows.a)):
-            actual += [inner_products.kernel_materialised(shape, layout, groups, rounded=True)[0]]
+        stacked = inner_products.kernel_materialised
+        for held in (True, False):
+            for shape in (rows, Outer(rows.g, rows.a)):
+                actual += [stacked(shape, layout, groups, kind=torch.float64, held=held)[0]]
     return actual
 
 
@@ -184,10 +187,13 @@ def test_kernels_agree(lengths, seed, kind, small, numbers):
 
 
 def test_a_long_kernel_is_summed_in_slices():
-    sums = torch.randn(2, 3, 20_001).double()
+    sums = torch.randn(2, 3, 70_001).double()
     want = sums @ sums.mT
     assert_close(inner_products.kernel_stacked(sums), want, **EXACT)
     assert_close(inner_products.kernel_stacked(sums[:1]), want[:1], **EXACT)
+    on_cuda = [inner_products._slice_length(m, 576 * 576, "cuda") for m in (2, 64, 512)]
+    assert on_cuda == [1280, 1280, 65536]
+    assert inner_products._slice_length(8, 576, "cuda") == 512
 
 
 class Sizes(TorchDispatchMode):
@@ -205,21 +211,20 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["gram", "stacked", "rounded"])
 def test_the_memory_of_a_kernel_is_bounded(kind, monkeypatch):
-    """64 sequences of 64 x 96: V would be 1.5 MiB in float32, all Gram products 4 MiB."""
+    """32 sequences of 64 x 96: V would be 768 KiB in float32, all Gram products 1 MiB."""
     monkeypatch.setattr(inner_products, "TILE", 1 << 14)
     monkeypatch.setattr(inner_products, "STACK", 1 << 16)
     torch.manual_seed(0)
-    layout = Layout(torch.arange(64).repeat_interleave(16), 64).settle()
-    rows = Outer(torch.randn(1024, 64), torch.randn(1024, 96))
+    layout = Layout(torch.arange(32).repeat_interleave(16), 32).settle()
+    rows = Outer(torch.randn(512, 64), torch.randn(512, 96))
     if kind == "rounded":  # as on CUDA
-        monkeypatch.setattr(inner_products, "stack_dtype", lambda *_, **__: torch.bfloat16)
         rows = Outer(rows.a.bfloat16(), rows.g.bfloat16())
-    groups = Groups.whole(64)
+    groups = Groups.whole(32)
     with Sizes() as sizes:
         if kind == "gram":
             kernel = inner_products.kernel_gram(rows, layout, groups)
         else:
-            kernel = inner_products.kernel_materialised(rows, layout, groups, rounded=True)[0]
+            kernel = inner_products.kernel_materialised(rows, layout, groups, kind=rows.dtype)[0]
     # Beside tiles and blocks only tensors as large as the factors in float32.
     assert sizes.largest <= max(1 << 16, 4 * rows.g.numel())
     exact = Outer(rows.a.double(), rows.g.double()).sums(layout).flatten(1)
@@ -256,7 +261,7 @@ def test_products_of_bfloat16_are_added_in_float32():
         lambda rows: inner_products.materialised(rows, layout, overlap_set),
         lambda rows: inner_products.norm_gram(rows, layout),
         lambda rows: inner_products.kernel_materialised(
-            rows, layout, Groups.whole(4), rounded=True
+            rows, layout, Groups.whole(4), kind=accumulator(rows.dtype)
         )[0],
         lambda rows: inner_products.kernel_gram(rows, layout, Groups.whole(4)),
         lambda rows: Dense(rows.g).sums(layout),

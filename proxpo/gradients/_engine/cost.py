@@ -26,6 +26,7 @@ PATHS = ("auto", "gram", "materialise", "stream")
 
 # Stacked sequence gradients are kept whole up to this many entries, else built in blocks (twice).
 KEEP = 1 << 26
+HELD = 1 << 30  # bytes of stacked sequence gradients that a kernel may hold
 _LAUNCH = 2e9  # three small kernels, in the FLOPs a large GPU does meanwhile
 
 
@@ -103,6 +104,17 @@ def gram_kernel(
     pairs = places * groups.size * length**2 / layout.ranks
     gram = pairs * (2.0 * (out + inp) + 16 * byte) + sent * places * length * (out + inp)
     stacked = places * out * inp * (2.0 * groups.size + 4 * kind.itemsize * byte + sent)
-    held = places * out * inp * kind.itemsize <= inner_products.STACK
-    again = 0.0 if held else 2.0 * places * length / layout.ranks * out * inp
-    return gram < stacked + again
+    again = 2.0 * places * length / layout.ranks * out * inp
+    held = holds_stack(shape, layout, groups, kind)
+    return gram < stacked + (0.0 if held else again)
+
+
+def holds_stack(shape: tuple[int, ...], layout: Layout, groups: Groups, kind: torch.dtype) -> bool:
+    """True where V of all sequences is held at once, so that Σ w_i V_i needs no second GEMM.
+
+    Up to the size of a block always; up to HELD bytes if reading V costs less than that GEMM.
+    """
+    size = groups.count * groups.size * shape[0] * shape[1] * kind.itemsize
+    reading = kind.itemsize * traffic(layout.seq.device.type)
+    limit = HELD if 2.0 * max(layout.whole.lengths) > reading else inner_products.STACK
+    return layout.alone and size <= limit

@@ -360,7 +360,8 @@ class _KernelSums:
             add_matmul_(self.gram, g, g.T)
             return
         rows = Outer(self.parameter.side, g)
-        part, _ = inner_products.kernel_materialised(rows, self.layout, self.groups, rounded=True)
+        kind = inner_products.stack_dtype(rows, self.layout, rounded=True)
+        part, _ = inner_products.kernel_materialised(rows, self.layout, self.groups, kind=kind)
         self.kernel = part if self.kernel is None else self.kernel + part
 
     def weights(self) -> Float[Tensor, " row"]:

@@ -35,6 +35,7 @@ BLOCK = 1 << 24
 # holds), and bytes of a block of stacked sequence gradients.
 TILE = 1 << 22
 STACK = 1 << 28
+_LONG = 1 << 16  # entries of V in one product at most
 _HALVED = 256  # sequences from which V Vᵀ is computed in blocks, those below the diagonal left out
 
 
@@ -220,8 +221,17 @@ def _factors(rows: Outer | OneHot, layout: Layout, groups: Groups) -> list[Tenso
 def _products(left: list[Tensor], right: list[Tensor]) -> Float[Tensor, "group pos other"]:
     """⟨G_t, G_t'⟩ of positions on the left with positions on the right."""
     tokens = not left[1].is_floating_point()
-    inner = matmul(left[0], right[0].mT)
-    return inner.mul_(left[1] == right[1].mT if tokens else matmul(left[1], right[1].mT))
+    inner = _times(left[0], right[0])
+    return inner.mul_(left[1] == right[1].mT if tokens else _times(left[1], right[1]))
+
+
+def _times(
+    x: Float[Tensor, "batch some inner"], y: Float[Tensor, "batch other inner"]
+) -> Float[Tensor, "batch some other"]:
+    """x yᵀ in float32 or better, without the copy of yᵀ that `matmul` makes of a batch on CPU."""
+    if len(x) == 1:
+        return matmul(x[0], y[0].T)[None]
+    return torch.bmm(x, y.mT) if x.dtype == accumulator(x.dtype) else matmul(x, y.mT)
 
 
 def _mirrored(kernel: Float[Tensor, "*group row row"]) -> Float[Tensor, "*group row row"]:
@@ -242,63 +252,59 @@ def kernel_stacked(
     In slices, each a product of its own: one dot product of millions is slow and less exact.
     """
     groups, size, entries = sums.shape
-    length = _slice_length(sums)
     if groups > 1:
-        parts = (matmul(x, x.mT) for x in sums.split(length, 2))
-        return functools.reduce(torch.add, parts)
+        return functools.reduce(torch.add, (_times(x, x) for x in sums.split(_LONG, 2)))
+    length = _slice_length(size, entries, sums.device.type)
     whole = entries // length * length
     tiles = sums[0, :, :whole].unflatten(1, (-1, length)).transpose(0, 1)
     kernel = _upper(tiles).sum(0, keepdim=True)
     rest = sums[:, :, whole:]
-    kernel = kernel + matmul(rest, rest.mT) if whole < entries else kernel
+    kernel = kernel + _times(rest, rest) if whole < entries else kernel
     return _mirrored(kernel) if size >= _HALVED else kernel
 
 
-def _slice_length(sums: Float[Tensor, "group member entry"]) -> int:
-    """Entries of V in one product: on CUDA, so that the products occupy the whole device."""
-    _, size, entries = sums.shape
-    if not sums.is_cuda:
+def _slice_length(size: int, entries: int, device: str) -> int:
+    """Entries of V in one product: on CUDA, so that 256 tiles of 64 x 64 occupy the device."""
+    if device != "cuda":
         return entries // max(1, entries // 8192)
-    products = 256 // -((-size // 64) ** 2)
-    return min(max(entries // max(1, products) // 64 * 64, 512), 1 << 16, entries)
+    products = max(1, 256 // ((size + 63) // 64) ** 2)
+    return min(max(entries // products // 64 * 64, 512), _LONG, entries)
 
 
 def _upper(tiles: Float[Tensor, "tile row entry"]) -> Float[Tensor, "tile row row"]:
     """V Vᵀ of every tile; of many sequences, blocks below the diagonal are left out."""
     count = tiles.shape[1]
     if count < _HALVED:
-        return matmul(tiles, tiles.mT)
+        return _times(tiles, tiles)
     out = tiles.new_zeros(len(tiles), count, count, dtype=accumulator(tiles.dtype))
     for rows in _slices(count, _HALVED // 2):
-        out[:, rows, rows.start :] = matmul(tiles[:, rows], tiles[:, rows.start :].mT)
+        out[:, rows, rows.start :] = _times(tiles[:, rows], tiles[:, rows.start :])
     return out
 
 
 def kernel_materialised(
-    rows: Outer, layout: Layout, groups: Groups, *, rounded: bool
+    rows: Outer, layout: Layout, groups: Groups, *, kind: torch.dtype, held: bool = False
 ) -> tuple[Float[Tensor, "group member member"], Float[Tensor, "place out inp"] | None]:
-    """K += V_blk V_blkᵀ over blocks of columns, and V where one block of STACK bytes holds it.
+    """K += V_blk V_blkᵀ over blocks of columns of STACK bytes; all of V at once if it is `held`.
 
-    V is exact to its dtype, see `stack_dtype`; no other copy of a block exists.
+    V is exact to its dtype `kind`, see `stack_dtype`; no other copy of a block exists.
     """
-    kind = stack_dtype(rows, layout, rounded=rounded)
-    entries = STACK // kind.itemsize // (groups.count * groups.size)
-    cut = rows.shape[0] * rows.shape[1] > entries
-    if cut:  # the longer side, since the other one is read for every block
+    if not held:  # cut the longer side, since the other one is read for every block
         rows = rows.tall
     out, inp = rows.shape
+    width = inp if held else STACK // kind.itemsize // (groups.count * groups.size * out)
     g = groups.arranged(layout.grid(rows.g, clear=True)).mT
     a = groups.arranged(layout.grid(rows.a, clear=False))
-    product = torch.bmm if kind == rows.dtype else matmul
+    product = torch.bmm if kind == torch.bfloat16 else matmul
     kernel: Tensor | None = None
-    for columns in _slices(inp, max(1, min(inp, entries // out))):
+    for columns in _slices(inp, max(1, min(inp, width))):
         sums = layout.total(product(g, a[:, :, columns]))
         part = kernel_stacked(sums.view(groups.count, groups.size, -1))
         kernel = part if kernel is None else kernel.add_(part)
-        if cut:
+        if not held:
             del sums  # before the next block needs as much
     assert kernel is not None
-    return kernel, None if cut else sums
+    return kernel, sums if held else None
 
 
 def stack_dtype(rows: Outer, layout: Layout, *, rounded: bool) -> torch.dtype:

@@ -323,4 +323,5 @@ def kernel_matrix(
     kind = inner_products.stack_dtype(rows, layout, rounded=rounded)
     if cost.gram_kernel(rows.shape, layout, groups, path, kind):
         return inner_products.kernel_gram(rows, layout, groups), None
-    return inner_products.kernel_materialised(rows, layout, groups, rounded=rounded)
+    held = cost.holds_stack(rows.shape, layout, groups, kind)
+    return inner_products.kernel_materialised(rows, layout, groups, kind=kind, held=held)

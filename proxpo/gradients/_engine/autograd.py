@@ -68,6 +68,16 @@ def _without_base(out: Tensor) -> Tensor:
     return out.clone()
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable`, at no cost where no second derivative is asked for."""
+    refusing = once_differentiable(backward)
+
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
+
+
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b, W of shape O x D (or D x O when `transposed`)."""
 
@@ -92,7 +102,7 @@ class _Linear(torch.autograd.Function):
         return out if out._base is None else _without_base(out)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
         needs = ctx.needs_input_grad
@@ -237,7 +247,7 @@ class _ConstantInput(torch.autograd.Function):
             return F.linear(x, kernel.T if layer.transposed else kernel, bias)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise ctx.layer.refusal(ctx.shape)
 
@@ -265,7 +275,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         layer: EmbeddingLayer = ctx.layer
@@ -324,7 +334,7 @@ class _Expand(torch.autograd.Function):
         return vector.expand(*lead, vector.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.vectors.finish(ctx.attribute, grad, ctx.dtype), None, None, None
 
@@ -414,7 +424,7 @@ class _Norm(torch.autograd.Function):
         return norm.apply(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         norm: NormCall = ctx.norm

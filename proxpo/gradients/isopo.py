@@ -284,8 +284,9 @@ def isopo(
         reg2(x) = √(x² + reg · E[x²] + eps)
 
     per layer, V_i = Σ_{t∈i} G_t the gradient of sequence i's log-probability, J an overlap set of
-    `overlap` positions drawn anew for every layer and backward ("all": every position). Exponents
-    carry the paper's signs: negative ones normalise. Reference: arXiv:2512.23353.
+    `overlap` positions drawn anew for every layer and backward ("all": every position); linear
+    layers that multiply the same input (q, k, v; gate, up) share it. Exponents carry the paper's
+    signs: negative ones normalise. Reference: arXiv:2512.23353.
 
     preset: fisher (p=-1), nearest-npg (r=-2), figure4 (q=-1, r=-2), euclidean (q=-1), reinforce;
         it sets p, q and r together.

@@ -76,7 +76,6 @@ def test_linear_layers_and_vectors(name, kind, shape, rule, history):
     )
     overlap_set = OverlapSet.at(torch.randperm(layout.size, device=DEVICE)[:20], layout)
     measured = overlap_set if options.p or options.r else None
-    constants = fused.Scale.of(options, means, a.device)
     close = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     shared = SharedInput(None)
     shared.layers = 2
@@ -98,7 +97,8 @@ def test_linear_layers_and_vectors(name, kind, shape, rule, history):
             norm2.float() if options.q or options.r else None,
             rows.sums(layout) if stacked else None,
             advantages,
-            constants,
+            options,
+            means,
         )
         top, bottom = inner_products.overlap_gram(high, layout, overlap_set)
         F2 = top / bottom

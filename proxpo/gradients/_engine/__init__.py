@@ -4,6 +4,7 @@ transform           the public `Transform`: opens a block, moves the trailing av
 session             state of one block: layout, overlap sets, a handle per parameter and module
 patching, module    exchange the forward of every module with trained parameters
 autograd, experts   linear layers, embeddings, norms, banks of experts
+compiled            the same layers under torch.compile, without a graph break
 proxies, fallback   parameters that a module uses itself; modules run again
 head                the language-model head, tile by tile, through the hook of `proxpo.logp`
 position_gradients  G_t of one parameter as outer products, vectors or embedding rows

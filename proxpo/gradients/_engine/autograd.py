@@ -68,6 +68,16 @@ def _without_base(out: Tensor) -> Tensor:
     return out.clone()
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable`, at no cost where no second derivative is asked for."""
+    refusing = once_differentiable(backward)
+
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
+
+
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b, W of shape O x D (or D x O when `transposed`)."""
 
@@ -92,7 +102,7 @@ class _Linear(torch.autograd.Function):
         return out if out._base is None else _without_base(out)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
         needs = ctx.needs_input_grad
@@ -237,7 +247,7 @@ class _ConstantInput(torch.autograd.Function):
             return F.linear(x, kernel.T if layer.transposed else kernel, bias)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise ctx.layer.refusal(ctx.shape)
 
@@ -265,7 +275,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         layer: EmbeddingLayer = ctx.layer
@@ -324,7 +334,7 @@ class _Expand(torch.autograd.Function):
         return vector.expand(*lead, vector.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.vectors.finish(ctx.attribute, grad, ctx.dtype), None, None, None
 
@@ -414,29 +424,53 @@ class _Norm(torch.autograd.Function):
         return norm.apply(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         norm: NormCall = ctx.norm
-        with no_autocast(x), torch.enable_grad():
-            source = x.detach().requires_grad_()
-            hat = norm.apply(source, None, None)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            (grad_x,) = torch.autograd.grad(hat, source, (grad * weight).to(hat.dtype))
+        with no_autocast(x):
+            hat, grad_x = norm.derivative(x, (grad * weight).to(x.dtype))
         out: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[1]:
-            out[0] = norm.vectors.finish("weight", grad * hat.detach(), weight.dtype)
+            out[0] = norm.vectors.finish("weight", grad * hat, weight.dtype)
         if ctx.needs_input_grad[2]:
             out[1] = norm.vectors.finish("bias", grad, ctx.bias_dtype)
-        return grad_x, *out, None
+        return (grad_x if ctx.needs_input_grad[0] else None), *out, None
+
+
+Derivative = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def layer_norm_derivative(x: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised x̂, and grad pulled back through it."""
+    shape = x.shape[-1:]
+    hat, mean, rstd = torch.native_layer_norm(x, shape, None, None, eps)
+    grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+        grad, x, shape, mean, rstd, None, None, [True, False, False]
+    )
+    return hat, grad_x
+
+
+def rms_norm_derivative(x: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x̂ = x/ρ, ρ² = mean x² + ε, and (grad - x̂ mean(grad x̂)) / ρ."""
+    kind = accumulator(x.dtype)
+    high = x if x.dtype == kind else x.to(kind)
+    rstd = high.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    hat = high * rstd
+    inner = (hat * grad).mean(-1, keepdim=True)
+    grad_x = torch.addcmul(grad.to(kind), hat, inner, value=-1).mul_(rstd)
+    return hat.to(x.dtype), grad_x.to(x.dtype)
 
 
 class NormCall:
     """F.layer_norm or F.rms_norm under a session, for one call."""
 
-    def __init__(self, apply: Callable[..., Tensor], vectors: VectorCall) -> None:
+    def __init__(
+        self, apply: Callable[..., Tensor], derivative: Derivative, vectors: VectorCall
+    ) -> None:
+        """`derivative`: of the norm without weight and bias, as `layer_norm_derivative`."""
         self.apply = apply
+        self.derivative = derivative
         self.vectors = vectors
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -256,28 +256,16 @@ def fits(layout: Layout, overlap_set: OverlapSet | None, kind: torch.dtype) -> b
     return small and kind != torch.float64 and layout.disjoint
 
 
-class Scale(NamedTuple):
-    """Options of `isopo.scale` as constants of the kernels, and E[x²] of F, N and R."""
-
-    constants: dict[str, float]
-    means: tuple[Float[Tensor, ""] | None, ...]
-
-    @staticmethod
-    def of(
-        options: Any, means: tuple[Float[Tensor, ""] | None, ...], device: torch.device
-    ) -> "Scale":
-        """`options`: of the rule; `means`: None for each sequence's own x²."""
-        own = tuple(mean is None for mean in means)
-        if not all(own):  # a restored average may still be on the host
-            means = tuple(None if mean is None else mean.to(device) for mean in means)
-        return Scale(_constants(options, own), means)
+Means = tuple[Float[Tensor, ""] | None, ...]
 
 
-@functools.lru_cache(maxsize=64)
-def _constants(options: Any, own: tuple[bool, ...]) -> dict[str, float]:
+@functools.lru_cache(maxsize=256)
+def _constants(options: Any, own: tuple[bool, ...], norm: bool, picks: int) -> dict[str, float]:
+    """Constants of the kernels; `own`: E[x²] of F, N, R is each sequence's own x²."""
     names = ("P", "Q", "R", "RHO_F", "RHO_N", "RHO_R", "OWN_F", "OWN_N", "OWN_R", "EPS", "KEEP")
     p, q, r, reg, eps, keep_small = options
-    return dict(zip(names, (p, q, r, *reg, *own, eps, keep_small)))
+    known = {"F": picks > 0, "N": norm, "PICKS": triton.next_power_of_2(max(1, picks))}
+    return dict(zip(names, (p, q, r, *reg, *own, eps, keep_small))) | known
 
 
 class Weighted(NamedTuple):
@@ -296,9 +284,15 @@ def weighted(
     norm2: Float[Tensor, " row"] | None,
     sums: Float[Tensor, "row *shape"] | None,
     advantages: Float[Tensor, " row"],
-    scale: Scale,
+    options: Any,
+    means: Means,
 ) -> Weighted:
-    """Σ_i A_i s_i V_i of one parameter; `sums`: stacked V, of a vector or where it was built."""
+    """Σ_i A_i s_i V_i of one parameter.
+
+    sums: stacked V, of a vector or where it was built.
+    options, means: `ScaleOptions` of the rule, and E[x²] of F, N and R; None for each sequence's
+        own x².
+    """
     overlaps, count = None, layout.count
     if overlap_set is not None:
         if isinstance(rows, Outer):
@@ -306,13 +300,12 @@ def weighted(
         else:
             assert sums is not None
             overlaps = _vector_overlaps(rows, sums, layout, overlap_set)
-    buffers = [advantages if x is None else x for x in (overlaps, norm2, *scale.means)]
+    # The kernels never read what is not measured; a restored average may still be on the host.
+    pointers = [advantages if mean is None else mean.to(advantages.device) for mean in means]
+    buffers = [advantages if x is None else x for x in (overlaps, norm2)] + pointers
     picks = 0 if overlaps is None else len(overlaps)
-    constants = scale.constants | {
-        "F": overlaps is not None,
-        "N": norm2 is not None,
-        "PICKS": triton.next_power_of_2(max(1, picks)),
-    }
+    own = tuple(mean is None for mean in means)
+    constants = _constants(options, own, norm2 is not None, picks)
     # No position stores the weight of a sequence without any.
     make = torch.zeros if layout.has_empty else torch.empty
     stored = make(3, count, device=advantages.device)

@@ -51,7 +51,8 @@ def head_transform(session: Session, call: HeadCall) -> "HeadTransform | None":
         raise ProxpoError(f"token_logp: the head's {missing} is not in the model of the open block")
     layout = _layout(session, call.lead)
     if call.scored is not None:
-        layout = layout.scored(call.scored)
+        # The forward has just waited for the scored positions; the backward need not.
+        layout = layout.scored(call.scored).settle()
     mine = set(map(id, known.values()))
     owners = [m for m in session.module_handles if mine & set(map(id, m.handles.values()))]
     owner = owners[0] if owners else None
@@ -198,10 +199,8 @@ class HeadPass:
 def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
     """One pass: g of some whole sequences at a time, measured, weighted and added up."""
     head, tokens, layout = work.head, work.tokens, work.scored.layout
-    if not layout.bounded:
-        order = layout.order
-        if not bool((order[1:] > order[:-1]).all()):
-            return _sorted(work, rule, order)
+    if not layout.sorted:
+        return _sorted(work, rule, layout.order)
     picked = [_overlap_gradients(work, parameter, rule) for parameter in work.parameters]
     d_hidden = torch.empty_like(tokens.hidden) if work.to_hidden else None
     outs = [

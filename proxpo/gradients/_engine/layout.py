@@ -44,7 +44,7 @@ class Layout:
         layout = Layout(seq, count)
         layout.bounded = True
         lengths = (seq.numel() // count,) * count
-        layout.__dict__.update(_facts=(lengths, True, True), filled=0, padded=True)
+        layout.__dict__.update(_facts=(lengths, True, True, True), filled=0, padded=True)
         return layout
 
     @property
@@ -98,8 +98,8 @@ class Layout:
         return ends.scatter_reduce_(0, slot, place, which)[: self.count]
 
     @cached_property
-    def _facts(self) -> tuple[tuple[int, ...], bool, bool]:
-        """Lengths, `aligned` and `disjoint`, read to the host in one wait for the device."""
+    def _facts(self) -> tuple[tuple[int, ...], bool, bool, bool]:
+        """Lengths, `aligned`, `disjoint` and `sorted`, read to the host in one wait."""
         counts = torch.bincount(self.seq + 1, minlength=self.count + 1)[1:]
         width = self.size // max(1, self.count)
         rows = torch.arange(self.size, device=self.seq.device).div(
@@ -108,8 +108,11 @@ class Layout:
         aligned = torch.all((self.seq == rows) | (self.seq < 0))
         first, order = self.first.sort()
         disjoint = torch.all(self.last[order][:-1] < first[1:])
-        *lengths, straight, apart = torch.cat([counts, aligned[None], disjoint[None]]).tolist()
-        return tuple(lengths), bool(straight) and width * self.count == self.size, bool(apart)
+        ordered = torch.all(self.seq[1:] >= self.seq[:-1])
+        flags = torch.stack([aligned, disjoint, ordered])
+        *lengths, straight, apart, rising = torch.cat([counts, flags]).tolist()
+        whole = bool(straight) and width * self.count == self.size
+        return tuple(lengths), whole, bool(apart), bool(rising)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -130,6 +133,11 @@ class Layout:
     def disjoint(self) -> bool:
         """True where no position of one sequence lies among those of another."""
         return self._facts[2]
+
+    @property
+    def sorted(self) -> bool:
+        """True where the positions come sequence by sequence, padding first."""
+        return self._facts[3]
 
     @cached_property
     def filled(self) -> int:

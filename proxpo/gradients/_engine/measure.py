@@ -266,11 +266,16 @@ def _fused(
         if path == "stream":
             return None
         norm2, sums = _norm2(wanted, handle, rows, layout, path)
-    scale = kernels.Scale.of(rule.options, rule.means(handle), rows.device)
-    weights = rule.base_weights(handle.session)
-    grad, f2, r2, weights = kernels.weighted(rows, layout, overlap_set, norm2, sums, weights, scale)
-    squares = {"F": f2, "N": norm2, "R": r2 if rule.options.r else None}
-    rule.record(handle, {x: x2 for x, x2 in squares.items() if x2 is not None}, weights)
+    advantages, options, means = rule.base_weights(handle.session), rule.options, rule.means(handle)
+    grad, f2, r2, weights = kernels.weighted(
+        rows, layout, overlap_set, norm2, sums, advantages, options, means
+    )
+    squares = {"F": f2} if wanted.overlap else {}
+    if norm2 is not None:
+        squares["N"] = norm2
+    if options.r:
+        squares["R"] = r2
+    rule.record(handle, squares, weights)
     return grad
 
 

@@ -30,6 +30,8 @@ from proxpo.gradients._engine.autograd import (
     VectorCall,
     VectorLayer,
     expand,
+    layer_norm_derivative,
+    rms_norm_derivative,
     shows_positions,
 )
 from proxpo.gradients._engine.module import Forward, TrainedModule
@@ -247,7 +249,9 @@ def _fused_norm(target: TrainedModule) -> Forward:
                 if value is not None:
                     out = out * value if own == "weight" else out + value
             return out
-        norm = NormCall(apply, VectorCall(session, handles, tuple(input.shape[:-1])))
+        small = torch.finfo(input.dtype).eps if eps is None else eps
+        derivative = partial(_DERIVATIVES[isinstance(module, nn.LayerNorm)], eps=small)
+        norm = NormCall(apply, derivative, VectorCall(session, handles, input.shape[:-1]))
         return norm(input, module.weight, getattr(module, "bias", None))
 
     return forward
@@ -287,4 +291,5 @@ def _accept_positions(target: TrainedModule) -> None:
     target.session.accepts[id(target.module)] = partial(shows_positions, target.session)
 
 
+_DERIVATIVES = (rms_norm_derivative, layer_norm_derivative)
 _TRACED = (_embedding, _fused_norm, _elementwise)  # and linear layers

@@ -32,7 +32,7 @@ def rosa(
     rank: int = 8,
     context: Literal["auto", "dialogue", "prompt"] = "auto",
     greedy: bool = False,
-    sgd_lr: float = 0.1,
+    sgd_lr: float = 0.01,
 ) -> Adaptation:
     """ROSA: after each wrong answer, one linearised step to the KL-regularised optimal policy.
 

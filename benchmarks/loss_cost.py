@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     batch = make_batch(args.rows, args.tokens, args.device)
-    chosen = ["reinforce", *args.methods] if args.methods else methods()
+    chosen = ["reinforce", *args.methods] if args.methods else methods("language")
     timers = {slug: timer(methods()[slug].make(), batch) for slug in chosen}
     seconds: dict[str, list[float]] = {slug: [] for slug in timers}
     for run in timers.values():

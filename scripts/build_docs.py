@@ -20,6 +20,7 @@ from proxpo.ops import kl
 from proxpo.recipes import Method, methods
 from proxpo.stages import STAGES, aggregate, load_stages
 from proxpo.stages.schedule import variants
+from proxpo.types import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- catalogue: written by scripts/build_docs.py -->", "<!-- end of catalogue -->"
@@ -66,13 +67,9 @@ def pages() -> dict[Path, str]:
 def method_page(method: Method, tested: dict[str, list[str]]) -> str:
     body, departures, reference = split_docstring(method.text)
     title, _, rest = body.partition("\n")
-    recipe = method.make()
+    made = method.make()
     options = "\n".join(f"| `{k}` | `{_cell(repr(v))}` |" for k, v in method.defaults.items())
-    stages = "\n".join(
-        f"| {place.split('.')[0]} | `{_cell(str(stage))}` |" for place, stage in recipe.stages()
-    )
-    losses = variants(recipe) or ()
-    passes = f"\nRun as {len(losses)} passes over each batch.\n" if len(losses) > 1 else ""
+    trains = "" if method.domains == ("language",) else f" For {' and '.join(method.domains)}."
     return f"""# {method.slug}
 
 {title}
@@ -83,17 +80,23 @@ def method_page(method: Method, tested: dict[str, list[str]]) -> str:
 {rest.strip(chr(10))}
 ```
 
-Source: {reference}. How sure we are: {method.confidence}.
+Source: {reference}. How sure we are: {method.confidence}.{trains}
 
 | option | default |
 | --- | --- |
 {options}
 
-| stage | default |
-| --- | --- |
-{stages}
-{passes}
+{_stages(made) if isinstance(made, Recipe) else ""}
 {_tested(method.slug, tested)}"""
+
+
+def _stages(recipe: Recipe) -> str:
+    rows = "\n".join(
+        f"| {place.split('.')[0]} | `{_cell(str(stage))}` |" for place, stage in recipe.stages()
+    )
+    losses = variants(recipe) or ()
+    passes = f"\nRun as {len(losses)} passes over each batch.\n" if len(losses) > 1 else ""
+    return f"| stage | default |\n| --- | --- |\n{rows}\n{passes}"
 
 
 def shared_page(slug: str, parts: list, tested: dict[str, list[str]]) -> str:

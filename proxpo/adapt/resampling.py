@@ -16,8 +16,9 @@ def resample(
 ) -> Trial:
     """The first of answers at the sampling temperature with R > threshold, or the best of them.
 
-    Answers are drawn together, as many as `limit` tokens certainly allow, and again from what is
-    left, so that a prompt is not run anew for each of them. R is the method's own.
+    Answers are drawn together, as many as `limit` tokens certainly allow and at least one, and
+    again from what is left, so that a prompt is not run anew for each of them; one that takes the
+    count beyond `limit` does not count. R is the method's own.
     """
     prompt = responder.encode(problem.prompt, problem)
     start = responder.tokens
@@ -25,9 +26,9 @@ def resample(
     judging = responder.tokens - start
     while best_reward <= threshold:
         room = limit - responder.tokens - len(prompt)
-        count = int(room // (responder.max_tokens + judging))
-        if count < 1:
+        if room <= 0:
             return Trial(best, attempts, spent, "budget")
+        count = max(1, int(room // (responder.max_tokens + judging)))
         for answer in responder.draw(problem, prompt, range(attempts, attempts + count)):
             reward = adapter.reward(problem, answer)
             if responder.tokens > limit:

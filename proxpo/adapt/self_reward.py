@@ -47,8 +47,8 @@ class SelfReward:
         responder = self.responder
         if isinstance(problem.prompt, str):
             raise ProxpoError(
-                f"latentseek: reward=self asks the model in chat messages; the prompts of task "
-                f"{responder.task.name} are plain text: reward=task, or a chat task"
+                f"latentseek: judge=self asks the model in chat messages; the prompts of task "
+                f"{responder.task.name} are plain text: judge=task, or a chat task"
             )
         asked = "\n".join(m["content"] for m in problem.prompt if m["role"] == "user")
         request = (

@@ -1,18 +1,24 @@
 """Settings of an adaptation run, from `--set` and keyword arguments."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from proxpo.adapt.catalogue import ADAPTATIONS
+from proxpo.adapt.latentseek import make_latentseek
+from proxpo.adapt.rosa import make_rosa
 from proxpo.adapt.types import Adaptation
 from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.recipes import method as method_entry
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.settings import parse_setting
 from proxpo.stages._options import bind
 
 CONFIG = "config.yaml"
+ADAPTATIONS: dict[str, Callable[..., Adaptation]] = {
+    "latentseek": make_latentseek,
+    "rosa": make_rosa,
+}
 TASK_OPTIONS = "task.options."
 
 
@@ -55,7 +61,7 @@ class Settings:
 
     def adaptation(self) -> Adaptation:
         """The method with its options."""
-        return ADAPTATIONS[self.method].make(**self.options)
+        return ADAPTATIONS[self.method](**self.options)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,15 +75,15 @@ def load_settings(
     Options of the task are `task.options.NAME`, its reward `task.reward`, `task.correct_above`.
     """
     method = _resolve(method)
-    factory = ADAPTATIONS[method].make
-    own = bind(factory, {}, what=method)
+    entry = method_entry(method)
+    own = entry.defaults
     general = {f.name for f in fields(Settings)} - {"method", "options", "task_options"}
     spelt = {"task.reward": "task_reward", "task.correct_above": "correct_above"}
     values: dict[str, Any] = {k: v for k, v in common.items() if v is not None}
     options: dict[str, Any] = {}
     task_options: dict[str, Any] = {}
-    for entry in sets:
-        key, value = parse_setting(entry) if isinstance(entry, str) else entry
+    for setting in sets:
+        key, value = parse_setting(setting) if isinstance(setting, str) else setting
         key = spelt.get(key, key)
         if key.startswith(TASK_OPTIONS):
             task_options[key.removeprefix(TASK_OPTIONS)] = value
@@ -91,10 +97,8 @@ def load_settings(
     made: Mapping[str, Any] = bind(
         Settings, {"method": method, "task_options": {}, "options": {}, **values}, what="adapt"
     )
-    bound = bind(factory, options, what=method)
-    settings = Settings(**{**made, "task_options": task_options, "options": bound})
-    settings.adaptation()  # refuses options that do not fit each other
-    return settings
+    chosen = dict(entry.make(**options).options)
+    return Settings(**{**made, "task_options": task_options, "options": chosen})
 
 
 def _resolve(method: str) -> str:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from proxpo.adapt.latentseek import latent_loss, latentseek
+from proxpo.adapt.latentseek import LatentSeek, latent_loss
 from proxpo.adapt.responder import Responder
 from proxpo.adapt.self_reward import CHECKS, SelfReward
+from proxpo.adapt.settings import load_settings
 from proxpo.adapt.types import Answer
 from proxpo.errors import ProxpoError
 from proxpo.logp import HeadInput
@@ -80,9 +81,13 @@ def responder():
         yield Responder(policy, LocalSampler(policy), task, pool, 8, 1.0, 0)
 
 
+def latentseek(responder: Responder, **options) -> LatentSeek:
+    return load_settings("latentseek", options.items()).adaptation().start(responder)
+
+
 def problem_that(responder: Responder, right: bool) -> tuple[Problem, Answer]:
     """A problem whose greedy answer is right, or wrong."""
-    seeker = latentseek().start(responder)
+    seeker = latentseek(responder)
     answers = ((problem, seeker.first(problem)) for problem in responder.task.test)
     return next(pair for pair in answers if pair[1].right == right)
 
@@ -95,7 +100,7 @@ def test_nothing_to_seek(responder):
         (wrong, {}, "no block"),  # a tenth of a short answer
         (right, {"fraction": 1.0}, "reward"),
     ):
-        trial = latentseek(**options).start(responder).adapt(problem, first)
+        trial = latentseek(responder, **options).adapt(problem, first)
         assert (trial.answer, trial.attempts, trial.ended) == (first, 1, ended)
 
 
@@ -103,7 +108,7 @@ def test_nothing_to_seek(responder):
 def test_frozen_states_repeat_the_answer(responder):
     problem, first = problem_that(responder, False)
     seen: list[list[int]] = []
-    seeker = latentseek(fraction=0.6, lr=0.0, iterations=4).start(responder)
+    seeker = latentseek(responder, fraction=0.6, lr=0.0, iterations=4)
     seeker.judge = lambda problem, answer: seen.append(answer.ids) or -1.0
     trial = seeker.adapt(problem, first)
     assert seen == [first.ids] * 5
@@ -113,7 +118,7 @@ def test_frozen_states_repeat_the_answer(responder):
 def test_the_search_changes_the_block_and_finds_answers(responder):
     """It leaves the model alone, stops at a right answer, and counts its tokens."""
     weights = [p.clone() for p in responder.policy.model.parameters()]
-    seeker = latentseek(fraction=1.0, lr=0.3).start(responder)
+    seeker = latentseek(responder, fraction=1.0, lr=0.3)
     ends = []
     for problem in responder.task.test[:12]:
         responder.tokens = 0.0
@@ -150,8 +155,8 @@ def test_self_reward_adds_the_weights_of_failed_checks(responder, monkeypatch):
 
 
 def test_self_reward_needs_chat(responder):
-    seeker = latentseek(reward="self").start(responder)
-    with pytest.raises(ProxpoError, match="reward=task, or a chat task"):
+    seeker = latentseek(responder, judge="self")
+    with pytest.raises(ProxpoError, match="judge=task, or a chat task"):
         seeker.adapt(responder.task.test[0], Answer([1], "1", False))
 
 
@@ -160,10 +165,10 @@ def test_self_reward_needs_chat(responder):
     [
         ({"fraction": 1.5}, "fraction in"),
         ({"threshold": 0.0}, "below 0"),
-        ({"format_rule": True}, "belongs to reward=self"),
+        ({"format_rule": True}, "belongs to judge=self"),
         ({"lr": -1.0}, "at least 0"),
     ],
 )
 def test_refusals(options, word):
     with pytest.raises(ProxpoError, match=word):
-        latentseek(**options)
+        load_settings("latentseek", options.items())

@@ -8,7 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from proxpo.adapt.responder import Responder
-from proxpo.adapt.rosa import rosa, rosa_step, target_gap
+from proxpo.adapt.rosa import rosa_step, target_gap
+from proxpo.adapt.settings import load_settings
 from proxpo.adapt.variables import LoraVariables, OffsetVariables, add_bias
 from proxpo.errors import ProxpoError
 from proxpo.exact import ActionBatch, FlatPolicy, linearise
@@ -183,7 +184,8 @@ def test_linearised_products_are_those_of_the_jacobian(net):
 @pytest.mark.parametrize("kind", ["lora", "hidden"])
 def test_variables_of_a_language_model(kind):
     """The sampler follows them: its log-probabilities are those of the policy at θ."""
-    adaptation, task = rosa(parameters=kind), make_task("arithmetic")
+    adaptation = load_settings("rosa", [f"parameters={kind}"]).adaptation()
+    task = make_task("arithmetic")
     policy = load_policy("tiny", dtype="float64", lora=adaptation.lora)
     if adaptation.prepare:
         adaptation.prepare(policy.bare)
@@ -243,4 +245,4 @@ def test_a_head_with_a_bias_keeps_it():
 )
 def test_refusals(options, word):
     with pytest.raises(ProxpoError, match=word):
-        rosa(**options)
+        load_settings("rosa", options.items())

@@ -93,7 +93,7 @@ REFUSED = {
     "calls a tool": ["rosa", "--task", "calculator"],
     "500 held-out problems": ["rosa", "--problems", "501"],
     "context=dialogue needs chat messages": ["rosa", "--set", "context=dialogue"],
-    "reward=self asks the model in chat": ["latentseek", "--set", "reward=self"],
+    "judge=self asks the model in chat": ["latentseek", "--set", "judge=self"],
     "unknown model 'tinny'": ["rosa", "--model", "tinny"],
     "takes float32, float64": ["rosa", "--set", "dtype=3"],
     "holds no run to resume": ["rosa", "--resume"],

@@ -115,13 +115,11 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def resumed_settings(folder: Path, method: str, sets: Iterable[str], **common: Any) -> Settings:
-    """Settings of `--resume`: the run's own where no others are given."""
-    stored = read_settings(folder)
-    if stored is None:
-        raise ProxpoError(f"{folder} holds no run to resume")
-    own = [*stored.pop("options").items()]
-    own += [(f"{TASK_OPTIONS}{k}", v) for k, v in stored.pop("task_options").items()]
-    if _resolve(method) != stored.pop("method"):
+    """Settings of `--resume`: the run's own, where there is one and no others are given."""
+    stored = read_settings(folder) or {"method": _resolve(method)}
+    own = [*stored.pop("options", {}).items()]
+    own += [(f"{TASK_OPTIONS}{k}", v) for k, v in stored.pop("task_options", {}).items()]
+    if _resolve(method) != stored.pop("method", None):
         raise ProxpoError(f"{folder} is a run of another method; --out starts another")
     values = stored | {k: v for k, v in common.items() if v is not None}
     return load_settings(method, [*own, *sets], **values)

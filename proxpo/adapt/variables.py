@@ -1,5 +1,6 @@
 """Parameters that ROSA moves: LoRA weights, or an offset of the last hidden state."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +18,7 @@ class Observed(NamedTuple):
 
     policy: FlatPolicy
     samples: ActionBatch
-    count: Any  # (passes) -> None
+    count: Callable[[int], None]  # passes
 
 
 @runtime_checkable

@@ -96,7 +96,6 @@ REFUSED = {
     "judge=self asks the model in chat": ["latentseek", "--set", "judge=self"],
     "unknown model 'tinny'": ["rosa", "--model", "tinny"],
     "takes float32, float64": ["rosa", "--set", "dtype=3"],
-    "holds no run to resume": ["rosa", "--resume"],
 }
 
 
@@ -111,6 +110,11 @@ def test_refused_in_one_line(tmp_path, capsys, line):
     assert line in err
     assert err.count("\n") == 1
     assert not out.exists()
+
+
+def test_training_with_them_is_refused(capsys):
+    assert main(["train", "--method", "rosa"]) == 2
+    assert "rosa is a method for test time (proxpo adapt rosa)" in capsys.readouterr().err
 
 
 def test_a_model_without_a_known_head_is_refused(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ class _ExactKL(torch.autograd.Function):
         out = logp.new_empty(logp.shape[:-1], dtype=torch.promote_types(logp.dtype, other.dtype))
         rows = [x.reshape(-1, x.shape[-1]) for x in (logp, other)]
         flat = out.view(-1)
-        for part in row_blocks(*rows[0].shape, logp.device):
+        for part in row_blocks(len(flat), logp.shape[-1], logp.device):
             p = rows[0][part].exp()
             terms = (rows[0][part] - rows[1][part]).mul_(p).masked_fill_(p == 0, 0.0)
             torch.sum(terms, -1, out=flat[part])

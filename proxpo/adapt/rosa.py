@@ -47,7 +47,7 @@ def make_rosa(
             tolerance=cg_tolerance,
         )
         # forward, recorded backward, right-hand side; two products an iteration; KL afterwards
-        observed.count(3 + 2 * result.iterations + 1)
+        observed.spend(3 + 2 * result.iterations + 1)
         return {
             "iterations": result.iterations,
             "kl_before": result.kl_before,
@@ -57,7 +57,7 @@ def make_rosa(
 
     def plain(observed: Observed) -> dict[str, int | float]:
         change = sgd_step(observed.policy, observed.samples, reward=-1.0, lr=sgd_lr)
-        observed.count(2)
+        observed.spend(2)
         return {"step_norm": float(change.norm())}
 
     def start(responder: Responder) -> Rosa:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -67,6 +68,8 @@ def adapt(
                     write_failure(folder, reason=reason, step=len(rows), phase="adapt", kind=kind)
                     raise
         summary = summarise(settings, rows)
+        for line in idle_notes(summary):
+            on_notice(line)
         write_page(folder, settings, summary, rows)
         write_summary(folder, summary)
     return summary | {"out": str(folder)}
@@ -165,11 +168,13 @@ def summarise(settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
     def mean(values: Sequence[int | float]) -> float:
         return sum(values) / len(values)
 
-    def arm(results: Sequence[Row]) -> dict[str, float]:
+    def arm(results: Sequence[Row]) -> Row:
         return {
             "accuracy": mean([result["right"] for result in results]),
             "early": mean([result["right"] and result["attempts"] <= most for result in results]),
             **{k: mean([r[k] for r in results]) for k in ("attempts", "tokens", "seconds")},
+            "updates": sum(len(result["updates"]) for result in results),
+            "ended": dict(Counter(result["ended"] for result in results)),
         }
 
     arms = {name: arm([row["arms"][name] for row in rows]) for name in rows[0]["arms"]}
@@ -186,6 +191,16 @@ def summarise(settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
         "against": {name: _against(rows, own, name) for name in arms if name != own},
         "settings": settings.as_dict(),
     }
+
+
+def idle_notes(summary: Row) -> list[str]:
+    """A line on a method that had no effect, with the ways its answers ended."""
+    own = summary["arms"][summary["method"]]
+    if own["updates"]:
+        return []
+    ends = ", ".join(f"{why}: {count}" for why, count in own["ended"].items())
+    hint = "; a larger fraction makes blocks of short answers" if "no block" in own["ended"] else ""
+    return [f"{summary['method']} made no update (answers ended by {ends}){hint}"]
 
 
 def _against(rows: Sequence[Row], own: str, other: str) -> dict[str, Any]:
@@ -269,4 +284,4 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-__all__ = ["ROWS", "adapt", "finding", "sign_test", "summarise"]
+__all__ = ["ROWS", "adapt", "finding", "idle_notes", "sign_test", "summarise"]

@@ -18,7 +18,7 @@ class Observed(NamedTuple):
 
     policy: FlatPolicy
     samples: ActionBatch
-    count: Callable[[int], None]  # passes
+    spend: Callable[[int], None]  # counts passes
 
 
 @runtime_checkable

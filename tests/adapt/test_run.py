@@ -86,6 +86,15 @@ def test_sign_test():
     assert sign_test(3, 9) == pytest.approx(2 * (1 + 12 + 66 + 220) / 4096)
 
 
+def test_a_method_without_effect_says_so(tmp_path):
+    """A tenth of an answer of four tokens is no block."""
+    notices = []
+    adapt(load_settings("latentseek", problems=2), out=tmp_path, on_notice=notices.append)
+    (line,) = notices
+    assert "latentseek made no update (answers ended by" in line
+    assert "no block" not in line or "a larger fraction" in line
+
+
 REFUSED = {
     "adapt: unknown method 'rossa'; did you mean 'rosa'": ["rossa"],
     "did you mean 'beta'": ["rosa", "--set", "betta=1"],

@@ -223,8 +223,8 @@ def finding(summary: dict[str, Any], baseline: str) -> str:
     ahead = pair["only_method"] - pair["only_baseline"]
     verdict = "solves as many as" if ahead == 0 else "wins over" if ahead > 0 else "loses to"
     return (
-        f"{own} {verdict} {baseline} at equal tokens: {pair['only_method']} problems only by {own},"
-        f" {pair['only_baseline']} only by {baseline} (sign test p = {pair['p']:.2g})"
+        f"{own} {verdict} {baseline} at equal tokens: solved only by {own} {pair['only_method']}, "
+        f"only by {baseline} {pair['only_baseline']} (sign test p = {pair['p']:.2g})"
     )
 
 

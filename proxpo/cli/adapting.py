@@ -43,16 +43,16 @@ def run_adaptation(
 
 
 def _show(screen: Any, summary: dict[str, Any]) -> None:
-    own = summary["method"]
+    own, problems = summary["method"], plural(summary["steps"], "problem")
+    before, after = (_percent(summary[f"accuracy_{when}"]) for when in ("before", "after"))
     screen.print(
-        f"{own} on {summary['task']}, model {summary['model']}: {summary['steps']} problems, "
-        f"accuracy {_percent(summary['accuracy_before'])} -> {_percent(summary['accuracy_after'])}"
+        f"{own} on {summary['task']}, model {summary['model']}: {problems}, "
+        f"accuracy {before} -> {after}"
     )
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     early = f"in {plural(summary['most_attempts'], 'attempt')}"
     for heading in ("arm", "accuracy", early, "attempts", "tokens", "seconds"):
         table.add_column(heading)
-    before = _percent(summary["accuracy_before"])
     table.add_row("first answer", before, before, "1", "", "")
     for name, arm in summary["arms"].items():
         table.add_row(

@@ -78,9 +78,7 @@ def method_page(method: Method, tested: dict[str, list[str]]) -> str:
     title, _, rest = body.partition("\n")
     made = method.make()
     options = "\n".join(f"| `{k}` | `{_cell(repr(v))}` |" for k, v in method.defaults.items())
-    trains = (
-        "" if method.domains == ("language",) else f" It trains {' and '.join(method.domains)}."
-    )
+    trains = "" if method.domains == ("language",) else f" For {' and '.join(method.domains)}."
     return f"""# {method.slug}
 
 {title}

@@ -26,6 +26,11 @@ class HeadInput(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
+    def logits(self, hidden: Float[Tensor, "tok dim"]) -> Float[Tensor, "tok vocab"]:
+        """Logits of any states under this head, all of them at once."""
+        x = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        return Warp(1.0 / self.scale, self.softcap)(x)
+
 
 class KlEntropy(NamedTuple):
     """KL(π‖π_other) and the entropy of π at each token."""

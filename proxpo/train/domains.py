@@ -34,6 +34,7 @@ LANGUAGE = Domain(
     check=_check_language,
 )
 DOMAINS = (LANGUAGE,)
+TEST_TIME = "test time"  # methods of proxpo/adapt, which train nothing that outlives a problem
 
 
 def domain_of(task: str) -> Domain:
@@ -52,6 +53,7 @@ def check_domain(entry: Method, task: str) -> None:
     raise ProxpoError(
         f"{entry.slug} is a method for {' and '.join(entry.domains)}"
         + "".join(f" (task {each.example})" for each in own)
+        + (f" (proxpo adapt {entry.slug})" if TEST_TIME in entry.domains else "")
         + f", and task {task} is one for {domain.name}, with methods such as "
         + ", ".join(domain.suggested)
     )

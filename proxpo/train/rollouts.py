@@ -54,6 +54,11 @@ class RolloutJob(Job):
         )
 
     @property
+    def most_parts(self) -> int:
+        """Mini-batches that a rollout can be cut into."""
+        return self.config.rollout.prompts_per_step
+
+    @property
     def sampled(self) -> int:
         return self.step + len(self.waiting)
 

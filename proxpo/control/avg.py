@@ -267,7 +267,7 @@ class AvgJob(Job):
             drawn_next = self.actor(following, self.actor.noise(draws))
         gamma, alpha = options["gamma"], options["alpha"]
         if options["scale_td"]:
-            entropic = reward - alpha * float(drawn.logp)
+            entropic = reward - alpha * float(drawn.logp.detach())
             discount = 0.0 if terminated else gamma
             self.scale.push(entropic, discount, terminated=terminated)
         critic_loss, actor_loss = avg_losses(
@@ -283,7 +283,7 @@ class AvgJob(Job):
             gamma=gamma,
         )
         self._descend(critic_loss, actor_loss)
-        return float(critic_loss), float(actor_loss)
+        return float(critic_loss.detach()), float(actor_loss.detach())
 
     def _descend(self, critic_loss: Tensor, actor_loss: Tensor) -> None:
         """Gradients of both losses at the weights before the update; then actor, then critic."""

@@ -39,8 +39,13 @@ RECIPE_ALONE = (
 
 def unread(made: Recipe | Procedure) -> Mapping[str, str]:
     """Settings that a run of this method does not read, and why."""
-    own = RECIPE_ALONE if isinstance(made, Procedure) else ()
-    return {**LANGUAGE_ALONE, **dict.fromkeys(own, NO_RECIPE)}
+    own = isinstance(made, Procedure) and not _samples_rollouts(made)
+    return {**LANGUAGE_ALONE, **dict.fromkeys(RECIPE_ALONE if own else (), NO_RECIPE)}
+
+
+def _samples_rollouts(made: Procedure) -> bool:
+    """True for procedures that update on rollouts as recipes do."""
+    return made.name == "props" or made.options.get("variant") == "reinforce"
 
 
 CONTROL = Domain(
@@ -71,4 +76,28 @@ CONTROL = Domain(
     unread=unread,
 )
 
-__all__ = ["CONTROL"]
+ARCHITECTURE = Domain(
+    name="architecture",
+    prefixes=("architecture",),
+    example="architecture:toy",
+    method="tabnas",
+    suggested=("tabnas",),
+    defaults={
+        "model.name": "controller",
+        "train.steps": 500,
+        "evaluate.every": 50,
+        "evaluate.k": 0,
+        "checkpoint.every": 100,
+    },
+    unread=lambda made: dict.fromkeys(
+        (
+            *(path for path in LANGUAGE_ALONE if not path.startswith("model.")),
+            *("model.name", "model.options", "model.device", "model.dtype", "model.lora"),
+            *("model.gradient_checkpointing", "rollout.max_tokens", "evaluate.size"),
+            *("log.samples", *RECIPE_ALONE),
+        ),
+        "a controller of categorical choices has its own options",
+    ),
+)
+
+__all__ = ["ARCHITECTURE", "CONTROL"]

@@ -173,7 +173,7 @@ class RecurrentActor(nn.Module):
         wide = state if actions.discrete else actions.size + state
         self.log_std = nn.Parameter(torch.full((wide,), math.log(std)))
 
-    def _means(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def means(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits or mean of the action, and the mean of the next internal state."""
         parts = x.split([self.seen, self.state, self.actions.size], dim=-1)
         features = self.features(torch.cat([parts[0], parts[2]], dim=-1))
@@ -184,11 +184,11 @@ class RecurrentActor(nn.Module):
         return self.head(torch.cat([features, z], dim=-1)), z
 
     def logits(self, x: Float[Tensor, "*row obs"]) -> Float[Tensor, "*row action"]:
-        return self._means(x)[0]
+        return self.means(x)[0]
 
     def score(self, x: Float[Tensor, "*row obs"], drawn: Float[Tensor, "*row out"]) -> Scored:
         """log p(a) + log p(z'), and the sum of their entropies."""
-        out, z = self._means(x)
+        out, z = self.means(x)
         width = self.log_std.clamp(*LOG_STD)
         if not self.actions.discrete:
             logp = gaussian_logp(drawn, torch.cat([out, z], dim=-1), width)
@@ -202,7 +202,7 @@ class RecurrentActor(nn.Module):
     def draw(
         self, x: Float[Tensor, "row obs"], generator: torch.Generator | None
     ) -> Float[Tensor, "row out"]:
-        out, z = self._means(x)
+        out, z = self.means(x)
         width = self.log_std.clamp(*LOG_STD).exp()
         if not self.actions.discrete:
             mean = torch.cat([out, z], dim=-1)

@@ -8,7 +8,12 @@ from proxpo.train.refusals import remarks, unused
 
 def build_job(config: Config) -> Job:
     """Builds the job: loads model and task, starts whatever samples."""
-    if domain_of(config.task.name).name == "control":
+    domain = domain_of(config.task.name).name
+    if domain == "architecture":
+        from proxpo.control.architecture import build_architecture_job
+
+        return build_architecture_job(config)
+    if domain == "control":
         from proxpo.control.job import build_control_job
 
         return build_control_job(config)

@@ -45,6 +45,7 @@ class Experience:
     span_rewards: Float[Tensor, "seq tok"] | None = None
     void: Bool[Tensor, " seq"] | None = None
     duration: Float[Tensor, " seq"] | None = None
+    feasible: Bool[Tensor, " seq"] | None = None
     token_rewards: Float[Tensor, "seq tok"] | None = None
     observations: Float[Tensor, "seq tok obs"] | None = None
     actions: Float[Tensor, "seq tok action"] | None = None

@@ -109,6 +109,8 @@ def methods() -> dict[str, object]:
         "isopo, 64 samples": gradients.isopo(overlap=64),
         "isopo, 250 samples": gradients.isopo(overlap=250),
         "isopo euclidean": gradients.isopo(preset="euclidean"),
+        "isopo r = -2, 64": gradients.isopo(preset="nearest-npg", overlap=64),
+        "isopo reg = 1, 64": gradients.isopo(overlap=64, reg=1.0),
         "isopo-ntk": gradients.isopo_ntk(),
         "the paper's loop, 250": PaperLoop(250),
     }
@@ -293,11 +295,15 @@ def main() -> None:
         else:
             results += measure(case, options.device, options.repeats, wanted)
         print(table(results[-len(wanted) :]), flush=True)
+        write(options.json, results)
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
+
+
+def write(path: str | None, results: list[dict]) -> None:
+    if path:
+        with open(path, "w") as file:
             json.dump(results, file, indent=1)
 
 

@@ -1,4 +1,5 @@
-"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md, README's table.
+"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md, README's table;
+and the tables and figures of speed, from what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -13,6 +14,8 @@ import inspect
 import re
 import sys
 from pathlib import Path
+
+import speed_pages
 
 from proxpo import fields, sparsity
 from proxpo.fields import CORE, FIELDS
@@ -37,7 +40,12 @@ def main() -> int:
         print(f"{path.relative_to(ROOT)}: {'out of date' if path in stale else 'no such method'}")
         if not check:
             _write(path, wanted.get(path))
-    return 1 if check and (stale or orphans) else 0
+    figures = speed_pages.stale_figures()
+    for path in figures:
+        print(f"{path.relative_to(ROOT)}: drawn from other figures")
+        if not check:
+            speed_pages.draw(path, speed_pages.figures()[path])
+    return 1 if check and (stale or orphans or figures) else 0
 
 
 def pages() -> dict[Path, str]:
@@ -57,6 +65,7 @@ def pages() -> dict[Path, str]:
     )
     out[ROOT / "docs/stages.md"] = stages_page()
     out[ROOT / "docs/fields.md"] = fields_page()
+    out |= speed_pages.pages()
     readme = ROOT / "README.md"
     if readme.exists():
         head, _, rest = readme.read_text().partition(START)

@@ -7,9 +7,10 @@ from torch._compile import _disable_dynamo
 
 from proxpo.errors import ProxpoError
 from proxpo.logp._check import check_options
-from proxpo.logp._tile import SoftmaxStats, Warp, blocks
+from proxpo.logp._tile import SoftmaxStats, Warp
 from proxpo.logp._token import as_autocast, tile_budget
 from proxpo.logp.head import Head, tile_functions
+from proxpo.ops.blocks import blocks
 from proxpo.ops.shapes import Float, Tensor
 
 

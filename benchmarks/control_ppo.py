@@ -20,11 +20,11 @@ from typing import Any
 EPISODES = 20
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
-        **{"envs": 8, "steps": 256, "rollouts": 16, "parts": 8, "epochs": 10},
+        **{"envs": 8, "steps": 256, "rollouts": 20, "parts": 4, "epochs": 6},
         **{"lr": 1e-3, "gamma": 0.98, "lam": 0.9},
     },
     "Pendulum-v1": {
-        **{"envs": 8, "steps": 256, "rollouts": 50, "parts": 16, "epochs": 10},
+        **{"envs": 8, "steps": 256, "rollouts": 40, "parts": 8, "epochs": 8},
         **{"lr": 1e-3, "gamma": 0.9, "lam": 0.95},
     },
 }

@@ -120,7 +120,9 @@ class TabnasJob(Job):
     def __post_init__(self) -> None:
         sizes = [len(choices) for choices in self.space.choices]
         self.logits = nn.ParameterList(torch.zeros(n, dtype=torch.float64) for n in sizes)
-        self.optimizer = torch.optim.Adam(self.logits.parameters(), lr=self.options["lr"])
+        self.optimizer = torch.optim.Adam(
+            self.logits.parameters(), lr=self.options["controller_lr"]
+        )
 
     def make_step(self, watch: StepWatch) -> dict[str, float]:
         watch.observer.on_progress("sampling", 0, 1)
@@ -153,7 +155,7 @@ class TabnasJob(Job):
         z = (
             self.space.all()
             if correction == "exact"
-            else draw(logits, self.options["samples"], draws)
+            else draw(logits, self.options["draws"], draws)
         )
         inside = self.space.feasible(z)
         correction = "none" if self.options["penalty"] else correction
@@ -236,14 +238,25 @@ class TabnasJob(Job):
 
 def build_architecture_job(config: Config) -> TabnasJob:
     """The job of a task architecture:NAME."""
-    name = resolve(config.task.name.partition(":")[2] or "toy", SPACES, what="architecture space")
-    made = config.make_method()
-    space = SPACES[name](
-        **bind(SPACES[name], config.task.options, what=f"task architecture:{name}")
-    )
+    space = make_space(config.task.name.partition(":")[2], config.task.options)
+    return TabnasJob(config=config, options=config.make_method().options, space=space)
+
+
+def make_space(name: str, options: Mapping[str, Any]) -> Space:
+    """The space called `name`, its options checked."""
+    name = resolve(name or "toy", SPACES, what="architecture space")
+    space = SPACES[name](**bind(SPACES[name], dict(options), what=f"task architecture:{name}"))
     if not bool(space.feasible(space.all()).any()):
         raise ProxpoError(f"task architecture:{name}: no architecture is within {space.limit}")
-    return TabnasJob(config=config, options=made.options, space=space)
+    return space
 
 
-__all__ = ["Space", "TabnasJob", "build_architecture_job", "log_feasible", "log_prob", "toy_space"]
+__all__ = [
+    "Space",
+    "TabnasJob",
+    "build_architecture_job",
+    "log_feasible",
+    "log_prob",
+    "make_space",
+    "toy_space",
+]

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
+from proxpo.errors import ProxpoError
 from proxpo.recipes import Procedure
 from proxpo.train._domain import Domain
+from proxpo.train._schema import Config
 from proxpo.types import Recipe
 
 NO_WORDS = "an environment has no text"
@@ -48,6 +50,14 @@ def _samples_rollouts(made: Procedure) -> bool:
     return made.name == "props" or made.options.get("variant") == "reinforce"
 
 
+def _check(config: Config) -> None:
+    if config.method == "stateful-policies" and config.model.name != "gru":
+        raise ProxpoError(
+            f"stateful-policies needs model.name=gru, got {config.model.name}; with "
+            "model.options.state=0 that is the method without an internal state"
+        )
+
+
 CONTROL = Domain(
     name="control",
     prefixes=("gym",),
@@ -74,6 +84,7 @@ CONTROL = Domain(
     },
     options={"gamma": 0.99, "lam": 0.95, "value_clip": None},
     unread=unread,
+    check=_check,
 )
 
 ARCHITECTURE = Domain(

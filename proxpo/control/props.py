@@ -107,8 +107,8 @@ class PropsJob(ControlJob):
         return Collected(join(data), metrics, lines)
 
     def _sampling_policy(self, pieces: list[Piece], draws: torch.Generator, t: int) -> Any:
-        """π_φ, anew every `every` steps of all environments together."""
-        period = max(1, round(self.options["every"] / len(self.play.environments)))
+        """π_φ, anew every `period` steps of all environments together."""
+        period = max(1, round(self.options["period"] / len(self.play.environments)))
         if self.behaviour is None or t % period == 0:
             x, drawn = self._held(pieces)
             self.behaviour, self.moved = behaviour_policy(

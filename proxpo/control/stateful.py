@@ -171,7 +171,7 @@ class SacJob(Job):
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.zeros(2))  # of the action, of the state
         trained = (self.actor.parameters(), self.critics.parameters(), [self.log_alpha])
-        self.optimizers = [torch.optim.Adam(list(p), lr=self.options["lr"]) for p in trained]
+        self.optimizers = [torch.optim.Adam(list(p), lr=self.options["sac_lr"]) for p in trained]
 
     def make_step(self, watch: StepWatch) -> dict[str, float]:
         """`rollout.max_tokens` steps of the environment, an update after each."""
@@ -181,7 +181,7 @@ class SacJob(Job):
         count, metrics = self.config.rollout.max_tokens, dict[str, float]()
         for _ in range(count):
             self._act(draws)
-            if self.steps >= self.options["start"]:
+            if self.steps >= self.options["sac_start"]:
                 metrics = self._update(draws)
         watch.lap("update")
         self.step += 1
@@ -209,7 +209,7 @@ class SacJob(Job):
         self.steps += 1
 
     def _update(self, draws: torch.Generator) -> dict[str, float]:
-        rows = self.buffer.sample(self.options["batch"], draws)
+        rows = self.buffer.sample(self.options["sac_batch"], draws)
         width = rows["drawn"].shape[1]
         xi, xi_next = (torch.randn(len(rows["x"]), width, generator=draws) for _ in range(2))
         alpha = self.log_alpha.detach().exp()
@@ -230,7 +230,7 @@ class SacJob(Job):
         self._descend(self.optimizers[2], -(self.log_alpha * (logp.mean(1) + wanted)).sum())
         with torch.no_grad():
             for old, new in zip(self.targets.parameters(), self.critics.parameters()):
-                old.lerp_(new, self.options["tau"])
+                old.lerp_(new, self.options["sac_tau"])
         return {
             "loss": float(critic_loss.detach()),
             "grad_norm": norm,
@@ -331,7 +331,7 @@ def build_stateful_job(config: Config, options: Mapping[str, Any]) -> Job:
         exam=Environments(name, min(config.evaluate.size, 10), task),
         actor=actor,
         critics=critics,
-        buffer=Transitions(options["buffer"]),
+        buffer=Transitions(options["sac_buffer"]),
     )
 
 

@@ -11,7 +11,7 @@ def props(
     lam: float = 0.95,
     entropy_coef: float = 0.01,
     buffer_batches: int = 2,
-    every: int = 16,
+    period: int = 16,
     behaviour_lr: float = 1e-3,
     behaviour_clip: float | None = 0.3,
     behaviour_epochs: int = 4,
@@ -28,10 +28,10 @@ def props(
 
     The gradient is r where r > 1-ε and 0 below: a sampled action is pushed down until its
     probability is 1-ε of the target's. So the data match π_θ better than draws from it would, and
-    the learner needs no importance weights. ROS, the predecessor: every=1, behaviour_epochs=1,
+    the learner needs no importance weights. ROS, the predecessor: period=1, behaviour_epochs=1,
     behaviour_parts=1, behaviour_clip=none, kl_coef=0. behaviour_lr=0 samples on-policy.
 
-    `every` counts steps of all environments together. kl: KL(π_θ‖π_φ), or the other direction.
+    `period` is m and counts steps of all environments together. kl: KL(π_θ‖π_φ), or the other way.
 
     Departures: the direction of the KL is not confirmed by a source we read; the readable script
     has none, does not restart φ at θ, and its mini-batch is the whole buffer.

@@ -18,11 +18,11 @@ def stateful_policies(
     gamma: float = 0.99,
     lam: float = 0.95,
     entropy_coef: float = 0.0,
-    lr: float = 3e-4,
-    tau: float = 0.005,
-    buffer: int = 50_000,
-    batch: int = 128,
-    start: int = 1000,
+    sac_lr: float = 3e-4,
+    sac_tau: float = 0.005,
+    sac_buffer: int = 50_000,
+    sac_batch: int = 128,
+    sac_start: int = 1000,
 ) -> Recipe | Procedure:
     """S2PG: the recurrent state is part of the action, so that no gradient flows through time.
 
@@ -34,7 +34,7 @@ def stateful_policies(
     z_{t+1} is a stored sample: steps can be shuffled, no sequences are needed. Any recipe trains so
     with model.name=gru; model.options.state is the size of z, 0 of which is the method without it.
     The joint ratio is noisier than the action's alone, which is why the paper's ε is small (0.05 to
-    0.2). sac has two critics with targets (tau), a replay buffer, and a temperature each for a and
+    0.2). sac has two critics with targets (sac_tau), a replay buffer, and temperatures for a and
     z with the targets -dim(a) and -dim(z).
 
     Departures: the previous action is cleared at the start of an episode, also when sampling (the

@@ -6,8 +6,8 @@ from proxpo.recipes._registry import Procedure, register
 @register("tabnas", paper="arXiv:2204.07615", domains=("architecture",))
 def tabnas(
     *,
-    lr: float = 0.1,
-    samples: int = 5,
+    controller_lr: float = 0.1,
+    draws: int = 5,
     momentum: float = 0.9,
     correction: Literal["estimated", "exact", "none", "tf2", "pytorch"] = "estimated",
     penalty: float = 0.0,

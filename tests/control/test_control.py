@@ -47,7 +47,7 @@ RUNS = {
     "tanh": (PENDULUM, "ppo", "model.options.distribution=tanh"),
     "gru": (CARTPOLE, "stateful-policies"),
     "reinforce": (PENDULUM, "stateful-policies", "variant=reinforce"),
-    "sac": (PENDULUM, "stateful-policies", "variant=sac", "start=30", "batch=8"),
+    "sac": (PENDULUM, "stateful-policies", "variant=sac", "sac_start=30", "sac_batch=8"),
     "props": (CARTPOLE, "props"),
     "avg": (PENDULUM, "avg", "hidden=8"),
     "tabnas": ("architecture:toy", "tabnas"),
@@ -185,7 +185,7 @@ REFUSED = {
         *(PENDULUM, "avg"),
         "train.lr=0.1",
     ),
-    "unknown option 'hiden' of model mlp; did you mean 'hidden'": (
+    "unknown option of model mlp 'hiden'; did you mean 'hidden'": (
         *(CARTPOLE, "ppo"),
         "model.options.hiden=3",
     ),

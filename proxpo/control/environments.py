@@ -55,13 +55,15 @@ def read_options(name: str, options: Mapping[str, Any]) -> EnvironmentOptions:
 
 def make_environment(name: str, options: Mapping[str, Any]) -> Any:
     """One environment with flat observations, or one line on the reason why there is none."""
+    if not name:
+        raise ProxpoError("task gym needs an environment: gym:NAME, such as gym:CartPole-v1")
     try:
         import gymnasium as gym
     except ImportError:
         raise ProxpoError(f"task gym:{name} needs gymnasium: {INSTALL}") from None
     try:
         environment = gym.make(name, **options)
-    except gym.error.DependencyNotInstalled as error:
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise ProxpoError(f"task gym:{name} needs another package: {error}") from None
     except gym.error.UnregisteredEnv:
         hint = nearest(name, [each for each in gym.registry if "/" not in each])

@@ -159,6 +159,13 @@ def test_props_without_a_rate_is_on_policy(tmp_path: Path) -> None:
 
 
 REFUSED = {
+    "task gym needs an environment": ("gym", "ppo"),
+    "unknown task 'gymn'; did you mean 'gym'": ("gymn:CartPole-v1", "ppo"),
+    "task gym:LunarLander-v3 needs another package: Box2D": ("gym:LunarLander-v3", "ppo"),
+    "stateful-policies needs model.name=gru, got mlp": (
+        *(CARTPOLE, "stateful-policies"),
+        "model.name=mlp",
+    ),
     "unknown environment 'CartPol-v1'.*did you mean 'CartPole-v1'": ("gym:CartPol-v1", "ppo"),
     "avg moves along the gradient .* 2 actions to choose from": (CARTPOLE, "avg"),
     "variant=sac takes actions that are numbers": (

@@ -55,7 +55,7 @@ def load_config(
     read = dict(source) if isinstance(source, Mapping) else {}
     if isinstance(source, (str, Path)):
         read = read_yaml(find(source))
-    task = _task([*_entries(read), *pairs])
+    task = task_name([*_entries(read), *pairs])
     written = read.get("method", domain_of(task).method)
     chosen = _method(dict(pairs).get("method", written))
     if chosen != _method(written):
@@ -72,7 +72,7 @@ def load_config(
     return _with_pool(config, made)
 
 
-def _task(entries: Iterable[tuple[str, Any]]) -> str:
+def task_name(entries: Iterable[tuple[str, Any]]) -> str:
     """The name of the task, which decides over defaults."""
     named = [value for key, value in entries if key in ("task", "task.name")]
     return str(named[-1]) if named else Config().task.name
@@ -158,6 +158,7 @@ __all__ = [
     "find",
     "load_config",
     "presets",
+    "task_name",
     "to_yaml",
     "write_config",
 ]

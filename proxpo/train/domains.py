@@ -8,6 +8,7 @@ in a module that imports little, and is listed in `DOMAINS`.
 from collections.abc import Mapping
 from typing import Any
 
+from proxpo.control.domain import ARCHITECTURE, CONTROL
 from proxpo.errors import ProxpoError, fold
 from proxpo.recipes import Method, Procedure, method
 from proxpo.train._domain import Domain
@@ -33,7 +34,7 @@ LANGUAGE = Domain(
     unread=lambda made: {"model.options": "a language model takes none"},
     check=_check_language,
 )
-DOMAINS = (LANGUAGE,)
+DOMAINS = (LANGUAGE, CONTROL, ARCHITECTURE)
 TEST_TIME = "test time"  # methods of proxpo/adapt, which train nothing that outlives a problem
 
 

@@ -25,6 +25,9 @@ class Experience:
     group numbers are unique over the run, so that rows of several rollouts can be mixed.
     `version` is the number of optimizer steps the sampling policy had made. A tool's reply is in
     `attention_mask` and not in `mask`.
+
+    In control a token is a step of the environment: there is no prompt, `input_ids` are the actions
+    of a list, and `observations` and `actions` hold the vectors.
     """
 
     input_ids: Int[Tensor, "seq pos"]
@@ -42,6 +45,10 @@ class Experience:
     span_rewards: Float[Tensor, "seq tok"] | None = None
     void: Bool[Tensor, " seq"] | None = None
     duration: Float[Tensor, " seq"] | None = None
+    feasible: Bool[Tensor, " seq"] | None = None
+    token_rewards: Float[Tensor, "seq tok"] | None = None
+    observations: Float[Tensor, "seq tok obs"] | None = None
+    actions: Float[Tensor, "seq tok action"] | None = None
 
     def rows(self, index: Int[Tensor, " row"]) -> "Experience":
         """The sequences `index`, cut to the columns they use."""
@@ -69,7 +76,8 @@ def join(parts: Sequence[Experience]) -> Experience:
             return value
         right = tokens - part.mask.shape[1]
         left = prompt - (part.input_ids.shape[1] - part.mask.shape[1])
-        return pad(value, (left if name in FULL_SEQUENCE else 0, right))
+        behind = [0, 0] * (value.dim() - 2)
+        return pad(value, (*behind, left if name in FULL_SEQUENCE else 0, right))
 
     names = parts[0].tensors()
     merged = {
@@ -163,7 +171,7 @@ def _trimmed(experience: Experience) -> Experience:
         **{
             name: value[:, :used]
             for name, value in experience.tensors().items()
-            if value.dim() == 2 and name not in FULL_SEQUENCE
+            if value.dim() >= 2 and name not in FULL_SEQUENCE
         },
     )
 

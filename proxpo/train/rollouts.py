@@ -54,6 +54,11 @@ class RolloutJob(Job):
         )
 
     @property
+    def most_parts(self) -> int:
+        """Mini-batches that a rollout can be cut into."""
+        return self.config.rollout.prompts_per_step
+
+    @property
     def sampled(self) -> int:
         return self.step + len(self.waiting)
 
@@ -64,7 +69,7 @@ class RolloutJob(Job):
         metrics = self._rollouts(watch)
         watch.lap("rollout")
         watch.enter("update")
-        metrics |= update(self, self.waiting.pop(0))
+        metrics |= self.update(self.waiting.pop(0))
         watch.lap("update")
         self.sync()
         watch.lap("sync")
@@ -76,6 +81,10 @@ class RolloutJob(Job):
             "proxpo/updates": self.learner.version - before,
             "proxpo/skipped": self.skipped,
         }
+
+    def update(self, rollout: Experience) -> dict[str, float]:
+        """Makes the optimizer steps of a rollout; their metrics."""
+        return update(self, rollout)
 
     def _rollouts(self, watch: StepWatch) -> dict[str, float]:
         """Samples until a rollout waits for training; metrics of the last one.

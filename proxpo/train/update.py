@@ -50,6 +50,9 @@ class UpdatedJob(Protocol):
     past: list[Experience]
 
     @property
+    def most_parts(self) -> int: ...
+
+    @property
     def clock(self) -> Clock: ...
 
 
@@ -188,7 +191,7 @@ class RolloutUpdates:
         """Rows of the next mini-batch of the shuffled prompts, and the seed of its draws."""
         epoch, part = divmod(number, parts)
         shuffle = generator(self.job.config.seed, *self.path, epoch)
-        index = mini_batch_rows(self.experience, shuffle, parts, part)
+        index = mini_batch_rows(self._prepare().data.experience, shuffle, parts, part)
         return index, derive(self.job.config.seed, *self.path, "noise", number)
 
     def _chosen(self, rows: Int[Tensor, " row"]) -> tuple[Int[Tensor, " row"], int]:
@@ -198,7 +201,7 @@ class RolloutUpdates:
         return rows.to(self.experience.group.device), seed
 
     def _check_prompts(self, parts: int) -> None:
-        prompts = self.job.config.rollout.prompts_per_step
+        prompts = self.job.most_parts
         if parts > prompts:
             raise ProxpoError(
                 f"{self.recipe.name}: {parts} mini-batches want as many prompts in a rollout, and "

@@ -1,6 +1,7 @@
 """Reward shaping: rewards -> rewards, before advantages are computed."""
 
 from proxpo.stages.reward.dither import dither
+from proxpo.stages.reward.feasible import feasible_only
 from proxpo.stages.reward.novelty import gradient_novelty
 from proxpo.stages.reward.progress import progress_reward
 from proxpo.stages.reward.shaping import clip_reward, kl_in_reward, overlong_penalty
@@ -12,6 +13,7 @@ __all__ = [
     "clip_reward",
     "dither",
     "fail_truncated",
+    "feasible_only",
     "find_span",
     "gradient_novelty",
     "kl_in_reward",

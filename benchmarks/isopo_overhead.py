@@ -1,7 +1,7 @@
 """What ISOPO costs: forward + backward time and peak memory against REINFORCE, in the same run.
 
     python benchmarks/isopo_overhead.py                   a toy model on the CPU
-    python benchmarks/isopo_overhead.py --device cuda     Qwen3-0.6B shape in bf16, and a wider one
+    python benchmarks/isopo_overhead.py --device cuda     Qwen3-0.6B shape in bf16, wider, shorter
     ... --device cuda --graphs     the same replayed as CUDA graphs: without the host's launches
     ... --host                     time and operations of the host per parameter, tiny kernels
 
@@ -38,6 +38,10 @@ WIDE = SMALL | {
     "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32,
     "intermediate_size": 12288,
 }  # fmt: skip
+SHORT = SMALL | {
+    "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536,
+}  # fmt: skip
 TOY = SMALL | {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 192,
@@ -65,6 +69,9 @@ CUDA = (
     Case("2x4096", SMALL, 2, 4096),
     Case("8x1024 checkpointed", SMALL, 8, 1024, checkpointed=True),
     Case("8x1024 wide", WIDE, 8, 1024),
+    Case("64x256", SMALL, 64, 256),
+    Case("64x48 of 135M", SHORT, 64, 48),
+    Case("512x48 of 135M", SHORT, 512, 48),
 )
 CPU = (
     Case("8x128", TOY, 8, 128),
@@ -122,6 +129,7 @@ def methods() -> dict[str, object]:
         "isopo r = -2, 64": gradients.isopo(preset="nearest-npg", overlap=64),
         "isopo reg = 1, 64": gradients.isopo(overlap=64, reg=1.0),
         "isopo-ntk": gradients.isopo_ntk(),
+        "isopo-ntk, groups of 8": gradients.isopo_ntk(group_by="prompt"),
         "the paper's loop, 250": PaperLoop(250),
     }
 
@@ -138,7 +146,8 @@ def run(model: nn.Module, method: object, ids: Tensor, seq: Tensor, advantages: 
         weights = advantages[seq[:, 1:]].flatten()
         (nll(model, ids) * weights).sum().backward()
         return
-    with method.applied(model, sequences=seq, advantages=advantages):  # type: ignore[attr-defined]
+    groups = {"groups": seq[:, 0] // 8} if isinstance(method, gradients.Transform) else {}
+    with method.applied(model, sequences=seq, advantages=advantages, **groups):  # type: ignore
         nll(model, ids).sum().backward()
 
 

@@ -9,7 +9,9 @@ import torch
 
 # The first pattern that is found in a kernel's name decides.
 KINDS = {
-    "attention": r"flash|fmha|attention|_attn|sdpa",
+    "attention": r"flash|fmha|attention|_attn|sdpa|_attend_kernel|_join_kernel",
+    "sampling": r"_mass_kernel|_pick_kernel|argmax",
+    "norms, activation": r"_add_norm_kernel|_gated_kernel",
     "clip and optimizer": r"multi_tensor|adam",
     "loss and head": r"softmax|logsumexp|nll_|cross_entropy|_logp|head",
     "isopo": r"gram|overlap|isopo|norms?_kernel",

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from proxpo.gradients import Dense, Layout, Outer, OverlapSet
 from proxpo.gradients._engine import inner_products
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.measure import ScaleOptions
 from proxpo.gradients._engine.position_gradients import SharedInput
 from proxpo.gradients.isopo import ratio2, scale
@@ -24,6 +25,7 @@ from proxpo.gradients._engine import fused  # needs Triton
 pytestmark = pytest.mark.gpu
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
 LAYOUTS = {
     "aligned": [0] * 40 + [1] * 40 + [2] * 40,
@@ -116,21 +118,48 @@ def test_linear_layers_and_vectors(name, kind, shape, rule, history):
         assert_close(grad.double() / exact.norm(), exact / exact.norm(), **close)
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 33, 64])
+@needs_gpu
+@pytest.mark.parametrize("numbers", [[0], [0] * 3, [0] * 33, [0] * 64, [0, 1] * 5, [5, 1, 5, 2]])
 @pytest.mark.parametrize("scale", ["c", "paper"])
 @pytest.mark.parametrize("known", [None, 2.5])
-def test_solving_for_the_weights_of_ntk(count, scale, known):
+def test_solving_for_the_weights_of_ntk(numbers, scale, known):
     torch.manual_seed(0)
-    sums = torch.randn(count, 100, device=DEVICE)
-    kernel, advantages = sums @ sums.T, torch.randn(count, device=DEVICE)
-    average = None if known is None else torch.tensor(known, device=DEVICE)
-    rule = Ntk(0.7, scale, "microbatch", "auto")
-    actual = rule.solve(kernel, advantages, average)
-    want = rule.solve(kernel.cpu(), advantages.cpu(), None if average is None else average.cpu())
-    assert_close([x.cpu() for x in actual], list(want), rtol=1e-4, atol=1e-6)
+    sums, advantages = torch.randn(len(numbers), 100), torch.randn(len(numbers))
+    rule = Ntk(0.7, scale, "prompt", "auto")
+
+    def solved(device: str) -> list[torch.Tensor]:
+        groups = Groups.of(torch.tensor(numbers, device=device))
+        average = None if known is None else torch.tensor(known, device=device)
+        kernel = groups.blocks((sums @ sums.T).to(device))
+        return [x.cpu() for x in rule.solve(kernel, advantages.to(device), average, groups)]
+
+    assert_close(solved("cuda"), solved("cpu"), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="bfloat16 on the CPU is slow")
+@needs_gpu
+@pytest.mark.parametrize("numbers", [[0] * 12, [0] * 300, [0] * 5 + [1] * 7, [2, 0, 2, 1, 0, 2]])
+@pytest.mark.parametrize("length", [5, 40])
+def test_kernels_of_bfloat16(numbers, length):
+    """V rounded once, sums in float32: K is exact to 2⁻⁸ / √(O D) of |V_i||V_j|, times six."""
+    torch.manual_seed(0)
+    groups = Groups.of(torch.tensor(numbers, device="cuda"))
+    count = len(numbers)
+    layout = Layout(torch.arange(count, device="cuda").repeat_interleave(length), count).settle()
+    rows = Outer(
+        torch.randn(layout.size, 192, device="cuda").bfloat16(),
+        torch.randn(layout.size, 136, device="cuda").bfloat16(),
+    )
+    sums = Outer(rows.a.double(), rows.g.double()).sums(layout).flatten(1)
+    want, scale = groups.blocks(sums @ sums.T), sums.square().sum(1).mean()
+    kind = inner_products.stack_dtype(rows, layout, rounded=True)
+    assert kind == torch.bfloat16
+    kernel, _ = inner_products.kernel_materialised(rows, layout, groups, kind=kind)
+    assert ((kernel - want) / scale).abs().max() < 6 * 2**-8 / (192 * 136) ** 0.5
+    kernel = inner_products.kernel_gram(rows, layout, groups)
+    assert ((kernel - want) / scale).abs().max() < 1e-5
+
+
+@needs_gpu
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("method", ["isopo", "ntk", "euclidean", "nearest-npg"])
 def test_a_model_in_bfloat16_against_the_same_in_float64(tie, method):

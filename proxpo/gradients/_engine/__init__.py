@@ -10,5 +10,6 @@ head                the language-model head, tile by tile, through the hook of `
 position_gradients  G_t of one parameter as outer products, vectors or embedding rows
 inner_products      F², N² and K from the G_t;  cost, measure  the cheapest form;  fused  Triton
 layout, shard       the sequence of every position, on one rank or several
+groups              the sequences that share a kernel
 position_axes, axis_order, inputs, audit, averages, device    checks and small parts
 """

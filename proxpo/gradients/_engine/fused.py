@@ -23,7 +23,7 @@ from proxpo.ops.shapes import Float, Tensor
 _COLUMNS = 1024
 _MAX_PICKS = 512
 _MAX_ROWS = 128
-MAX_KERNEL = 64  # sequences whose kernel fits into the registers of one block
+MAX_KERNEL = 64  # sequences of a group whose kernel fits into the registers of one block
 
 
 @triton.jit
@@ -210,36 +210,43 @@ def _vector_kernel(
 
 @triton.jit
 def _solve_kernel(
-    kernel, average, advantages, weights, mean, count, rho, KNOWN: tl.constexpr,
-    PAPER: tl.constexpr, SIZE: tl.constexpr,
+    kernel, average, advantages, weights, mean, places, size, number, rho, KNOWN: tl.constexpr,
+    PAPER: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """(K/c + I)⁻¹ A in float64, by elimination: no pivots are needed for such a matrix."""
-    i = tl.arange(0, SIZE)
-    inside = i < count
-    at = i[:, None] * count + i[None, :]
-    both = inside[:, None] & inside[None, :]
-    k = tl.load(kernel + at, mask=both, other=0.0).to(tl.float64)
-    same = i[:, None] == i[None, :]
-    trace = tl.sum(tl.sum(tl.where(same, k, 0.0), 1), 0) / count
-    tl.store(mean, trace)
-    c = trace
+    """(K/c + I)⁻¹ A of one group in float64, by the sweep operator: no pivots are needed.
+
+    The matrix stays symmetric, so that a step needs one of its rows and no column.
+    """
+    group = tl.program_id(0)
+    total = tl.zeros([CHUNK], tl.float64)
+    for start in range(0, places, CHUNK):
+        n = start + tl.arange(0, CHUNK)
+        at = kernel + n // size * size * size + n % size * (size + 1)
+        total += tl.load(at, mask=n < places, other=0.0).to(tl.float64)
+    c = tl.sum(total, 0) / number
+    if group == 0:
+        tl.store(mean, c)
     if KNOWN:
         c = tl.load(average).to(tl.float64)
     c = c * rho
     safe = tl.where(c > 0, c, 1.0)
-    k = k / safe + tl.where(same, 1.0, 0.0)
-    x = tl.load(advantages + i, mask=inside, other=0.0).to(tl.float64)
-    for step in range(0, count):
-        row = tl.sum(tl.where((i == step)[:, None], k, 0.0), 0)
-        pivot = tl.sum(tl.where(i == step, row, 0.0), 0)
-        column = tl.sum(tl.where((i == step)[None, :], k, 0.0), 1)
-        share = tl.where(i == step, 0.0, column / pivot)
-        x -= share * tl.sum(tl.where(i == step, x, 0.0), 0)
-        k -= share[:, None] * row[None, :]
-    x = x / tl.sum(tl.where(same, k, 0.0), 1)
+    i = tl.arange(0, SIZE)
+    inside = i < size
+    at = kernel + group * size * size + i[:, None] * size + i[None, :]
+    k = tl.load(at, mask=inside[:, None] & inside[None, :], other=0.0).to(tl.float64)
+    k = k / safe + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    x = tl.load(advantages + group * size + i, mask=inside, other=0.0).to(tl.float64)
+    for step in range(0, size):
+        swept = i == step
+        row = tl.sum(tl.where(swept[:, None], k, 0.0), 0)
+        pivot = tl.sum(tl.where(swept, row, 0.0), 0)
+        row = tl.where(swept, -1.0, row)
+        share = row / pivot
+        x = tl.where(swept, 0.0, x) - share * tl.sum(tl.where(swept, x, 0.0), 0)
+        k = tl.where(swept[:, None] | swept[None, :], 0.0, k) - row[:, None] * share[None, :]
     if PAPER:
         x = tl.where(c > 0, x / safe, 0.0)
-    tl.store(weights + i, x.to(weights.dtype.element_ty), mask=inside)
+    tl.store(weights + group * size + i, x.to(weights.dtype.element_ty), mask=inside)
 
 
 def fits(layout: Layout, overlap_set: OverlapSet | None, kind: torch.dtype) -> bool:
@@ -355,18 +362,21 @@ def _vector_overlaps(
 
 
 def solve(
-    kernel: Float[Tensor, "row row"],
-    advantages: Float[Tensor, " row"],
+    kernel: Float[Tensor, "group member member"],
+    advantages: Float[Tensor, "group member"],
     average: Float[Tensor, ""] | None,
     *,
     rho: float,
     paper: bool,
-) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
-    """The weights of ISOPO-NTK and tr K / m in one launch."""
-    count = kernel.shape[0]
+    number: int,
+) -> tuple[Float[Tensor, "group member"], Float[Tensor, ""]]:
+    """The weights of ISOPO-NTK and tr K / m of `number` = m sequences, in one launch."""
+    groups, size = advantages.shape
     weights, mean = torch.empty_like(advantages), kernel.new_empty(())
-    _solve_kernel[(1,)](
-        kernel.contiguous(), kernel if average is None else average, advantages, weights, mean,
-        count, rho, KNOWN=average is not None, PAPER=paper, SIZE=triton.next_power_of_2(count),
+    _solve_kernel[(groups,)](
+        kernel.contiguous(), kernel if average is None else average, advantages.contiguous(),
+        weights, mean, groups * size, size, number, rho, KNOWN=average is not None, PAPER=paper,
+        SIZE=triton.next_power_of_2(size), CHUNK=min(1024, triton.next_power_of_2(groups * size)),
+        num_warps=1 if size <= 32 else 4,
     )  # fmt: skip
     return weights, mean

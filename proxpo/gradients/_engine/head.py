@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine import inner_products
+from proxpo.gradients._engine import cost, inner_products
 from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.measure import KernelRule, LengthRule, Measurement, SquaredLengths
 from proxpo.gradients._engine.position_gradients import Outer
@@ -231,11 +232,16 @@ def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
 def by_vocabulary(work: HeadPass, rule: LengthRule | KernelRule) -> HeadGradients:
     """Two passes over vocabulary blocks of g: lengths or kernels, then the weighted sum."""
     head, tokens = work.head, work.tokens
-    blockwise = [_BlockSums(work, parameter, rule) for parameter in work.parameters]
+    blockwise = [
+        _KernelSums(work, parameter, rule)
+        if isinstance(rule, KernelRule)
+        else _BlockSums(work, parameter, rule)
+        for parameter in work.parameters
+    ]
     d_hidden = torch.zeros_like(tokens.hidden, dtype=work.precise) if work.to_hidden else None
     cols = max(1, head.budget // len(tokens.hidden))
     # V_i of a block for all i, in one piece
-    if isinstance(rule, KernelRule) or rule.measurement.norm:
+    if isinstance(rule, LengthRule) and rule.measurement.norm:
         stack = inner_products.BLOCK // (work.scored.layout.count * tokens.hidden.shape[1])
         cols = min(cols, max(stack, 128))
     for col in blocks(len(head.weight), cols):
@@ -295,16 +301,13 @@ def _overlap_gradients(
 
 
 class _BlockSums:
-    """Lengths or kernel of one parameter, summed over vocabulary blocks."""
+    """Lengths of one parameter, summed over vocabulary blocks."""
 
-    def __init__(
-        self, work: HeadPass, parameter: HeadParameter, rule: LengthRule | KernelRule
-    ) -> None:
+    def __init__(self, work: HeadPass, parameter: HeadParameter, rule: LengthRule) -> None:
         self.parameter, self.layout, self.rule = parameter, work.scored.layout, rule
         self.norm2: Tensor | None = None
-        self.kernel: Tensor | None = None
         self.overlap: ScoredOverlap | None = None
-        if isinstance(rule, LengthRule) and rule.measurement.overlap:
+        if rule.measurement.overlap:
             self.overlap = work.scored.overlap(parameter.handle, work.precise)
             size = (len(self.overlap.rows), self.layout.size)
             self.gram = parameter.side.new_zeros(size, dtype=work.precise)
@@ -312,10 +315,6 @@ class _BlockSums:
     def add(self, g: Float[Tensor, "tok col"]) -> None:
         """Adds the share of a vocabulary block."""
         rows = Outer(self.parameter.side, g)
-        if isinstance(self.rule, KernelRule):
-            kernel = inner_products.kernel_materialised(rows, self.layout)
-            self.kernel = kernel if self.kernel is None else self.kernel + kernel
-            return
         if self.overlap is not None:
             add_matmul_(self.gram, g[self.overlap.rows], g.T)
         part = _norm2(self.rule.measurement, self.parameter.handle, rows, self.layout)
@@ -324,9 +323,6 @@ class _BlockSums:
 
     def weights(self) -> Float[Tensor, " row"]:
         """Weights of the rule, once all blocks are added."""
-        if isinstance(self.rule, KernelRule):
-            assert self.kernel is not None
-            return self.rule.kernel_weights(self.parameter.handle, self.kernel)
         if self.overlap is None:
             return self.rule.length_weights(self.parameter.handle, SquaredLengths(norm2=self.norm2))
         side, (rows, keep) = self.parameter.side, self.overlap
@@ -336,6 +332,51 @@ class _BlockSums:
         return self.rule.length_weights(
             self.parameter.handle, SquaredLengths(top, bottom, self.norm2)
         )
+
+
+class _KernelSums:
+    """Kernel of one parameter, summed over vocabulary blocks.
+
+    In Gram form, which few scored tokens make the cheaper one, g_t·g_t' of all tokens is held.
+    """
+
+    def __init__(self, work: HeadPass, parameter: HeadParameter, rule: KernelRule) -> None:
+        self.parameter, self.layout, self.rule = parameter, work.scored.layout, rule
+        self.groups = parameter.handle.session.groups
+        self.kernel: Tensor | None = None
+        self.gram: Tensor | None = None
+        everyone, size = Groups.whole(self.layout.count), (self.layout.size, self.layout.size)
+        rows = Outer(parameter.side, work.tokens.hidden)
+        kind = inner_products.stack_dtype(rows, self.layout, rounded=True)
+        shape = (len(work.head.weight), parameter.side.shape[1])
+        held = size[0] ** 2 * work.precise.itemsize <= inner_products.STACK
+        if held and cost.gram_kernel(shape, self.layout, everyone, rule.path, kind):
+            self.gram = parameter.side.new_zeros(size, dtype=work.precise)
+
+    def add(self, g: Float[Tensor, "tok col"]) -> None:
+        """Adds the share of a vocabulary block."""
+        if self.gram is not None:
+            add_matmul_(self.gram, g, g.T)
+            return
+        rows = Outer(self.parameter.side, g)
+        kind = inner_products.stack_dtype(rows, self.layout, rounded=True)
+        part, _ = inner_products.kernel_materialised(rows, self.layout, self.groups, kind=kind)
+        self.kernel = part if self.kernel is None else self.kernel + part
+
+    def weights(self) -> Float[Tensor, " row"]:
+        """Weights of the rule, once all blocks are added."""
+        kernel = self.kernel if self.gram is None else self._from_gram(self.gram)
+        assert kernel is not None
+        return self.rule.kernel_weights(self.parameter.handle, kernel)
+
+    def _from_gram(self, gram: Float[Tensor, "tok tok"]) -> Float[Tensor, "group member member"]:
+        """Σ_{t in i, t' in j} (g_t·g_t')(s_t·s_t')."""
+        side, tokens = self.parameter.side, self.layout.size
+        inner = [
+            self.layout.sum_columns(gram[rows] * matmul(side[rows], side.T))
+            for rows in blocks(tokens, max(1, inner_products.TILE // tokens))
+        ]
+        return self.groups.blocks(self.layout.sum_rows(torch.cat(inner)))
 
 
 def _norm2(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from proxpo.gradients._engine import cost, inner_products
 from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_gradients import (
@@ -290,37 +291,42 @@ def fused_kernels() -> ModuleType | None:
 class KernelRule(ABC):
     """A rule whose weights follow from the kernel of all sequence gradients (ISOPO-NTK)."""
 
+    path: str
+
     @abstractmethod
     def kernel_weights(
-        self, handle: ParameterHandle, kernel: Float[Tensor, "row row"]
+        self, handle: ParameterHandle, kernel: Float[Tensor, "group member member"]
     ) -> Float[Tensor, " row"]:
-        """w from K_ij = ⟨V_i, V_j⟩ of one parameter; records K and weights."""
+        """w from K_ij = ⟨V_i, V_j⟩ of one parameter, group by group; records K and weights."""
 
 
 def weighted_by_kernel(
-    rule: KernelRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout, path: str
+    rule: KernelRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
 ) -> Tensor:
-    """Σ_i w_i V_i with w from the kernel of the V_i."""
-    kernel, sums = kernel_matrix(rows, layout, path)
+    """Σ_i w_i V_i with w from the kernel of the V_i: from stacked V if it was built whole."""
+    groups = handle.session.groups
+    kernel, sums = kernel_matrix(rows, layout, rule.path, groups)
     weights = rule.kernel_weights(handle, kernel)
     if sums is not None and layout.alone:
-        flat = weights.to(sums.dtype) @ sums.reshape(layout.count, -1)
+        flat = groups.arranged(weights).to(sums.dtype) @ sums.flatten(1)
         return flat.view(rows.shape)
     return rows.reduce(layout.spread(weights))
 
 
 def kernel_matrix(
-    rows: AnyGradients, layout: Layout, path: str
-) -> tuple[Float[Tensor, "row row"], Tensor | None]:
-    """K_ij = ⟨V_i, V_j⟩ in the cheapest form, and stacked V where it was built whole."""
+    rows: AnyGradients, layout: Layout, path: str, groups: Groups, *, rounded: bool = True
+) -> tuple[Float[Tensor, "group member member"], Float[Tensor, "place *shape"] | None]:
+    """K_ij = ⟨V_i, V_j⟩ in the cheapest form, and stacked V where it was built whole.
+
+    rounded: V may be in bfloat16, see `inner_products.stack_dtype`.
+    """
     if isinstance(rows, OneHot):
-        return inner_products.kernel_pairs(rows, layout), None
+        return inner_products.kernel_gram(rows, layout, groups), None
     if isinstance(rows, Dense):
-        sums = rows.sums(layout)
-        return inner_products.kernel_stacked(sums), sums
-    if cost.gram_kernel(rows, layout, path):
-        return inner_products.kernel_gram(rows, layout), None
-    if layout.alone and layout.count * rows.a.shape[1] * rows.g.shape[1] <= cost.KEEP:
-        sums = rows.sums(layout)
-        return inner_products.kernel_stacked(sums), sums
-    return inner_products.kernel_materialised(rows, layout), None
+        sums = groups.arranged(rows.sums(layout))
+        return inner_products.kernel_stacked(sums.unflatten(0, (groups.count, -1))), sums
+    kind = inner_products.stack_dtype(rows, layout, rounded=rounded)
+    if cost.gram_kernel(rows.shape, layout, groups, path, kind):
+        return inner_products.kernel_gram(rows, layout, groups), None
+    held = cost.holds_stack(rows.shape, layout, groups, kind)
+    return inner_products.kernel_materialised(rows, layout, groups, kind=kind, held=held)

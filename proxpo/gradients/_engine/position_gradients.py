@@ -207,15 +207,15 @@ class OneHot:
         return self.g.dtype
 
     @property
-    def _live(self) -> Float[Tensor, "pos out"]:
-        """The row of the padding token is never trained, so its positions carry no gradient."""
+    def live(self) -> Float[Tensor, "pos out"]:
+        """g, 0 where the token is padding: that row of the parameter is never trained."""
         return self.g if self.padding < 0 else self.g * (self.ids != self.padding)[:, None]
 
     def gram(self, picked: "OneHot") -> Float[Tensor, "pick pos"]:
-        return matmul(picked._live, self._live.T) * (picked.ids[:, None] == self.ids)
+        return matmul(picked.live, self.live.T) * (picked.ids[:, None] == self.ids)
 
     def squares(self) -> Float[Tensor, " pos"]:
-        return self._live.to(accumulator(self.g.dtype)).square().sum(1)
+        return self.live.to(accumulator(self.g.dtype)).square().sum(1)
 
     def reduce(self, weights: Float[Tensor, " pos"]) -> Tensor:
         g = self.g * weights[:, None].to(self.g.dtype)
@@ -232,7 +232,7 @@ class OneHot:
         new = torch.ones_like(key)
         new[1:] = key[1:] != key[:-1]
         slot = new.cumsum(0) - 1
-        g = self._live[order].to(accumulator(self.g.dtype)) * (key >= 0)[:, None]
+        g = self.live[order].to(accumulator(self.g.dtype)) * (key >= 0)[:, None]
         sums = torch.zeros_like(g).index_add_(0, slot, g)
         pair = torch.full_like(key, -1).scatter_(0, slot, key)
         row = torch.where(pair >= 0, pair.div(self.size, rounding_mode="floor"), -1)

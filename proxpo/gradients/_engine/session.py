@@ -13,6 +13,7 @@ from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._engine.audit import Audit
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_axes import SequenceShape
@@ -243,6 +244,7 @@ class Session:
         self.rule = rule
         self.averages = averages
         self.layout: Layout
+        self.groups: Groups
         self.handles: dict[str, ParameterHandle] = {}
         self.module_handles: list[ModuleHandle] = []
         self.closed = True
@@ -272,8 +274,9 @@ class Session:
             self._set_layout(sequences, advantages.numel(), shard)
             single = shard is None and max(self.layout.lengths, default=0) <= 1
             self.shape = SequenceShape(tuple(sequences.shape), single=single)
+            count = advantages.numel()
+            self.groups = Groups.whole(count) if groups is None else Groups.of(groups)
         self.advantages = advantages
-        self.groups = groups
         self.observer = observer
         self.closed = False
         self.block += 1

@@ -56,7 +56,8 @@ class Learner:
         compared = getattr(getattr(self.transform, "rule", None), "group_by", None) == "prompt"
         plain = self.transform is None and shares_prompts(self.policy.model)
         shared = plain or self.graphs is not None
-        group = experience.group if compared or shared else None
+        together = experience.group if compared else experience.shared_prompt
+        group = together if compared or shared else None
         return Rows(experience.mask, experience.attention_mask, group, compared)
 
 

@@ -1,6 +1,8 @@
 """Games of the package textarena, `textarena:GAME`: for one player, rewards from the game."""
 
 import copy
+import functools
+import json
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,61 +20,68 @@ RAW = "-raw"  # a game without the package's own wrapping of observations and ac
 class ArenaGame:
     """A game of textarena with its own stream of random numbers, which other games do not share."""
 
-    def __init__(self, game: str, seed: int, options: dict[str, Any]) -> None:
-        self.game, self._random, self.won = game, random.Random(seed), False
-        arena = _package()
-
-        def begin() -> Any:
-            env = arena.make(game, **options)
-            env.reset(num_players=1, seed=seed % 2**32)
-            return env
-
-        try:
-            self._first = self._alone(begin)
-        except Exception as error:  # of any kind: words to download, players, options
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ProxpoError(
-                f"task textarena:{game.removesuffix(RAW)} cannot start a game for one player: "
-                f"{reason}"
-            ) from None
-        self._env: Any = None
-        self._start = self._random.getstate()
-        self.rules, self._opening = self._told(copy.deepcopy(self._first))
+    def __init__(self, game: str, seed: int, config: dict[str, Any]) -> None:
+        self._first, self._random = _begun(game, seed, json.dumps(config, sort_keys=True))
+        self._env, self.won = copy.deepcopy(self._first), False
+        self.rules, self._opening = _told(self._env)
 
     def start(self) -> str:
         self._env, self.won = copy.deepcopy(self._first), False
-        self._random.setstate(self._start)
         self._env.get_observation()
+        self._state = self._random
         return self._opening
 
     def move(self, action: str) -> Move:
         env = self._env
-        done, _ = self._alone(lambda: env.step(action))
+        (done, _), self._state = _alone(lambda: env.step(action), self._state)
         rewards, info = env.close() if done else (None, {})
         reward = float((rewards or {}).get(0, 0.0))
         self.won = done and reward >= 1
-        rules, text = self._told(env)
+        rules, text = _told(env)
         void = bool(env.state.error_count) or bool(info.get(0, {}).get("invalid_move"))
         return Move(rules + text, reward=reward, done=bool(done), void=void)
 
-    def _told(self, env: Any) -> tuple[str, str]:
-        """The messages since the last call: instructions, and the rest without the own action."""
-        kinds = _package().ObservationType
-        messages = env.get_observation()[1]
-        rules = [text for _, text, kind in messages if kind == kinds.PROMPT]
-        hidden = (kinds.PROMPT, kinds.PLAYER_ACTION)
-        rest = [text for _, text, kind in messages if kind not in hidden]
-        return "".join(f"{text}\n" for text in rules), "".join(f"{text}\n" for text in rest)
 
-    def _alone(self, work: Callable[[], T]) -> T:
-        """Runs `work` with the game's own state of the global generator, which games draw from."""
-        outside = random.getstate()
-        random.setstate(self._random.getstate())
-        try:
-            return work()
-        finally:
-            self._random.setstate(random.getstate())
-            random.setstate(outside)
+@functools.lru_cache(maxsize=1024)  # some games take long to make
+def _begun(game: str, seed: int, config: str) -> tuple[Any, tuple]:
+    """A game at its beginning, and the state of its stream of random numbers."""
+    arena = _package()
+
+    def begin() -> Any:
+        env = arena.make(game, **json.loads(config))
+        env.reset(num_players=1, seed=seed % 2**32)
+        return env
+
+    try:
+        return _alone(begin, random.Random(seed).getstate())
+    except Exception as error:  # of any kind: words to download, players, options
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ProxpoError(
+            f"task textarena:{game.removesuffix(RAW)} cannot start a game for one player: {reason}"
+        ) from None
+
+
+def _told(env: Any) -> tuple[str, str]:
+    """The messages since the last call: instructions, and the rest without the own action."""
+    kinds = _package().ObservationType
+    messages = env.get_observation()[1]
+    rules = [text for _, text, kind in messages if kind == kinds.PROMPT]
+    hidden = (kinds.PROMPT, kinds.PLAYER_ACTION)
+    rest = [text for _, text, kind in messages if kind not in hidden]
+    return "".join(f"{text}\n" for text in rules), "".join(f"{text}\n" for text in rest)
+
+
+def _alone(work: Callable[[], T], state: tuple) -> tuple[T, tuple]:
+    """Runs `work` with this state of the global generator, which games draw from; the next state.
+
+    Everything else finds the generator as it was.
+    """
+    outside = random.getstate()
+    random.setstate(state)
+    try:
+        return work(), random.getstate()
+    finally:
+        random.setstate(outside)
 
 
 def textarena(
@@ -91,8 +100,9 @@ def textarena(
 ) -> Task:
     """The game `name`, such as Sokoban-v0 or FrozenLake; `config` goes to it (size and the like).
 
-    attempts: tries at each game, with a reflection between them, of `max_turns` actions each. fold:
-    the policy replaces the course of a game by summaries. chat=False writes plain text.
+    attempts: tries at each game, with a reflection between them, of `max_turns` actions each; a
+    game that is not over by then earns nothing. fold: the policy replaces the course of a game by
+    summaries. chat=False writes plain text.
     """
     game = _game(name)
     script = Script(

@@ -29,7 +29,9 @@ def raw_episode_gae(batch: Batch, *, gamma: float, lam: float) -> Float[Tensor, 
     """GAE over episodes before whitening."""
     values = rollout_values(batch, by="advantage=episode_gae")
     rows, columns = places(batch)
-    shape = (int(rows.max()) + 1, int(columns.max()) + 1) if len(rows) else (0, 0)
+    if not len(rows):
+        return torch.zeros_like(values)
+    shape = (int(rows.max()) + 1, int(columns.max()) + 1)
     inside = batch.mask.new_zeros(shape).index_put((rows, columns), batch.mask.new_ones(()))
     rewards = torch.where(last_valid(batch.mask), batch.step_rewards[:, None], 0.0)
     v, rho = (

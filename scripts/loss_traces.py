@@ -40,6 +40,8 @@ OF_THEIR_OWN = {
     "simpletir": ["task=calculator", "rollout.max_tokens=8"],
     "st-ppo": ["task=calculator", "rollout.max_tokens=8"],
     "grpo-guard": ["policy=tokens"],
+    "lamer": ["task=arms", "rollout.max_tokens=1"],
+    "foldact": ["task=dialogue", "rollout.max_tokens=1"],
     "trpo": ["cg_iterations=3", "delta=0.001"],
     "mdpo": ["updates=2"],
 }

@@ -105,6 +105,25 @@ def _further_fields(mask: Tensor, group: Tensor, g: torch.Generator) -> dict[str
         "void": torch.rand(rows, generator=g) < 0.3,
         "prev_logp": -3 * uniform(rows, tokens) - 0.05,
         "ref_kl": uniform(rows, tokens),
+        **_turns_of_episodes(mask, group, uniform),
+    }
+
+
+def _turns_of_episodes(mask: Tensor, group: Tensor, uniform: Any) -> dict[str, Tensor]:
+    """Rows as turns: of one episode in even groups, of several in odd ones."""
+    rows, tokens = mask.shape
+    place = torch.arange(rows) - torch.searchsorted(group, group)
+    known = uniform(rows, tokens) > 0.15
+    return {
+        "episode": torch.where(group % 2 == 1, place // 2, 0),
+        "step": place,
+        "attempt": (place + 1) // 2,
+        "reflect": uniform(rows) < 0.3,
+        "step_rewards": uniform(rows) - 0.3,
+        "state": (2 * uniform(rows)).long(),
+        "summary": uniform(rows, tokens) < 0.4,
+        "full_logp": torch.where(known, -3 * uniform(rows, tokens) - 0.05, 0.0),
+        "segment_draw": uniform(rows),
     }
 
 

@@ -97,6 +97,14 @@ def puzzles() -> str:
     return "a problem of chain_sum"
 
 
+def games() -> str:
+    """Starts a game of textarena."""
+    from proxpo.train.tasks import make_task
+
+    make_task("textarena:FrozenLake", chat=False, test_size=1)
+    return "a game of FrozenLake"
+
+
 def smollm2() -> str:
     """Finds the model file; unpacking it takes a while and is left to `train`."""
     importlib.import_module("gguf")

@@ -79,6 +79,7 @@ HOSTS = (
         extra="reasoning-gym",
         check=f"{CHECKS}:puzzles",
     ),
+    Host(name="textarena", purpose="games of text", extra="agents", check=f"{CHECKS}:games"),
     Host(name="matplotlib", purpose="curves of a run", extra="train"),
     Host(name="datasets", purpose="datasets of TRL", extra="train"),
     Host(name="accelerate", purpose="several processes", extra="trl"),

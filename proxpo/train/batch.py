@@ -7,7 +7,7 @@ import torch
 
 from proxpo.compose import prepare
 from proxpo.errors import ProxpoError
-from proxpo.ops.shapes import Int, Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.train.config import Config
 from proxpo.train.experience import Experience
 from proxpo.train.scoring import (
@@ -30,7 +30,7 @@ SCORED = {
     if field.source in ("policy", "start", "reference", "schedule") and name != "logp"
 }
 # Those of them that take a pass of their own.
-SEPARATE = {"old_logp", "features"} | {
+SEPARATE = {"old_logp", "features", "full_logp"} | {
     name for name, field in FIELDS.items() if field.source in ("reference", "schedule")
 }
 
@@ -202,9 +202,20 @@ def start_fields(
         fields["ref_kl"] = reference_kl(learner, experience, options)
     if "ref_logp" in wanted:
         fields["ref_logp"] = other_logp(learner, learner.reference, experience, options)
+    if "full_logp" in wanted:
+        fields["full_logp"] = _full_logp(learner, experience, options)
     if "features" in wanted:
         fields["features"] = features(learner, experience, options)
     return fields
+
+
+def _full_logp(
+    learner: Learner, experience: Experience, options: LogpOptions
+) -> Float[Tensor, "seq tok"]:
+    """log π after the whole history; 0 where it does not fit the context."""
+    assert experience.history_mask is not None
+    logp = other_logp(learner, learner.policy.model, experience.unfolded(), options)
+    return logp.masked_fill(~experience.history_mask.any(dim=1, keepdim=True), 0.0)
 
 
 def is_stale(learner: Learner, experience: Experience, plan: UpdatePlan) -> bool:

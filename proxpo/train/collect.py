@@ -16,7 +16,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.ops.streams import derive, generator, turn_seed
 from proxpo.rewards import Outcome, RewardPool
 from proxpo.sampler import Sampler
-from proxpo.train.episodes import Episodes, play
+from proxpo.train.episodes import Episodes, play, turn_fields
 from proxpo.train.experience import Experience, join
 from proxpo.train.grading import grade, span_rewards, verdicts
 from proxpo.train.observer import SILENT, Observer
@@ -147,6 +147,7 @@ def _sample_round(
         max_tokens=[limits[i] for i in which],
         temperature=options.temperature,
         top_p=options.top_p,
+        problems=[problems[i] for i in which],
         progress=lambda done, total: on_progress("sampling", done, total),
     )
     repeated = [problems[i] for i in which]
@@ -217,9 +218,10 @@ def _experience(
 ) -> Experience:
     policy, samples = collector.policy, episodes.samples
     inputs, device = episodes.inputs(policy.pad_id), policy.device
-    number = torch.tensor(which, device=device)
+    owner = episodes.owner
+    number = torch.tensor(which, device=device)[owner]
     numbers = torch.tensor([problem.id for problem in problems], device=device)
-    rewards = torch.tensor([outcome.reward for outcome in outcomes], device=device)
+    rewards = torch.tensor([outcome.reward for outcome in outcomes], device=device)[owner]
     right = verdicts(collector.pool, outcomes)
     return Experience(
         input_ids=inputs.input_ids,
@@ -227,12 +229,13 @@ def _experience(
         mask=samples.mask,
         rollout_logp=samples.logp.float(),
         rewards=rewards,
-        correct=None if right is None else torch.tensor(right, device=device),
+        correct=None if right is None else torch.tensor(right, device=device)[owner],
         truncated=~samples.finished,
         group=derive(*path, "group") % 2**40 + number,
         version=torch.full_like(rewards, version, dtype=torch.long),
         prompt_id=numbers[number],
         **_extras(collector, problems, which, episodes, outcomes),
+        **turn_fields(episodes, path, device),
     )
 
 
@@ -247,7 +250,7 @@ def _extras(
     recipe, device = collector.recipe, collector.policy.device
     wanted, extras = recipe.needs(), {}
     if "greedy_rewards" in wanted:
-        which_problem = torch.tensor(which, device=device)
+        which_problem = torch.tensor(which, device=device)[episodes.owner]
         extras["greedy_rewards"] = _greedy_rewards(collector, problems)[which_problem]
     if "turn" in wanted or (recipe.budget and collector.task.tool):  # limits hold for turns
         extras["turn"] = episodes.turn
@@ -255,7 +258,7 @@ def _extras(
         extras["void"] = episodes.void
     if "duration" in wanted:
         spent = [tool + outcome.seconds for tool, outcome in zip(episodes.seconds, outcomes)]
-        extras["duration"] = torch.tensor(spent, device=device)
+        extras["duration"] = torch.tensor(spent, device=device)[episodes.owner]
     if "feasible" in wanted:
         if any(outcome.feasible is None for outcome in outcomes if outcome.status == "ok"):
             raise ProxpoError(
@@ -264,7 +267,7 @@ def _extras(
                 "true or false}"
             )
         allowed = [bool(outcome.feasible) for outcome in outcomes]
-        extras["feasible"] = torch.tensor(allowed, device=device)
+        extras["feasible"] = torch.tensor(allowed, device=device)[episodes.owner]
     if "span_rewards" in wanted:
         if not any(outcome.spans for outcome in outcomes):
             raise ProxpoError(
@@ -287,6 +290,7 @@ def _greedy_rewards(collector: Collector, problems: list[Problem]) -> Float[Tens
         seeds=lambda row, turn: 0,
         max_tokens=options.max_tokens,
         temperature=0.0,
+        problems=problems,
     )
     outcomes = grade(collector.pool, problems, greedy, trainer_state=collector.trainer_state)
     return torch.tensor([outcome.reward for outcome in outcomes], device=policy.device)

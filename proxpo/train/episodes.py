@@ -1,7 +1,8 @@
 """Responses in one turn or several; a tool's replies are read by the policy, never trained on.
 
 Each round samples the next turn of the episodes that are still open. Sampled tokens are kept as
-ids, never decoded and tokenised again; only the tool's replies are tokenised.
+ids, never decoded and tokenised again; only the tool's replies are tokenised. In an environment
+each turn is a row, with a prompt that the environment writes anew (environments.py).
 """
 
 import time
@@ -11,11 +12,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from proxpo.errors import ProxpoError
 from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Int, Tensor
+from proxpo.ops.streams import derive
 from proxpo.sampler import Sampler, Samples, inputs
 from proxpo.sampler._types import Inputs, join_samples, reorder
-from proxpo.train.tasks import Task
+from proxpo.train.environments import Played, play_turns
+from proxpo.train.tasks import Problem, Task
 
 Seeds = Callable[[int, int], int]  # row, turn
 
@@ -24,11 +28,16 @@ Seeds = Callable[[int, int], int]  # row, turn
 class Episodes:
     """Finished episodes. `samples.mask` marks the policy's tokens, `real` the tool's as well.
 
+    Tensors have a row for each sequence, lists an entry for each episode, which is one sequence
+    but in an environment, where it has as many as turns.
+
     turn: number of the turn of each token, a tool's reply counting with the call
     void: a turn neither called the tool nor answered; a turn that was cut calls nothing
     texts: everything after the prompt; answers: the last turn, which the reward sees
-    begins: first token of the last turn
-    seconds: time spent in the tool
+    begins: first token of the last turn; last: row of the last turn
+    seconds: time spent in the tool or environment
+    owner: number of the episode of each row
+    played: the turns, by row, and their outcome in an environment
     """
 
     samples: Samples
@@ -38,7 +47,10 @@ class Episodes:
     texts: list[str]
     answers: list[str]
     begins: list[int]
+    last: list[int]
     seconds: list[float]
+    owner: Int[Tensor, " seq"]
+    played: Played | None = None
 
     def inputs(self, pad_id: int) -> Inputs:
         """Whole sequences as the model reads them."""
@@ -76,9 +88,13 @@ def play(
     max_tokens: int | list[int],
     temperature: float,
     top_p: float = 1.0,
+    problems: list[Problem] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Episodes:
-    """Plays one episode per prompt; `max_tokens` bounds every turn, for all rows or row by row."""
+    """Plays one episode per prompt; `max_tokens` bounds every turn, for all rows or row by row.
+
+    problems: those of the prompts, which an environment starts from
+    """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
 
     def draw(rows: list[int], ids: list[list[int]], turn: int) -> Samples:
@@ -98,6 +114,11 @@ def play(
         samples = reorder(join_samples(parts, policy.pad_id), order)
         return _cut(samples, own, policy.pad_id)
 
+    if task.environment is not None:
+        if problems is None:
+            raise ProxpoError(f"task {task.name}: its environment starts from problems; pass them")
+        played = play_turns(policy, task, problems, draw, limits, sampler.context)
+        return _of_turns(policy, played)
     rows = list(range(len(prompts)))
     first = draw(rows, prompts, 0)
     if task.tool is None:
@@ -164,7 +185,40 @@ def _single(policy: Policy, samples: Samples) -> Episodes:
         texts=texts,
         answers=texts,
         begins=[0] * count,
+        last=list(range(count)),
         seconds=[0.0] * count,
+        owner=torch.arange(count, device=samples.mask.device),
+    )
+
+
+def _of_turns(policy: Policy, played: Played) -> Episodes:
+    """One row per turn, in the order of episodes and turns."""
+    turns = played.turns
+    rows: list[list[int]] = [[] for _ in played.success]
+    for row, turn in enumerate(turns):
+        rows[turn.episode].append(row)
+    tokens = _padded(policy, [turn.tokens for turn in turns], policy.pad_id, torch.long)
+    lengths = torch.tensor([len(turn.tokens) for turn in turns])
+    mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(policy.device)
+    steps = torch.tensor([turn.step for turn in turns], device=policy.device)
+    return Episodes(
+        samples=Samples(
+            prompts=[turn.prompt for turn in turns],
+            tokens=tokens,
+            logp=_padded(policy, [turn.logp for turn in turns], 0.0, torch.float32),
+            mask=mask,
+            finished=torch.tensor([turn.finished for turn in turns], device=policy.device),
+        ),
+        real=mask,
+        turn=steps[:, None].expand_as(tokens),
+        void=torch.tensor([turn.void for turn in turns], device=policy.device),
+        texts=["\n".join(turns[row].text for row in own) for own in rows],
+        answers=[turns[own[-1]].text for own in rows],
+        begins=[0] * len(rows),
+        last=[own[-1] for own in rows],
+        seconds=[sum(turns[row].seconds for row in own) for own in rows],
+        owner=torch.tensor([turn.episode for turn in turns], device=policy.device),
+        played=played,
     )
 
 
@@ -176,8 +230,7 @@ def _finished(policy: Policy, prompts: list[list[int]], episodes: list[_Episode]
             del column[used:]
 
     def padded(name: str, value: float | int, dtype: torch.dtype) -> Tensor:
-        columns = [torch.tensor(getattr(episode, name), dtype=dtype) for episode in episodes]
-        return pad_sequence(columns, batch_first=True, padding_value=value).to(policy.device)
+        return _padded(policy, [getattr(episode, name) for episode in episodes], value, dtype)
 
     tokens, lengths = padded("tokens", policy.pad_id, torch.long), [len(e.tokens) for e in episodes]
     real = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
@@ -196,8 +249,47 @@ def _finished(policy: Policy, prompts: list[list[int]], episodes: list[_Episode]
         texts=[policy.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in whole],
         answers=[episode.answer for episode in episodes],
         begins=[episode.begin for episode in episodes],
+        last=list(range(len(episodes))),
         seconds=[episode.seconds for episode in episodes],
+        owner=torch.arange(len(episodes), device=policy.device),
     )
+
+
+def _padded(policy: Policy, rows: list[list], value: float | int, dtype: torch.dtype) -> Tensor:
+    """Rows of numbers as one tensor, padded on the right."""
+    columns = [torch.tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(columns, batch_first=True, padding_value=value).to(policy.device)
+
+
+def turn_fields(episodes: Episodes, path: tuple, device: torch.device) -> dict[str, Tensor]:
+    """Fields of the rows of an environment, each a turn; none elsewhere. path: of the seeds."""
+    if episodes.played is None:
+        return {}
+    turns = episodes.played.turns
+    met = [turn.situation for turn in turns]
+    number: dict[tuple[int, ...], int] = {}
+    prompts = [number.setdefault(tuple(turn.prompt), len(number)) for turn in turns]
+    draws = [derive(*path, "segment", turn.episode, turn.step) / 2**63 for turn in turns]
+    summary = torch.tensor([situation.summary for situation in met])
+    fields = {
+        "prompt": derive(*path, "prompt") % 2**40 + torch.tensor(prompts),
+        "episode": torch.tensor([turn.episode for turn in turns]),
+        "step": torch.tensor([turn.step for turn in turns]),
+        "attempt": torch.tensor([situation.attempt for situation in met]),
+        "reflect": torch.tensor([situation.reflect for situation in met]),
+        "step_rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float32),
+        "state": torch.tensor([turn.state for turn in turns]),
+        "summary": summary[:, None].expand(episodes.real.shape).contiguous(),
+        "segment_draw": torch.tensor(draws, dtype=torch.float32),
+    }
+    if episodes.played.folds:
+        histories = [turn.history for turn in turns]
+        longest = max(map(len, histories))
+        blank = torch.tensor([longest - len(history) for history in histories])
+        ids = [[0] * (longest - len(history)) + history for history in histories]
+        fields["history_ids"] = torch.tensor(ids, dtype=torch.long)
+        fields["history_mask"] = torch.arange(longest) >= blank[:, None]
+    return {name: value.to(device) for name, value in fields.items()}
 
 
 def _waves(limits: list[int], lengths: list[int], context: int) -> list[tuple[int, list[int]]]:
@@ -246,4 +338,4 @@ def _cut(samples: Samples, limits: list[int], pad_id: int) -> Samples:
     )
 
 
-__all__ = ["Episodes", "Seeds", "play"]
+__all__ = ["Episodes", "Seeds", "play", "turn_fields"]

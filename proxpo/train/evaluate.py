@@ -70,6 +70,7 @@ def evaluate(
         seeds=lambda row, turn: 0,
         max_tokens=exam.max_tokens,
         temperature=0.0,
+        problems=exam.problems,
         progress=progress,
     )
     outcomes = grade(pool, exam.problems, greedy, progress=progress, trainer_state=trainer_state)
@@ -111,6 +112,7 @@ def _sampled(
 ) -> tuple[Episodes, dict[str, float]]:
     """k answers to every problem, their mean reward, avg@k and pass@k."""
     k = exam.samples
+    repeated = [problem for problem in exam.problems for _ in range(k)]
     drawn = play(
         policy,
         sampler,
@@ -119,9 +121,9 @@ def _sampled(
         seeds=lambda row, turn: turn_seed((exam.seed, "eval", row // k, row % k), turn),
         max_tokens=exam.max_tokens,
         temperature=exam.temperature,
+        problems=repeated,
         progress=progress,
     )
-    repeated = [problem for problem in exam.problems for _ in range(k)]
     outcomes = grade(pool, repeated, drawn, progress=progress, trainer_state=trainer_state)
     earned = {f"eval/reward@{k}": _mean_reward(outcomes)}
     right = verdicts(pool, outcomes)
@@ -150,7 +152,7 @@ def distance(
     budget: TokenBudget | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[float, float]:
-    """KL(π‖π_initial) in nats per response and entropy per token, exact over the vocabulary.
+    """KL(π‖π_initial) in nats per episode and entropy per token, exact over the vocabulary.
 
     The contexts are those the current policy has just sampled. Logits exist one tile at a time.
     """
@@ -177,7 +179,7 @@ def distance(
             progress(done, len(mask))
             part = sums(rows)
             kl, entropy, done = kl + float(part.kl), entropy + float(part.entropy), done + len(rows)
-        return kl / len(mask), entropy / max(float(mask.sum()), 1.0)
+        return kl / len(episodes.answers), entropy / max(float(mask.sum()), 1.0)
 
     if exam.micro_batch is None:
         return (budget or TokenBudget()).run(Rows(mask, attention), whole)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 FULL_SEQUENCE = ("input_ids", "attention_mask")  # fields over the prompt and the response
+HISTORY = ("history_ids", "history_mask")  # fields over another prompt alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,9 @@ class Experience:
 
     group numbers are unique over the run, so that rows of several rollouts can be mixed.
     `version` is the number of optimizer steps the sampling policy had made. A tool's reply is in
-    `attention_mask` and not in `mask`.
+    `attention_mask` and not in `mask`. In an environment of texts each turn is a row: `prompt`
+    numbers the different prompts of a group, and `history` is the prompt without folding, empty
+    where that does not fit the context.
 
     In control a token is a step of the environment: there is no prompt, `input_ids` are the actions
     of a list, and `observations` and `actions` hold the vectors.
@@ -49,6 +52,52 @@ class Experience:
     token_rewards: Float[Tensor, "seq tok"] | None = None
     observations: Float[Tensor, "seq tok obs"] | None = None
     actions: Float[Tensor, "seq tok action"] | None = None
+    prompt: Int[Tensor, " seq"] | None = None
+    episode: Int[Tensor, " seq"] | None = None
+    step: Int[Tensor, " seq"] | None = None
+    attempt: Int[Tensor, " seq"] | None = None
+    reflect: Bool[Tensor, " seq"] | None = None
+    step_rewards: Float[Tensor, " seq"] | None = None
+    state: Int[Tensor, " seq"] | None = None
+    summary: Bool[Tensor, "seq tok"] | None = None
+    segment_draw: Float[Tensor, " seq"] | None = None
+    history_ids: Int[Tensor, "seq hist"] | None = None
+    history_mask: Bool[Tensor, "seq hist"] | None = None
+
+    @property
+    def shared_prompt(self) -> Int[Tensor, " seq"]:
+        """Equal for rows with the same prompt: their group, but in an environment."""
+        return self.group if self.prompt is None else self.prompt
+
+    def unfolded(self) -> "Experience":
+        """The responses after their whole histories, or the folded prompt where there is none."""
+        assert self.history_ids is not None
+        assert self.history_mask is not None
+        tokens = self.mask.shape[1]
+        width = self.input_ids.shape[1] - tokens
+        more = max(self.history_ids.shape[1] - width, 0)
+        has_history = self.history_mask.any(dim=1, keepdim=True)
+
+        def joined(name: str, history: Tensor) -> Tensor:
+            own = pad(getattr(self, name), (more, 0))
+            before = pad(history, (width + more - history.shape[1], 0))
+            return torch.cat(
+                [torch.where(has_history, before, own[:, :-tokens]), own[:, -tokens:]], dim=1
+            )
+
+        ids, real = (
+            joined("input_ids", self.history_ids),
+            joined("attention_mask", self.history_mask),
+        )
+        before = torch.where(real, ids, -1)[:, :-tokens]
+        return replace(
+            self,
+            input_ids=ids,
+            attention_mask=real,
+            prompt=before.unique(dim=0, return_inverse=True)[1],
+            history_ids=None,
+            history_mask=None,
+        )
 
     def rows(self, index: Int[Tensor, " row"]) -> "Experience":
         """The sequences `index`, cut to the columns they use."""
@@ -70,10 +119,13 @@ def join(parts: Sequence[Experience]) -> Experience:
         return parts[0]
     tokens = max(part.mask.shape[1] for part in parts)
     prompt = max(part.input_ids.shape[1] - part.mask.shape[1] for part in parts)
+    history = max(0 if part.history_ids is None else part.history_ids.shape[1] for part in parts)
 
     def padded(part: Experience, name: str, value: Tensor) -> Tensor:
         if value.dim() == 1:
             return value
+        if name in HISTORY:
+            return pad(value, (history - value.shape[1], 0))
         right = tokens - part.mask.shape[1]
         left = prompt - (part.input_ids.shape[1] - part.mask.shape[1])
         behind = [0, 0] * (value.dim() - 2)
@@ -171,7 +223,7 @@ def _trimmed(experience: Experience) -> Experience:
         **{
             name: value[:, :used]
             for name, value in experience.tensors().items()
-            if value.dim() >= 2 and name not in FULL_SEQUENCE
+            if value.dim() >= 2 and name not in (*FULL_SEQUENCE, *HISTORY)
         },
     )
 

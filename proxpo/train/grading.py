@@ -22,24 +22,36 @@ def grade(
     progress: Callable[[int, int], None] | None = None,
     trainer_state: Mapping[str, Any] | None = None,
 ) -> list[Outcome]:
-    """Scores the last turn of every episode.
+    """Scores the last turn of every episode; an environment's rewards stand in `extra`.
 
     trainer_state: progress of training, for functions that ask for TRL's `trainer_state`
     """
     tokens, mask = episodes.samples.tokens.cpu(), episodes.samples.mask.cpu()
+    columns = zip(
+        problems, episodes.answers, episodes.last, episodes.begins, _played(episodes), strict=True
+    )
     items = [
         RewardItem(
             prompt=problem.prompt,
             completion=text,
             answer=problem.answer,
-            extra=problem.extra,
+            extra={**problem.extra, **played},
             completion_ids=tokens[row, begin:][mask[row, begin:]].tolist(),
         )
-        for row, (problem, text, begin) in enumerate(
-            zip(problems, episodes.answers, episodes.begins)
-        )
+        for problem, text, row, begin, played in columns
     ]
     return pool.score(items, progress=progress, state=trainer_state)
+
+
+def _played(episodes: Episodes) -> list[dict[str, Any]]:
+    """Sum of the rewards of each episode in its environment, and its success; empty without."""
+    played = episodes.played
+    if played is None:
+        return [{} for _ in episodes.answers]
+    earned = [0.0] * len(played.success)
+    for turn in played.turns:
+        earned[turn.episode] += turn.reward
+    return [{"earned": e, "success": s} for e, s in zip(earned, played.success)]
 
 
 def verdicts(pool: RewardPool, outcomes: Sequence[Outcome]) -> list[bool] | None:
@@ -57,9 +69,10 @@ def span_rewards(
     """Values that the reward function gave to spans of the text, on its tokens; 0 elsewhere."""
     mask = episodes.samples.mask
     rewards = torch.zeros(mask.shape)
-    for row, outcome in enumerate(outcomes):
+    for number, outcome in enumerate(outcomes):
         if outcome.spans:
-            first, text = episodes.begins[row], episodes.answers[row]
+            row = episodes.last[number]
+            first, text = episodes.begins[number], episodes.answers[number]
             ids = episodes.samples.tokens[row, first:][mask[row, first:]].tolist()
             values = token_values(text, _offsets(policy, ids, len(text)), outcome.spans)
             rewards[row, first : first + len(ids)] = values.float()

@@ -102,9 +102,9 @@ def states_of(
 
 
 def prompts_of(rows: Experience) -> Prompts:
-    """The prompt of each group, whose rows have it with the same padding on the left."""
+    """The distinct prompts; rows that share one have it with the same padding on the left."""
     length = rows.input_ids.shape[1] - rows.mask.shape[1]
-    groups, which = rows.group.unique(return_inverse=True)
+    groups, which = rows.shared_prompt.unique(return_inverse=True)
     numbers = torch.arange(len(which), device=which.device)
     first = which.new_empty(len(groups)).scatter_(0, which, numbers)
     pad = (~rows.attention_mask[first, :length]).sum(dim=1)

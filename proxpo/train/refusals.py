@@ -5,6 +5,8 @@ from collections.abc import Collection
 from proxpo.errors import ProxpoError
 from proxpo.recipes import Procedure
 from proxpo.settings import lengths
+from proxpo.stages.advantage.attempts import ATTEMPTS
+from proxpo.stages.ratio.folded import FOLDED
 from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.train._schema import Config
 from proxpo.train._settings import changes
@@ -22,6 +24,9 @@ NOT_PROVIDED = {
         "this trainer runs no process reward model: bring it in a batch of your own",
     ),
 }
+
+TURNS = {field.name for field in ATTEMPTS}
+FOLDS = {field.name for field in FOLDED}
 
 # Settings that follow from what a schedule may decide, and the words for it.
 DECIDED = {
@@ -96,8 +101,14 @@ def check_fields(recipe: Recipe, task: Task) -> None:
     for _, stage in recipe.stages():
         for name in stage.needs:
             reason = NOT_PROVIDED.get(name, "")
-            if name == "void" and task.tool is None:
+            if name == "void" and task.tool is None and task.environment is None:
                 reason = f"task {task.name} has no tool; take one with turns, such as calculator"
+            if name in TURNS and task.environment is None:
+                reason = (
+                    f"task {task.name} has no environment; take one with attempts, such as arms"
+                )
+            if name in FOLDS and not task.folds:
+                reason = f"task {task.name} folds no history; take one that does, such as dialogue"
             schedule = recipe.schedule.name if recipe.schedule else "none"
             if name == "prev_logp" and schedule != "reincarnation":
                 reason = f"it comes from schedule=reincarnation, and this recipe has {schedule}"

@@ -29,14 +29,15 @@ def rollout_metrics(rounds: list[SampledRound]) -> dict[str, float]:
     def column(name: str) -> Tensor:
         return torch.cat([getattr(part.experience, name) for part in rounds]).cpu()
 
-    rewards = column("rewards").float()
+    rewards = torch.tensor([outcome.reward for outcome in outcomes])
+    group = torch.cat([part.experience.group[_last(part)] for part in rounds]).cpu()
     scored = rewards[~rewards.isnan()]
     lengths = torch.cat([part.experience.mask.sum(1) for part in rounds]).float().cpu()
     spread = scored.std() if len(scored) > 1 else torch.tensor(0.0)
     return {
         "reward": float(scored.mean()) if len(scored) else float("nan"),
         "reward_std": float(spread),
-        "frac_reward_zero_std": _equal_rewards(rewards, column("group")),
+        "frac_reward_zero_std": _equal_rewards(rewards, group),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(column("truncated").float().mean()),
@@ -46,16 +47,25 @@ def rollout_metrics(rounds: list[SampledRound]) -> dict[str, float]:
         **{f"proxpo/reward_{name}": float(count) for name, count in tally(outcomes).items()},
         **_accuracy(rounds),
         **_turns(rounds),
+        **_environments(rounds),
         **rounds[-1].metrics,
     }
 
 
 def _accuracy(rounds: list[SampledRound]) -> dict[str, float]:
     """Share of right responses, if the reward function or a setting tells right from wrong."""
-    right = [part.experience.correct for part in rounds]
+    right = [
+        None if part.experience.correct is None else part.experience.correct[_last(part)]
+        for part in rounds
+    ]
     if any(part is None for part in right):
         return {}
     return {"proxpo/train_accuracy": float(torch.cat(right).float().mean())}  # type: ignore[arg-type]
+
+
+def _last(part: SampledRound) -> Tensor:
+    """Row of the last turn of each episode."""
+    return torch.tensor(part.episodes.last, device=part.experience.mask.device)
 
 
 def _equal_rewards(rewards: Tensor, group: Tensor) -> float:
@@ -70,11 +80,34 @@ def _equal_rewards(rewards: Tensor, group: Tensor) -> float:
 
 def _turns(rounds: list[SampledRound]) -> dict[str, float]:
     """Mean number of turns and share of void episodes, if one took more than one turn."""
-    last = torch.cat([part.episodes.turn.amax(dim=1) for part in rounds]).float().cpu()
+    last = torch.cat([part.episodes.turn.amax(dim=1)[_last(part)] for part in rounds]).float().cpu()
     if not bool(last.any()):
         return {}
     void = torch.cat([part.episodes.void for part in rounds]).float().cpu()
     return {"proxpo/turns": float(last.mean()) + 1, "proxpo/void": float(void.mean())}
+
+
+def _environments(rounds: list[SampledRound]) -> dict[str, float]:
+    """Successes by attempt, and episodes that ended because their next prompt had no room."""
+    played = [part.episodes.played for part in rounds if part.episodes.played is not None]
+    if not played:
+        return {}
+    crowded = [flag for part in played for flag in part.crowded]
+    attempts: dict[int, int] = {}
+    for part in played:
+        final = {turn.episode: turn.situation.attempt for turn in part.turns}
+        for episode, number in final.items():
+            if part.success[episode]:
+                attempts[number] = attempts.get(number, 0) + 1
+    total = len(crowded)
+    most = max(turn.situation.attempt for part in played for turn in part.turns)
+    return {
+        "proxpo/crowded": sum(crowded) / total,
+        **{
+            f"proxpo/success@{n + 1}": sum(attempts.get(i, 0) for i in range(n + 1)) / total
+            for n in range(most + 1)
+        },
+    }
 
 
 def sample_lines(rounds: list[SampledRound], step: int) -> list[dict]:

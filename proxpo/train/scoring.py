@@ -63,7 +63,8 @@ class Learner:
         language = self.fields_of is None
         plain = language and self.transform is None and shares_prompts(self.policy.model)
         shared = plain or self.graphs is not None
-        group = experience.group if compared or shared else None
+        together = experience.group if compared else experience.shared_prompt
+        group = together if compared or shared else None
         return Rows(experience.mask, experience.attention_mask, group, compared)
 
 

@@ -12,8 +12,15 @@ from proxpo.inspection import inspect_batch
 from proxpo.settings import make_recipe, parse_setting
 from proxpo.types import FIELDS
 
-# What only a model can give, and no batch of eight answers holds.
-NEED_A_MODEL = {"capo": "hidden", "fixpo": "vocab_logp", "g2rl": "features", "grpo-guard": "noise"}
+# What only a model or an environment can give, and no batch of eight answers holds.
+NEED_A_MODEL = {
+    "capo": "hidden",
+    "fixpo": "vocab_logp",
+    "foldact": "episode",
+    "g2rl": "features",
+    "grpo-guard": "noise",
+    "lamer": "episode",
+}
 SHOWN = [slug for slug in library.methods("language") if slug not in NEED_A_MODEL]
 
 # What the loss of a batch leaves out of a method, and lengths that a trainer would set.

@@ -12,8 +12,14 @@ from proxpo import Batch
 
 FOLDER = Path(__file__).parent / "values"
 BATCH = Path(__file__).parent / "batch.json"
-BOOLEAN = ("mask", "step_end", "correct", "truncated", "void")
-INTEGER = ("lag", "tokens", "group", "turn", "prompt_id")
+BOOLEAN = (
+    *("mask", "step_end", "correct", "truncated", "void"),
+    *("reflect", "summary"),
+)
+INTEGER = (
+    *("lag", "tokens", "group", "turn", "prompt_id"),
+    *("episode", "step", "attempt", "state"),
+)
 
 
 def read_batch() -> Batch:

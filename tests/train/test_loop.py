@@ -65,6 +65,8 @@ SPECIAL = {
     "simpletir": ("task=calculator", "rollout.max_tokens=8"),
     "st-ppo": ("task=calculator", "rollout.max_tokens=8"),
     "grpo-guard": ("policy=tokens",),
+    "lamer": ("task=arms", "rollout.max_tokens=1"),
+    "foldact": ("task=dialogue", "task.options.parts=2", "rollout.max_tokens=1", "max_prompt=64"),
     "trpo": ("cg_iterations=3", "delta=0.001"),
     "mdpo": ("updates=2",),
     "proma": ("micro_batch=8",),

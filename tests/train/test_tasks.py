@@ -346,7 +346,7 @@ def test_a_pool_holds_different_problems(tmp_path):
 
 def test_reasoning_gym_errors():
     for name, options, message in (
-        ("reasoning-gym", {}, "needs a dataset: reasoning-gym:NAME"),
+        ("reasoning-gym", {}, "needs a name: reasoning-gym:NAME"),
         ("reasoning-gym:leg_countin", {}, "did you mean 'leg_counting'"),
         ("reasoning-gym:leg_counting", {"config": {"legs": 3}}, "unexpected keyword argument"),
     ):

@@ -1,6 +1,7 @@
 """Log-probabilities -> importance ratios."""
 
 from proxpo.stages.ratio.current import current, log_ratio
+from proxpo.stages.ratio.folded import folded
 from proxpo.stages.ratio.gaussian import gaussian, recentred
 from proxpo.stages.ratio.kalman import ema, kalman
 from proxpo.stages.ratio.proximal import PROXIMAL, proximal_logp
@@ -13,6 +14,7 @@ __all__ = [
     "PROXIMAL",
     "current",
     "ema",
+    "folded",
     "gaussian",
     "geometric_clip",
     "kalman",

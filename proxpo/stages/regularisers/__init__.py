@@ -1,5 +1,6 @@
 """Per-token penalties added to the policy loss, coefficient included."""
 
+from proxpo.stages.regularisers.consistency import context_consistency
 from proxpo.stages.regularisers.convex import kl_convex
 from proxpo.stages.regularisers.dual import kl_dual
 from proxpo.stages.regularisers.entropy import covariance_penalty, entropy_bonus
@@ -10,6 +11,7 @@ from proxpo.stages.regularisers.kl import kl_from_old, kl_to_ref
 from proxpo.stages.regularisers.mirror import mirror_kl
 
 __all__ = [
+    "context_consistency",
     "covariance_penalty",
     "entropy_bonus",
     "ess_kl_from_old",

@@ -1,6 +1,7 @@
 """Reward shaping: rewards -> rewards, before advantages are computed."""
 
 from proxpo.stages.reward.dither import dither
+from proxpo.stages.reward.episode import episode_targets
 from proxpo.stages.reward.feasible import feasible_only
 from proxpo.stages.reward.novelty import gradient_novelty
 from proxpo.stages.reward.progress import progress_reward
@@ -12,6 +13,7 @@ from proxpo.stages.reward.unscored import usable_only
 __all__ = [
     "clip_reward",
     "dither",
+    "episode_targets",
     "fail_truncated",
     "feasible_only",
     "find_span",

@@ -5,6 +5,7 @@ from proxpo.stages.weights.correction import behaviour, off_policy_mask, tis
 from proxpo.stages.weights.denoising import inverse_step
 from proxpo.stages.weights.duration import by_duration
 from proxpo.stages.weights.gate import entropy_gate
+from proxpo.stages.weights.summary import separate_means
 from proxpo.stages.weights.token import probability_reweight, top_entropy
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "inverse_step",
     "off_policy_mask",
     "probability_reweight",
+    "separate_means",
     "tis",
     "top_entropy",
 ]

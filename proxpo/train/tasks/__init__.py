@@ -1,4 +1,5 @@
-"""Tasks by name: `arithmetic`, `calculator`, `gsm8k`, `reasoning-gym:<name>`, or your own file.
+"""Tasks by name: `arithmetic`, `arms`, `calculator`, `dialogue`, `gsm8k`, `reasoning-gym:<name>`,
+`textarena:<game>`, or your own file.
 
 make_task("arithmetic:hard")
 make_task("gsm8k:FOLDER", verifier="numeric")
@@ -14,29 +15,46 @@ from proxpo.errors import ProxpoError, fold, resolve
 from proxpo.stages._options import bind
 from proxpo.train.domains import DOMAINS
 from proxpo.train.tasks._types import (
+    Effect,
+    Environment,
     Lazy,
     Problem,
     Reply,
+    Situation,
     Task,
     fit_prompts,
     take_pool,
 )
 from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, arithmetic, arithmetic_chat
+from proxpo.train.tasks.arms import arms
 from proxpo.train.tasks.calculator import LEVELS as CALCULATOR_LEVELS
 from proxpo.train.tasks.calculator import calculator
+from proxpo.train.tasks.dialogue import dialogue
 from proxpo.train.tasks.gsm8k import gsm8k
 from proxpo.train.tasks.own import own, reward_spec
 from proxpo.train.tasks.reasoning_gym import reasoning_gym
+from proxpo.train.tasks.textarena import textarena
 
 # What follows the colon in a task's name is this option of its factory.
 TASKS: dict[str, tuple[Callable[..., Task], str]] = {
     "arithmetic": (arithmetic, "level"),
     "arithmetic-chat": (arithmetic_chat, "level"),
+    "arms": (arms, "count"),
     "calculator": (calculator, "level"),
+    "dialogue": (dialogue, "parts"),
     "gsm8k": (gsm8k, "path"),
     "reasoning-gym": (reasoning_gym, "name"),
+    "textarena": (textarena, "name"),
 }
-GENERATED = ("arithmetic", "arithmetic-chat", "calculator", "reasoning-gym")  # without an end
+GENERATED = (
+    "arithmetic",
+    "arithmetic-chat",
+    "arms",
+    "calculator",
+    "dialogue",
+    "reasoning-gym",
+    "textarena",
+)  # without an end
 LEVELS: dict[str, dict] = {
     "arithmetic": TEXT_LEVELS,
     "arithmetic-chat": CHAT_LEVELS,
@@ -71,8 +89,8 @@ def _make(name: str, reward: str | None, options: dict[str, Any]) -> Task:
         choices = LEVELS.get(head)
         rest = resolve(rest, choices, what=f"level of {head}") if choices else rest
         options = {option: rest, **options}
-    elif head == "reasoning-gym" and "name" not in options:
-        raise ProxpoError("task reasoning-gym needs a dataset: reasoning-gym:NAME")
+    elif option == "name" and "name" not in options:
+        raise ProxpoError(f"task {head} needs a name: {head}:NAME")
     task = factory(**bind(factory, options, what=f"task {head}"))
     return task if reward is None else replace(task, reward=reward_spec(reward, {}, name))
 
@@ -84,9 +102,12 @@ def is_generated(name: str) -> bool:
 
 __all__ = [
     "TASKS",
+    "Effect",
+    "Environment",
     "Lazy",
     "Problem",
     "Reply",
+    "Situation",
     "Task",
     "fit_prompts",
     "is_generated",

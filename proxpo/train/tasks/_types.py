@@ -1,12 +1,13 @@
-"""Types of a task: problems to train on, held-out ones, reward function, tool."""
+"""Types of a task: problems to train on, held-out ones, reward function, tool, environment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 from proxpo.errors import ProxpoError
+from proxpo.ops.streams import derive
 from proxpo.rewards._types import Messages, RewardSpec
 from proxpo.train.tasks._identity import identity, question
 
@@ -18,22 +19,25 @@ class Problem:
     """A prompt (text, or chat messages), its answer, and what the reward function may want.
 
     index: its place in the split, for messages; a problem that comes twice has two
+    hidden: words for what the prompt does not show, such as the seed of a game
     """
 
     prompt: str | Messages
     answer: Any
     index: int
     extra: dict[str, Any] = field(default_factory=dict)
+    hidden: str = ""
 
     @cached_property
     def id(self) -> int:
         """A number of the prompt, the same wherever it occurs, by which methods remember it."""
-        return identity(self.prompt)
+        own = identity(self.prompt)
+        return derive(own, "hidden", self.hidden) if self.hidden else own
 
     @cached_property
     def question(self) -> str:
         """The prompt's text, by which training and held-out problems are kept apart."""
-        return question(self.prompt)
+        return question(self.prompt) + self.hidden
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,53 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The next turn of an environment, as the policy meets it.
+
+    prompt: everything that the policy is shown; history: the same without folding, where the policy
+        has replaced a part of it by a summary
+    state: equal for equal states of the environment
+    attempt: number of the attempt; reflect: the turn looks back between two attempts
+    summary: the response replaces the history
+    """
+
+    prompt: str | Messages
+    state: str
+    history: str | Messages | None = None
+    attempt: int = 0
+    reflect: bool = False
+    summary: bool = False
+
+
+class Effect(NamedTuple):
+    """Effect of a response in an environment. void: it was no valid action."""
+
+    reward: float = 0.0
+    void: bool = False
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode of turns, each with a prompt of its own and a reward."""
+
+    @property
+    def success(self) -> bool:
+        """True if the episode has reached its goal."""
+
+    def look(self) -> Situation | None:
+        """The next turn; None at the end of the episode."""
+
+    def act(self, response: str, *, cut: bool) -> Effect:
+        """Takes the policy's response to the last situation. cut: at the length limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """Problems by number: `train` and `test` know their length and may be generated on demand.
 
     With a `tool`, an episode goes on for up to `max_turns` turns; the reward sees the last one.
+    With an `environment`, each turn is a sequence of its own, and rewards come from there.
+    folds: the policy replaces its history by summaries
     """
 
     name: str
@@ -79,13 +126,12 @@ class Task:
     template: Mapping[str, Any] = field(default_factory=dict)
     tool: Callable[[str], Reply] | None = None
     max_turns: int = 1
+    environment: Callable[[Problem], Environment] | None = None
+    folds: bool = False
 
     def encode(self, problem: Problem, tokenizer: Any, *, limit: int | None = None) -> list[int]:
         """The prompt's token ids, chat template applied; refused beyond `limit` tokens."""
-        if isinstance(problem.prompt, str):
-            ids = _encode_text(problem.prompt, tokenizer)
-        else:
-            ids = self._encode_chat(problem.prompt, tokenizer)
+        ids = self.encode_prompt(problem.prompt, tokenizer)
         if not ids:
             raise ProxpoError(f"task {self.name}: the prompt of problem {problem.index} is empty")
         if limit is not None and len(ids) > limit:
@@ -94,6 +140,12 @@ class Task:
                 f"the limit is {limit}: raise rollout.max_prompt or set task.drop_long=true"
             )
         return ids
+
+    def encode_prompt(self, prompt: str | Messages, tokenizer: Any) -> list[int]:
+        """Token ids of a text or of messages."""
+        if isinstance(prompt, str):
+            return _encode_text(prompt, tokenizer)
+        return self._encode_chat(prompt, tokenizer)
 
     @cached_property
     def held_out(self) -> frozenset[str]:
@@ -171,9 +223,12 @@ def take_pool(task: Task, size: int) -> Task:
 
 
 __all__ = [
+    "Effect",
+    "Environment",
     "Lazy",
     "Problem",
     "Reply",
+    "Situation",
     "Task",
     "fit_prompts",
     "take_pool",

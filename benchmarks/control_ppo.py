@@ -99,7 +99,7 @@ def main() -> int:
             "seconds": seconds,
             "within": low <= mean <= high,
         }
-    asked.out.write_text(json.dumps(results, indent=1) + "\n")
+        asked.out.write_text(json.dumps(results, indent=1) + "\n")
     return 0 if all(result["within"] for result in results.values()) else 1
 
 

@@ -185,6 +185,37 @@ def test_props_without_a_rate_is_on_policy(tmp_path: Path) -> None:
     plain.close()
 
 
+class Target(gym.Env):
+    """Ten steps; the reward is -(a - s)²."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def _seen(self) -> np.ndarray:
+        self.target = self.np_random.uniform(-0.8, 0.8)
+        return np.array([self.target, 1.0], dtype=np.float32)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._seen(), {}
+
+    def step(self, action):
+        reward = -float((action[0] - self.target) ** 2)
+        self.steps += 1
+        return self._seen(), reward, self.steps >= 10, False, {}
+
+
+@pytest.mark.checks("avg", "learns to hit a target that it sees within 500 steps, each used once")
+def test_avg_learns(tmp_path: Path) -> None:
+    gym.register("Target-v0", Target)
+    rates = ("lr_actor=0.003", "lr_critic=0.01", "alpha=0.01", "gamma=0", "hidden=32")
+    config = config_of(tmp_path, "gym:Target-v0", "avg", *rates, "train.steps=1", "max_tokens=500")
+    summary = train(config)
+    assert summary["reward_before"] < -1.5
+    assert summary["reward_after"] > -0.9
+
+
 REFUSED = {
     "task gym needs an environment": ("gym", "ppo"),
     "unknown task 'gymn'; did you mean 'gym'": ("gymn:CartPole-v1", "ppo"),

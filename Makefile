@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Modules are compiled when first imported; most of what the environments hold never is.
 export PIP_NO_COMPILE := 1
 
-.PHONY: train test lint docs models clean env env-verl env-vllm browser environments
+.PHONY: train test lint docs check-docs models clean env env-verl env-vllm browser environments
 
 env: $(ENV)/.ready
 env-verl: $(VERL)/.ready
@@ -65,9 +65,11 @@ models: env
 docs: env
 	$(ENV)/bin/python scripts/build_docs.py
 
-test: environments
-	$(MAKE) lint
+check-docs: env
 	$(ENV)/bin/python scripts/build_docs.py --check
+
+test: environments
+	$(MAKE) -j 2 lint check-docs
 	OMP_NUM_THREADS=1 \
 	PROXPO_VERL_PYTHON=$(abspath $(VERL)/bin/python) \
 	PROXPO_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) \

@@ -1,8 +1,9 @@
 """What ISOPO costs: forward + backward time and peak memory against REINFORCE, in the same run.
 
     python benchmarks/isopo_overhead.py                   a toy model on the CPU
-    python benchmarks/isopo_overhead.py --device cuda     Qwen3-0.6B shape in bf16, and a wider one
+    python benchmarks/isopo_overhead.py --device cuda     Qwen3-0.6B shape in bf16, wider, shorter
     ... --device cuda --graphs     the same replayed as CUDA graphs: without the host's launches
+    ... --host                     time and operations of the host per parameter, tiny kernels
 
 Every row runs the same model on the same tokens with the same log-probabilities; repeats are
 interleaved, and the median counts. The last row is the loop of arXiv:2512.23353, figure 2, as
@@ -15,12 +16,15 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from proxpo import gradients
@@ -33,6 +37,10 @@ SMALL = {
 WIDE = SMALL | {
     "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32,
     "intermediate_size": 12288,
+}  # fmt: skip
+SHORT = SMALL | {
+    "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536,
 }  # fmt: skip
 TOY = SMALL | {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,12 +57,21 @@ class Case:
     checkpointed: bool = False
 
 
+NARROW = SMALL | {
+    "vocab_size": 16, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 4, "intermediate_size": 8,
+}  # fmt: skip
+
+
 CUDA = (
     Case("8x1024", SMALL, 8, 1024),
     Case("32x256", SMALL, 32, 256),
     Case("2x4096", SMALL, 2, 4096),
     Case("8x1024 checkpointed", SMALL, 8, 1024, checkpointed=True),
     Case("8x1024 wide", WIDE, 8, 1024),
+    Case("64x256", SMALL, 64, 256),
+    Case("64x48 of 135M", SHORT, 64, 48),
+    Case("512x48 of 135M", SHORT, 512, 48),
 )
 CPU = (
     Case("8x128", TOY, 8, 128),
@@ -109,7 +126,10 @@ def methods() -> dict[str, object]:
         "isopo, 64 samples": gradients.isopo(overlap=64),
         "isopo, 250 samples": gradients.isopo(overlap=250),
         "isopo euclidean": gradients.isopo(preset="euclidean"),
+        "isopo r = -2, 64": gradients.isopo(preset="nearest-npg", overlap=64),
+        "isopo reg = 1, 64": gradients.isopo(overlap=64, reg=1.0),
         "isopo-ntk": gradients.isopo_ntk(),
+        "isopo-ntk, groups of 8": gradients.isopo_ntk(group_by="prompt"),
         "the paper's loop, 250": PaperLoop(250),
     }
 
@@ -126,7 +146,8 @@ def run(model: nn.Module, method: object, ids: Tensor, seq: Tensor, advantages: 
         weights = advantages[seq[:, 1:]].flatten()
         (nll(model, ids) * weights).sum().backward()
         return
-    with method.applied(model, sequences=seq, advantages=advantages):  # type: ignore[attr-defined]
+    groups = {"groups": seq[:, 0] // 8} if isinstance(method, gradients.Transform) else {}
+    with method.applied(model, sequences=seq, advantages=advantages, **groups):  # type: ignore
         nll(model, ids).sum().backward()
 
 
@@ -252,6 +273,78 @@ def profile(case: Case, device: str, method: object) -> None:
     print(trace.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations that reach a device: views and queries do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func is torch.ops.aten._unsafe_view.default)
+        return func(*args, **(kwargs or {}))
+
+
+def measure_host(repeats: int) -> list[dict]:
+    """Time of the host per parameter beyond REINFORCE: 28 layers of width 8, six positions."""
+    model = build(Case("host", NARROW, 2, 1), "cpu")
+    count = len(list(model.parameters()))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    seq, advantages = torch.tensor([[0], [1]]).expand(2, 3), torch.randn(2)
+    chosen: dict[str, Any] = {
+        "reinforce": None,
+        "p = -1": gradients.isopo(overlap=2),
+        "q = -1 (euclidean)": gradients.isopo(preset="euclidean"),
+        "r = -2": gradients.isopo(preset="nearest-npg", overlap=2),
+        "p = -1, reg": gradients.isopo(overlap=2, reg=0.1),
+        "isopo-ntk": gradients.isopo_ntk(),
+    }
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in chosen}
+
+    def passes(method: Any, marks: list[float]) -> None:
+        """Notes the time at the ends of opening, forward, backward and closing."""
+        block = method.applied(model, sequences=seq, advantages=advantages) if method else None
+        with block or nullcontext():
+            marks.append(time.process_time())
+            loss = nll(model, ids).sum()
+            marks.append(time.process_time())
+            loss.backward()
+            marks.append(time.process_time())
+        marks.append(time.process_time())
+
+    operations = {}
+    for repeat in range(repeats + 3):
+        for name, method in chosen.items():
+            model.zero_grad(set_to_none=True)
+            marks = [time.process_time()]
+            if repeat == 2:
+                with Operations() as mode:
+                    passes(method, marks)
+                operations[name] = mode.count / count
+            else:
+                passes(method, marks)
+            if repeat > 2:
+                times[name].append(tuple(b - a for a, b in pairwise(marks)))
+            if method is not None:
+                method.step()
+    rows = []
+    for name, measured_ in times.items():
+        parts = [1e6 * statistics.median(part) / count for part in zip(*measured_)]
+        rows.append({"method": name, "operations": operations[name], "us": parts})
+    return rows
+
+
+def host_table(rows: list[dict]) -> str:
+    head = ("open", "forward", "backward", "close", "more", "ops", "more ops")
+    lines = [f"{'us per parameter':<22}" + "".join(f"{name:>10}" for name in head)]
+    base = rows[0]
+    for row in rows:
+        more = sum(row["us"]) - sum(base["us"])
+        numbers = [*row["us"], more, row["operations"], row["operations"] - base["operations"]]
+        lines.append(f"{row['method']:<22}" + "".join(f"{x:>10.1f}" for x in numbers))
+    return "\n".join(lines)
+
+
 def table(results: list[dict]) -> str:
     lines = [f"{'case':<22}{'method':<24}{'ms':>9}{'time':>8}{'GiB':>8}{'memory':>9}"]
     for row in results:
@@ -269,9 +362,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="", help="cases and methods whose name contains this")
     parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs of each method")
+    parser.add_argument("--host", action="store_true", help="time of the host per parameter")
     parser.add_argument("--profile", action="store_true", help="kernels of isopo and of reinforce")
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
+    if options.host:
+        rows = measure_host(options.repeats)
+        print(host_table(rows))
+        write(options.json, rows)
+        return
     cases = CUDA if options.device == "cuda" else CPU
     if options.profile:
         for name in ("reinforce", "isopo, 64 samples"):
@@ -293,11 +392,15 @@ def main() -> None:
         else:
             results += measure(case, options.device, options.repeats, wanted)
         print(table(results[-len(wanted) :]), flush=True)
+        write(options.json, results)
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
+
+
+def write(path: str | None, results: list[dict]) -> None:
+    if path:
+        with open(path, "w") as file:
             json.dump(results, file, indent=1)
 
 

@@ -7,18 +7,19 @@
 Repeats are interleaved: each round runs every recipe once; the table shows medians of the rounds.
 Beside the time stand the tensor operations of one loss (on a GPU its kernels and copies) and the
 number of times the host waits for the device: measured on a GPU, on the CPU the operations that
-would wait there.
+would wait there. A recipe that fails is named and left out.
 """
 
 import argparse
-import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from record import Record
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import proxpo
@@ -49,15 +50,23 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", metavar="NAME", help="beside reinforce; all if none"
     )
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    record = Record(args.json)
+    record.data |= {"rows": args.rows, "tokens": args.tokens}
     batch = make_batch(args.rows, args.tokens, args.device)
-    chosen = ["reinforce", *args.methods] if args.methods else methods()
-    timers = {slug: timer(methods()[slug].make(), batch) for slug in chosen}
+    chosen = ["reinforce", *args.methods] if args.methods else methods("language")
+    timers: dict[str, Callable[[], float]] = {}
+    counts: dict[str, Counts] = {}
+    for slug in chosen:
+        try:
+            run = timer(methods()[slug].make(), batch)
+            run()  # warm-up: caches of filter tables, allocator
+            counts[slug] = count(run, args.device)
+            timers[slug] = run
+        except Exception as error:
+            print(f"{slug}: left out, {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     seconds: dict[str, list[float]] = {slug: [] for slug in timers}
-    for run in timers.values():
-        run()  # warm-up: caches of filter tables, allocator
-    counts = {slug: count(run, args.device) for slug, run in timers.items()}
     for _ in range(args.rounds):
         for slug, run in timers.items():
             seconds[slug].append(run())
@@ -70,13 +79,8 @@ def main() -> None:
             f"{slug:24s} {value / base:5.2f}x  {value * 1e3:8.1f} ms  "
             f"{counts[slug].operations:4d} operations  {counts[slug].waits:3d} waits"
         )
-    if args.json:
-        table = {
-            slug: {"relative": value / base, "seconds": value, **counts[slug]._asdict()}
-            for slug, value in medians.items()
-        }
-        with open(args.json, "w") as file:
-            json.dump(table, file, indent=1)
+        entry = {"relative": value / base, "seconds": value, **counts[slug]._asdict()}
+        record.add(slug, entry)
 
 
 def timer(recipe: proxpo.Recipe, batch: proxpo.Batch):
@@ -109,13 +113,16 @@ def count(run: Callable[[], float], device: str) -> Counts:
         return Counts(len(seen.names), sum(map(_waits, seen.names)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
-    torch.cuda.set_sync_debug_mode("warn")
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run()
-    torch.cuda.set_sync_debug_mode("default")
-    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    return Counts(len(events), sum("synchroniz" in str(warning.message) for warning in caught))
+        torch.cuda.set_sync_debug_mode("warn")  # warns once that it does not see all waits
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = sum("called a synchronizing" in str(warning.message) for warning in caught)
+    return Counts(len(events), waits)
 
 
 class _Operations(TorchDispatchMode):

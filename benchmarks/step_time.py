@@ -5,8 +5,8 @@
 
 Both train GRPO on the arithmetic task in float32, one update per rollout, no reference model. The
 runs take turns, a block of steps each; the median step counts, and ours is split into its parts.
-TRL's step does not count its optimizer; ours does. Last comes what the matrix products of our
-update take by themselves, timed in the same run: no update in float32 can be faster.
+Last comes what the matrix products of our update take by themselves, timed in the same run: no
+update in float32 can be faster.
 """
 
 import argparse
@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from peers import train_trl
 
 import proxpo.backward as backward
 from proxpo.models import load_policy
@@ -97,40 +96,19 @@ def ours(args: argparse.Namespace, round_number: int) -> list[dict[str, float]]:
 
 def theirs(args: argparse.Namespace, round_number: int) -> list[float]:
     """Seconds of each step of GRPOTrainer."""
-    policy, task = load_policy("tiny"), make_task("arithmetic")
-    problems = [task.train[i] for i in range(args.prompts * (args.steps + 2))]
-    data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])
-
-    def reward(completions: list[str], answer: list[str], **_: object) -> list[float]:
-        return [float(text == right) for text, right in zip(completions, answer)]
-
-    with tempfile.TemporaryDirectory() as out:
-        config = GRPOConfig(
-            output_dir=out,
-            per_device_train_batch_size=args.prompts * args.samples,
-            num_generations=args.samples,
-            max_completion_length=args.tokens,
-            max_steps=args.steps,
-            learning_rate=3e-5,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=round_number,
-        )
-        trainer = GRPOTrainer(
-            model=policy.model.train(),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=data,
-            processing_class=policy.tokenizer,
-        )
-        trainer.train()
-    times = [row["step_time"] for row in trainer.state.log_history if "step_time" in row]
-    return times[1:]
+    task, seconds = make_task("arithmetic"), []
+    train_trl(
+        load_policy("tiny"),
+        task,
+        [task.train[i] for i in range(args.prompts * args.steps)],
+        prompts=args.prompts,
+        samples=args.samples,
+        tokens=args.tokens,
+        lr=3e-5,
+        seed=round_number,
+        on_step=lambda row: seconds.append(row["step"]),
+    )
+    return seconds[1:]
 
 
 def products(args: argparse.Namespace, length: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
-from proxpo.recipes._registry import Method, method
+from proxpo.recipes._registry import Method, Procedure, method
 from proxpo.stages import STAGES, check_stages, load_stages, make_stage
 from proxpo.stages._options import parameters, variations
 from proxpo.types import KINDS, MANY, Recipe, Stage
@@ -22,11 +22,27 @@ Swaps = Sequence[tuple[str, Any]]
 
 def make_recipe(name: str, settings: Settings = ()) -> Recipe:
     """The method `name` with its options set and its stages swapped, checked as a whole."""
+    made = make_method(name, settings)
+    if isinstance(made, Procedure):
+        raise ProxpoError(
+            f"{made.name} is a method of {' and '.join(method(name).domains)} with updates of its "
+            "own, no recipe of stages"
+        )
+    return made
+
+
+def make_method(name: str, settings: Settings = ()) -> Recipe | Procedure:
+    """The method `name` with its options set and, where it is a recipe, its stages swapped."""
     entry = method(name)
     pairs = list(settings.items() if isinstance(settings, Mapping) else settings)
     own = [(key, value) for key, value in pairs if not _is_stage(key)]
     options = {_option(key, entry.defaults, entry.slug): value for key, value in own}
     recipe = entry.make(**options)
+    if isinstance(recipe, Procedure):
+        for key, _ in pairs:
+            if _is_stage(key):
+                raise ProxpoError(f"{entry.slug} has no stages, so '{key}' cannot be set")
+        return recipe
     for option in options:
         _check_effect(entry, options, recipe, option)
     return apply_swaps(recipe, [(key, value) for key, value in pairs if _is_stage(key)])
@@ -240,4 +256,12 @@ def _with_option(stage: Stage, option: str, value: Any) -> Stage:
     return STAGES[stage.kind][stage.name](**{**stage.options, option: value})
 
 
-__all__ = ["apply_swaps", "at_length", "lengths", "make_recipe", "parse_setting", "parse_value"]
+__all__ = [
+    "apply_swaps",
+    "at_length",
+    "lengths",
+    "make_method",
+    "make_recipe",
+    "parse_setting",
+    "parse_value",
+]

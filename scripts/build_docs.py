@@ -1,4 +1,5 @@
-"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md, README's table.
+"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md, README's table;
+and the tables and figures of speed, from what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -14,12 +15,15 @@ import re
 import sys
 from pathlib import Path
 
+import speed_pages
+
 from proxpo import fields, sparsity
 from proxpo.fields import CORE, FIELDS
 from proxpo.ops import kl
 from proxpo.recipes import Method, methods
 from proxpo.stages import STAGES, aggregate, load_stages
 from proxpo.stages.schedule import variants
+from proxpo.types import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- catalogue: written by scripts/build_docs.py -->", "<!-- end of catalogue -->"
@@ -36,7 +40,12 @@ def main() -> int:
         print(f"{path.relative_to(ROOT)}: {'out of date' if path in stale else 'no such method'}")
         if not check:
             _write(path, wanted.get(path))
-    return 1 if check and (stale or orphans) else 0
+    figures = speed_pages.stale_figures()
+    for path in figures:
+        print(f"{path.relative_to(ROOT)}: drawn from other figures")
+        if not check:
+            speed_pages.draw(path, speed_pages.figures()[path])
+    return 1 if check and (stale or orphans or figures) else 0
 
 
 def pages() -> dict[Path, str]:
@@ -56,6 +65,7 @@ def pages() -> dict[Path, str]:
     )
     out[ROOT / "docs/stages.md"] = stages_page()
     out[ROOT / "docs/fields.md"] = fields_page()
+    out |= speed_pages.pages()
     readme = ROOT / "README.md"
     if readme.exists():
         head, _, rest = readme.read_text().partition(START)
@@ -66,13 +76,9 @@ def pages() -> dict[Path, str]:
 def method_page(method: Method, tested: dict[str, list[str]]) -> str:
     body, departures, reference = split_docstring(method.text)
     title, _, rest = body.partition("\n")
-    recipe = method.make()
+    made = method.make()
     options = "\n".join(f"| `{k}` | `{_cell(repr(v))}` |" for k, v in method.defaults.items())
-    stages = "\n".join(
-        f"| {place.split('.')[0]} | `{_cell(str(stage))}` |" for place, stage in recipe.stages()
-    )
-    losses = variants(recipe) or ()
-    passes = f"\nRun as {len(losses)} passes over each batch.\n" if len(losses) > 1 else ""
+    trains = "" if method.domains == ("language",) else f" For {' and '.join(method.domains)}."
     return f"""# {method.slug}
 
 {title}
@@ -83,17 +89,23 @@ def method_page(method: Method, tested: dict[str, list[str]]) -> str:
 {rest.strip(chr(10))}
 ```
 
-Source: {reference}. How sure we are: {method.confidence}.
+Source: {reference}. How sure we are: {method.confidence}.{trains}
 
 | option | default |
 | --- | --- |
 {options}
 
-| stage | default |
-| --- | --- |
-{stages}
-{passes}
+{_stages(made) if isinstance(made, Recipe) else ""}
 {_tested(method.slug, tested)}"""
+
+
+def _stages(recipe: Recipe) -> str:
+    rows = "\n".join(
+        f"| {place.split('.')[0]} | `{_cell(str(stage))}` |" for place, stage in recipe.stages()
+    )
+    losses = variants(recipe) or ()
+    passes = f"\nRun as {len(losses)} passes over each batch.\n" if len(losses) > 1 else ""
+    return f"| stage | default |\n| --- | --- |\n{rows}\n{passes}"
 
 
 def shared_page(slug: str, parts: list, tested: dict[str, list[str]]) -> str:

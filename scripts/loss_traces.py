@@ -78,7 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--against", type=Path)
-    parser.add_argument("--methods", nargs="*", default=sorted(methods()))
+    parser.add_argument("--methods", nargs="*", default=sorted(methods("language")))
     asked = parser.parse_args()
     traces = {}
     for slug in asked.methods:

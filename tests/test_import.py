@@ -40,7 +40,7 @@ batch = proxpo.Batch(
     logp=logp, mask=yes, rewards=torch.tensor([1.0, 0.0, 1.0, 0.5]), group=where, prompt_id=where,
     greedy_rewards=torch.zeros(4), duration=torch.rand(4), features=torch.rand(4, 3), **other,
 )
-for slug in proxpo.methods():
+for slug in proxpo.methods("language"):
     proxpo.loss_fn(proxpo.make_recipe(slug))(batch).value.backward()
 assert logp.grad.isfinite().all()
 new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)

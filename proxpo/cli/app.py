@@ -123,6 +123,42 @@ def train_command(
     run_training(config, settings or [], overrides, resume=resume)
 
 
+@app.command("adapt")
+def adapt_command(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="rosa or latentseek.")],
+    model: Model = None,
+    task: Task = None,
+    problems: Annotated[
+        int | None, typer.Option(metavar="N", help="Held-out problems, from the first [50].")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An option of the method (see proxpo methods METHOD), or max_tokens, temperature, "
+            "device, dtype, task.options.NAME, task.reward, task.correct_above. May be repeated.",
+        ),
+    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
+) -> None:
+    """Adapt to one problem at a time, against resampling and plain steps with the same tokens."""
+    from proxpo.cli.adapting import run_adaptation
+
+    run_adaptation(
+        method,
+        settings or [],
+        out=out,
+        resume=resume,
+        model=model,
+        task=task,
+        problems=problems,
+        seed=seed,
+    )
+
+
 @app.command("compare")
 def compare_command(
     methods: Annotated[

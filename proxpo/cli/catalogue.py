@@ -13,7 +13,7 @@ from rich.text import Text
 from proxpo.recipes import Method, method, methods
 from proxpo.report.inspection_text import sentence
 from proxpo.report.terminal import console
-from proxpo.types import Recipe
+from proxpo.types import Recipe, Stage
 
 # Entries that measure instead of training: (paper, confidence, summary, command).
 DIAGNOSTICS = {
@@ -36,7 +36,7 @@ def show_methods(*, as_json: bool) -> None:
     table.add_column("what it does, and its stages", ratio=1)
     for slug, entry in methods().items():
         name = Text.assemble((slug, "bold"), (f"\n{entry.paper}\n{entry.confidence}", "dim"))
-        what = Text.assemble(sentence(entry.summary), (f"\n{_chain(entry.make())}", "dim"))
+        what = Text.assemble(sentence(entry.summary), (f"\n{_chain(entry)}", "dim"))
         table.add_row(name, what)
     for slug, (paper, confidence, summary, command) in DIAGNOSTICS.items():
         name = Text.assemble((slug, "bold"), (f"\n{paper}\n{confidence}", "dim"))
@@ -65,16 +65,19 @@ def show_method(name: str, *, as_json: bool) -> None:
 
 def _full(entry: Method) -> RenderableType:
     title = Text.assemble(
-        (entry.slug, "bold"), f"  {entry.paper}", (f"  {entry.confidence}", "dim")
+        (entry.slug, "bold"),
+        f"  {entry.paper}",
+        (f"  {entry.confidence}  for {', '.join(entry.domains)}", "dim"),
     )
     options = _table("option", "default")
     for name, value in entry.defaults.items():
         options.add_row(name, Text(_shown(value), "cyan"))
     stages = _table("stage", "what is used")
-    for place, stage in entry.make().stages():
+    for place, stage in _stages(entry):
         stages.add_row(place.split(".")[0], str(stage))
-    source = Text(f"recipe: {_source(entry)}", "dim", overflow="fold")
-    return Group(title, Text(), Text(entry.text), options, stages, source)
+    source = Text(f"defined in {_source(entry)}", "dim", overflow="fold")
+    tables = [options, stages] if stages.row_count else [options]
+    return Group(title, Text(), Text(entry.text), *tables, source)
 
 
 def _table(*headings: str) -> Table:
@@ -89,10 +92,11 @@ def _brief(entry: Method) -> dict[str, Any]:
         "summary": entry.summary,
         "paper": entry.paper,
         "confidence": entry.confidence,
+        "domains": list(entry.domains),
         "defaults": {name: _jsonable(value) for name, value in entry.defaults.items()},
         "stages": {
             place: {"name": stage.name, "options": _jsonable(dict(stage.options))}
-            for place, stage in entry.make().stages()
+            for place, stage in _stages(entry)
         },
     }
 
@@ -112,8 +116,16 @@ def _shown(value: Any) -> str:
     )
 
 
-def _chain(recipe: Recipe) -> str:
-    return " → ".join(stage.name for _, stage in recipe.stages())
+def _chain(entry: Method) -> str:
+    """The stages of a recipe; the domains of a method that is not for language models alone."""
+    stages = " → ".join(stage.name for _, stage in _stages(entry)) or "updates of its own"
+    return stages if entry.domains == ("language",) else f"{', '.join(entry.domains)}: {stages}"
+
+
+def _stages(entry: Method) -> list[tuple[str, Stage]]:
+    """The stages of a recipe with their places; none of a method with updates of its own."""
+    made = entry.make()
+    return made.stages() if isinstance(made, Recipe) else []
 
 
 def _source(entry: Method) -> str:

@@ -15,6 +15,8 @@ from proxpo.compare.runner import Pool, open_comparison, planned_state, run_plan
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError, resolve
 from proxpo.settings import parse_setting
+from proxpo.train.config import task_name
+from proxpo.train.domains import domain_of
 
 ENTRY = "proxpo.cli:main"  # called in the process of each run
 PRESET = "comparison"  # the config of all runs where none is named
@@ -80,14 +82,15 @@ def list_studies() -> None:
 
 
 def _request(options: CompareOptions) -> Request:
+    pairs = [("model", options.model), ("task", options.task)]
+    sets = [*((k, v) for k, v in pairs if v is not None), *map(parse_setting, options.settings)]
     if options.study is None:
-        request = Request(arms=[parse_arm(text) for text in options.methods], config=PRESET)
+        shared = PRESET if domain_of(task_name(sets)).name == "language" else None
+        request = Request(arms=[parse_arm(text) for text in options.methods], config=shared)
     elif options.methods:
         raise ProxpoError("--study brings its own methods: name a study or methods, not both")
     else:
         request = read_study(options.study)
-    pairs = [("model", options.model), ("task", options.task)]
-    sets = [*((k, v) for k, v in pairs if v is not None), *map(parse_setting, options.settings)]
     return replace(
         request,
         base=(*request.base, *sets),
@@ -114,15 +117,9 @@ def _folder(options: CompareOptions) -> str:
 
 def _check_task(plan: Plan) -> None:
     """Refuses a task that cannot be made: it would fail in every run."""
-    from proxpo.train.tasks import make_task
+    from proxpo.train.build import check_task
 
-    task = plan.base["task"]
-    make_task(
-        task["name"],
-        reward=task["reward"],
-        correct_above=task["correct_above"],
-        **task["options"],
-    )
+    check_task(plan.base["task"])
 
 
 def _pool(options: CompareOptions) -> Pool:

@@ -88,12 +88,9 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
     console = Console(highlight=False)
     console.print(table)
     if config is not None:
-        from proxpo.train.job import fitted
-        from proxpo.train.refusals import remarks
-        from proxpo.train.tasks import make_task
+        from proxpo.train.build import settings_remarks
 
-        task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
-        for line in remarks(config, fitted(config.make_recipe(), config, task)):
+        for line in settings_remarks(config):
             console.print(Text(line))
 
 
@@ -158,7 +155,7 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:.2f} nats a response"
     console.print(
         f"{_result(summary)}{kl}; {summary['steps']} steps, {summary['seconds']:.0f} s, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s"
+        f"{summary['tokens_per_second']:,.0f} {summary.get('unit', 'tokens')}/s"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("prompt", "before", "after", "answer"):
@@ -170,9 +167,11 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _result(summary: dict[str, Any]) -> str:
-    """Accuracies before and after; rewards of a task without an accuracy."""
+    """Accuracies before and after; scores of a domain, or rewards of a task, without accuracies."""
+    before, after = summary["reward_before"], summary["reward_after"]
+    if "score" in summary:
+        return f"[bold]{summary['score']} {before:.3f} -> {after:.3f}[/bold]"
     if summary["accuracy_after"] is None:
-        before, after = summary["reward_before"], summary["reward_after"]
         return (
             f"[bold]held-out reward {before:.3f} -> {after:.3f}[/bold] greedy (no accuracy: the "
             "reward function does not say what is right, see task.correct_above)"

@@ -56,7 +56,7 @@ def make_plan(request: Request) -> Plan:
     if request.seeds < 1 or (request.sweep and request.tune < 1):
         raise ProxpoError("a comparison needs at least one seed")
     arms, pairs = _with_shared(request, [_arm(*arm) for arm in request.arms])
-    base = _base(request.config, pairs)
+    base = _base(request.config, pairs, arms)
     arms, notes = _with_file_recipe(request.config, arms)
     sweep, vary = _axes(request.sweep, "--sweep"), _axes(request.vary, "--vary")
     arms, more = _varied(arms, vary)
@@ -230,8 +230,14 @@ def _refuse_partial(key: str, value: Any, arms: Sequence[Arm], paths: Mapping[st
     )
 
 
-def _base(source: str | None, pairs: Iterable[tuple[str, Any]]) -> Settings:
-    tree = as_dict(load_config(source, list(pairs)))
+def _base(source: str | None, pairs: list[tuple[str, Any]], arms: Sequence[Arm]) -> Settings:
+    """The settings of all runs; those that a method brings are left to the arms, without a file."""
+    tree = as_dict(load_config(source, pairs))
+    written = {path for path, _ in pairs}
+    own = {path for arm in arms for path in method(arm.method).settings}
+    for path in own - written if source is None else ():
+        section, _, name = path.rpartition(".")
+        del tree[section][name]
     return {key: value for key, value in tree.items() if key not in OWN}
 
 

@@ -23,14 +23,14 @@ def recipes() -> str:
 
     batch = read_batch("sample").batch
     ran = 0
-    for name, method in methods().items():
+    for name, method in methods("language").items():
         recipe = method.make()
         if recipe.needs() - {field for field, _ in batch.items()}:
             continue  # reads what only a model or a Gaussian policy gives
         ran += 1
         value = inspect_batch(recipe, batch, name=name).loss
         expect(value == value, f"{name}: the loss of the sample batch is not a number")
-    return f"{ran} of {len(methods())} recipes on the sample batch; {_devices()}"
+    return f"{ran} of {len(methods('language'))} recipes on the sample batch; {_devices()}"
 
 
 def kernels() -> str:
@@ -166,7 +166,7 @@ def verl() -> str:
     from proxpo.adapters.verl._recipes import verl_name
     from proxpo.recipes import methods
 
-    names = [verl_name(slug) for slug in methods()]
+    names = [verl_name(slug) for slug in methods("language")]
     for name in names:
         core_algos.get_policy_loss_fn(name)
     core_algos.get_adv_estimator_fn(verl_name("grpo"))

@@ -15,12 +15,20 @@ from proxpo.exact.npg import (
     natural_gradient_batch,
     policy_gradient,
 )
-from proxpo.exact.policy import ActionBatch, FlatPolicy, scores, token_scores
+from proxpo.exact.policy import (
+    ActionBatch,
+    FlatPolicy,
+    Linearised,
+    linearise,
+    scores,
+    token_scores,
+)
 from proxpo.exact.trpo import TrpoStep, conjugate_gradient, fisher_product, trpo_step
 
 __all__ = [
     "ActionBatch",
     "FlatPolicy",
+    "Linearised",
     "TrpoStep",
     "conjugate_gradient",
     "fisher_exact",
@@ -28,6 +36,7 @@ __all__ = [
     "fisher_sequence",
     "fisher_token",
     "kl_step",
+    "linearise",
     "mean_kl",
     "minsr",
     "minsr_damping",

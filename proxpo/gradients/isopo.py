@@ -9,7 +9,7 @@ sequence i, J a random set of positions (eq. 6 and section 2 of arXiv:2512.23353
 
 The method is this file: `scale` computes s, `lengths2` defines F² and N², `Isopo` puts them
 together, `isopo` makes the transform. Every layer calls `scale`, the language-model head too; the
-CUDA kernels repeat it for p alone. `_engine` computes F² and N² without building V_i.
+CUDA kernels repeat it. `_engine` computes F² and N² without building V_i.
 """
 
 import math
@@ -22,7 +22,13 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.gradients._engine import measure
 from proxpo.gradients._engine.cost import PATHS
 from proxpo.gradients._engine.layout import Layout
-from proxpo.gradients._engine.measure import LengthRule, Measurement, SquaredLengths
+from proxpo.gradients._engine.measure import (
+    ALL,
+    LengthRule,
+    Measurement,
+    ScaleOptions,
+    SquaredLengths,
+)
 from proxpo.gradients._engine.position_gradients import AnyGradients
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.transform import Transform
@@ -46,6 +52,7 @@ def scale(
     history: str = "microbatch",
     defined: Bool[Tensor, ""] | None = None,
     times: Float[Tensor, " row"] | None = None,
+    count: int | Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "*row"]:
     """s_i = reg2(F_i)^p · reg2(N_i)^q · reg2(R_i)^r,   reg2(x)² = x² + ρ E[x²] + ε.
 
@@ -58,6 +65,7 @@ def scale(
     keep_small: reg2 divided by √(ρ E[x²]), which leaves short gradients as they are.
     defined: False where every gradient of J is 0, so that F is unknown and its factors are 1.
     times: A_i, multiplied from the left: the result is then A_i s_i.
+    count: number of sequences, where rows with x² = 0 stand for padding.
     """
     if r and R2 is None and F2 is not None and N2 is not None:
         R2 = ratio2(F2, N2)
@@ -67,12 +75,17 @@ def scale(
             continue
         assert x2 is not None
         if rho and E is None:
-            E = x2.mean() if history == "microbatch" else x2
-        factor = power(reg2(x2, rho, E, eps=eps, keep_small=keep_small), exponent)
+            E = _mean(x2, count) if history == "microbatch" else x2
+        base = reg2(x2, rho, E, eps=eps, keep_small=keep_small)
+        factor = base.pow(exponent / 2) if eps > 0 else power(base, exponent)
         if name != "N" and defined is not None:
             factor = torch.where(defined, factor, 1.0)
-        s = factor if s is None else s * factor.to(s.dtype)
+        s = factor if s is None else s * (factor if factor.dtype == s.dtype else factor.to(s))
     return torch.ones(()) if s is None else s
+
+
+def _mean(x2: Float[Tensor, " row"], count: int | Float[Tensor, ""] | None) -> Float[Tensor, ""]:
+    return x2.mean() if count is None else x2.sum() / count
 
 
 def reg2(
@@ -155,32 +168,38 @@ class Isopo(LengthRule):
     def base_weights(self, session: Session) -> Float[Tensor, " row"]:
         """A_i, or A_i / m."""
         mean = self.scale == "mean"
-        return session.advantages / session.layout.count if mean else session.advantages
+        return session.advantages / session.count if mean else session.advantages
 
     def length_weights(
         self,
         handle: ParameterHandle,
         lengths: SquaredLengths,
-        sequences: Int[Tensor, " some"] | slice = slice(None),
+        sequences: Int[Tensor, " some"] | slice = ALL,
     ) -> Float[Tensor, " some"]:
         """w_i = A_i s_i (/ m) of some sequences of this layer; their lengths are collected."""
         handle.done = True
-        top, bottom, N2 = lengths.top, lengths.bottom, lengths.norm2
-        F2 = None if top is None or bottom is None else ratio2(top, bottom)
+        top, bottom, N2, _ = lengths
+        F2, defined = None, None
+        if top is not None and bottom is not None:
+            defined = bottom != 0
+            F2 = torch.where(defined, top / bottom, 0.0)
         R2 = ratio2(F2, N2) if self.r and F2 is not None and N2 is not None else None
+        advantages = self.base_weights(handle.session)
         weights = scale(
             F2, N2, R2, p=self.p, q=self.q, r=self.r,
-            reg=self.strengths, mean=self._means(handle), eps=self.eps,
-            keep_small=self.keep_small, history=self.history,
-            defined=None if bottom is None else bottom != 0,
-            times=self.base_weights(handle.session)[sequences],
+            reg=self.strengths, mean=self.means(handle), eps=self.eps,
+            keep_small=self.keep_small, history=self.history, defined=defined,
+            times=advantages if sequences is ALL else advantages[sequences],
+            count=handle.session.count,
         )  # fmt: skip
         squares = {x: x2 for x, x2 in zip(self.quantities, (F2, N2, R2)) if x2 is not None}
         self.record(handle, squares, weights)
         return weights
 
-    def _means(self, handle: ParameterHandle) -> tuple[Float[Tensor, ""] | None, ...]:
+    def means(self, handle: ParameterHandle) -> tuple[Float[Tensor, ""] | None, ...]:
         """E[x²] of F, N and R over earlier mini-batches, where they are in use."""
+        if not self.regularised:
+            return None, None, None
         averages = handle.session.averages
         used = zip(self.quantities, self.exponents, self.strengths)
         return tuple(
@@ -194,11 +213,16 @@ class Isopo(LengthRule):
         """
         for quantity, exponent in zip(self.quantities, self.exponents):
             if exponent:
-                handle.session.averages.collect(f"{handle.name}/{quantity}", squares[quantity])
+                handle.session.collect(f"{handle.name}/{quantity}", squares[quantity])
                 handle.session.expect_finite(handle, squares[quantity])
         if handle.session.observer is not None:
             handle.observe(**{f"{x}2": value for x, value in squares.items()}, weights=weights)
         handle.session.expect_finite(handle, weights)
+
+    @cached_property
+    def regularised(self) -> bool:
+        """True where some E[x²] is in use."""
+        return any(k and rho > 0 for k, rho in zip(self.exponents, self.strengths))
 
     @cached_property
     def measurement(self) -> Measurement:
@@ -212,16 +236,15 @@ class Isopo(LengthRule):
         )
 
     @cached_property
-    def fisher_power(self) -> tuple[float, float] | None:
-        """(p, ε) where s_i = (F_i² + ε)^(p/2): the case of the fused kernels."""
-        alone = self.p and not (self.q or self.r or self.overlap_reg)
-        return (self.p, self.eps) if alone else None
+    def options(self) -> ScaleOptions:
+        """Options of `scale`."""
+        return ScaleOptions(*self.exponents, self.strengths, self.eps, self.keep_small)
 
     def needs_all(self, handle: ParameterHandle) -> bool:
         """True where E[x²] is the mean over the micro-batch, so that no s_i is known before it."""
-        if self.history != "microbatch":
+        if self.history != "microbatch" or not self.regularised:
             return False
-        used = zip(self._means(handle), self.exponents, self.strengths)
+        used = zip(self.means(handle), self.exponents, self.strengths)
         return any(mean is None and k and rho > 0 for mean, k, rho in used)
 
 
@@ -261,8 +284,9 @@ def isopo(
         reg2(x) = √(x² + reg · E[x²] + eps)
 
     per layer, V_i = Σ_{t∈i} G_t the gradient of sequence i's log-probability, J an overlap set of
-    `overlap` positions drawn anew for every layer and backward ("all": every position). Exponents
-    carry the paper's signs: negative ones normalise. Reference: arXiv:2512.23353.
+    `overlap` positions drawn anew for every layer and backward ("all": every position); linear
+    layers that multiply the same input (q, k, v; gate, up) share it. Exponents carry the paper's
+    signs: negative ones normalise. Reference: arXiv:2512.23353.
 
     preset: fisher (p=-1), nearest-npg (r=-2), figure4 (q=-1, r=-2), euclidean (q=-1), reinforce;
         it sets p, q and r together.

@@ -14,6 +14,7 @@ import torch
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.gradients._engine import measure
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.measure import KernelRule
 from proxpo.gradients._engine.position_gradients import AnyGradients
@@ -23,21 +24,21 @@ from proxpo.ops.shapes import Float, Int, Tensor
 
 
 def mixed_advantages(
-    K: Float[Tensor, "row row"],
-    A: Float[Tensor, " row"],
+    K: Float[Tensor, "*group row row"],
+    A: Float[Tensor, "*group row"],
     c: Float[Tensor, ""],
-) -> Float[Tensor, " row"]:
+) -> Float[Tensor, "*group row"]:
     """c Ã = c (K + cI)⁻¹ A by Cholesky in float64; A itself where c = 0, since then every V_i is 0.
 
     Solving (K/c + I) x = A keeps the numbers near 1 whatever the scale of the objective.
     """
     c = c.double()
     scaled = K.double() / torch.where(c > 0, c, 1.0)
-    eye = torch.eye(scaled.shape[0], dtype=torch.float64, device=K.device)
+    eye = torch.eye(scaled.shape[-1], dtype=torch.float64, device=K.device)
     factor, info = torch.linalg.cholesky_ex(scaled + eye)
-    solved = torch.cholesky_solve(A.double()[:, None], factor)[:, 0]
+    solved = torch.cholesky_solve(A.double()[..., None], factor)[..., 0]
     # A failed factorisation must not pass for a number.
-    return torch.where(info == 0, solved, torch.nan)
+    return torch.where(info[..., None] == 0, solved, torch.nan)
 
 
 def kernel(G: Float[Tensor, "pos *shape"], seq: Int[Tensor, " pos"]) -> Float[Tensor, "row row"]:
@@ -65,46 +66,55 @@ class Ntk(KernelRule):
 
     def gradient(self, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Tensor:
         """U = Σ_i Ã_i V_i of one parameter."""
-        return measure.weighted_by_kernel(self, handle, rows, layout, self.path)
+        return measure.weighted_by_kernel(self, handle, rows, layout)
 
     def base_weights(self, session: Session) -> Float[Tensor, " row"]:
         """A_i: the limit of scale="c" for a large c."""
         return session.advantages
 
     def kernel_weights(
-        self, handle: ParameterHandle, kernel: Float[Tensor, "row row"]
+        self, handle: ParameterHandle, kernel: Float[Tensor, "group member member"]
     ) -> Float[Tensor, " row"]:
         """Ã (times c for scale="c"); the mean squared length of the sequences is collected."""
         handle.done = True
         session, key = handle.session, f"{handle.name}/trace"
         known = session.averages.get(key)
-        if session.groups is not None:
-            kernel = kernel * (session.groups[:, None] == session.groups)
-        weights, mean = self.solve(kernel, session.advantages, known)
-        session.averages.collect(key, mean)
+        if session.padded is None:
+            weights, mean = self.solve(kernel, session.advantages, known, session.groups)
+        else:  # rows of padding have no part in the mean
+            mean = kernel.diagonal(dim1=1, dim2=2).sum() / session.count
+            average = mean if known is None else known
+            weights, _ = self.solve(kernel, session.advantages, average, session.groups)
+        session.collect(key, mean, mean=True)
         if session.observer is not None:
             c = self.rho * (mean if known is None else known)
-            handle.observe(kernel=kernel, c=c, weights=weights)
+            handle.observe(kernel=session.groups.joined(kernel), c=c, weights=weights)
         session.expect_finite(handle, mean[None])
         session.expect_finite(handle, weights)
         return weights
 
     def solve(
-        self, kernel: Tensor, advantages: Tensor, average: Tensor | None
+        self,
+        kernel: Float[Tensor, "group member member"],
+        advantages: Float[Tensor, " row"],
+        average: Float[Tensor, ""] | None,
+        groups: Groups,
     ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
         """Ã (times c) and tr K / m; c is ρ times the average of tr K / m, or times its own."""
+        A = groups.arranged(advantages).view(groups.count, groups.size)
         fused = measure.fused_kernels() if kernel.is_cuda else None
-        if fused is not None and len(kernel) <= fused.MAX_KERNEL:
+        if fused is not None and groups.size <= fused.MAX_KERNEL:
             # A restored average may still be on the host.
             average = None if average is None else average.to(kernel.device)
-            paper = self.scale == "paper"
-            return fused.solve(kernel, advantages, average, rho=self.rho, paper=paper)
-        mean = kernel.diagonal().mean()
+            paper, number = self.scale == "paper", len(advantages)
+            solved, mean = fused.solve(kernel, A, average, rho=self.rho, paper=paper, number=number)
+            return groups.by_sequence(solved.flatten()), mean
+        mean = kernel.diagonal(dim1=1, dim2=2).sum() / len(advantages)
         c = self.rho * (mean if average is None else average.to(mean)).double()
-        solved = mixed_advantages(kernel, advantages, c)
+        solved = mixed_advantages(kernel, A, c)
         if self.scale == "paper":
             solved = torch.where(c > 0, solved / torch.where(c > 0, c, 1.0), 0.0)
-        return solved.to(advantages.dtype), mean
+        return groups.by_sequence(solved.flatten()).to(advantages.dtype), mean
 
 
 def isopo_ntk(

@@ -17,6 +17,7 @@ import torch
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.gradients._engine.device import accumulator
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import inner_with
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.measure import kernel_matrix
@@ -111,7 +112,8 @@ class PromaRule:
         layout: Layout,
     ) -> Float[Tensor, " row"]:
         """β with P = Σ_i β_i V_i, bounded by ρ |G_b|; all of it from the kernel of the V_i."""
-        kernel = kernel_matrix(rows, layout, self.path)[0]
+        everyone = Groups.whole(layout.count)
+        kernel = kernel_matrix(rows, layout, self.path, everyone, rounded=False)[0][0]
         noise = len(kernel) * torch.finfo(kernel.dtype).eps
         kernel = kernel.double()
         against = layout.sum_columns(inner_with(rows, running)[None])[0].double()

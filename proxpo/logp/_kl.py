@@ -7,9 +7,10 @@ from torch._compile import _disable_dynamo
 
 from proxpo.errors import ProxpoError
 from proxpo.logp._check import check_options
-from proxpo.logp._tile import SoftmaxStats, Warp, blocks
+from proxpo.logp._tile import SoftmaxStats, Warp
 from proxpo.logp._token import as_autocast, tile_budget
 from proxpo.logp.head import Head, tile_functions
+from proxpo.ops.blocks import blocks
 from proxpo.ops.shapes import Float, Tensor
 
 
@@ -24,6 +25,11 @@ class HeadInput(NamedTuple):
     bias: Float[Tensor, " vocab"] | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+    def logits(self, hidden: Float[Tensor, "tok dim"]) -> Float[Tensor, "tok vocab"]:
+        """Logits of any states under this head, all of them at once."""
+        x = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        return Warp(1.0 / self.scale, self.softcap)(x)
 
 
 class KlEntropy(NamedTuple):

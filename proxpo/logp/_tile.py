@@ -9,7 +9,6 @@ Axes: `tok` tokens of the tile, `col` vocabulary entries of the tile, `dim` the 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,11 +90,6 @@ class TokenGrads(NamedTuple):
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of the statistics: float32 or better."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def blocks(size: int, step: int) -> Iterator[slice]:
-    """Slices that cover range(size), none longer than `step`; one empty slice where size is 0."""
-    return (slice(at, min(at + step, size)) for at in range(0, max(size, 1), step))
 
 
 def tile_shape(tokens: int, vocab: int, logits: int) -> tuple[int, int]:

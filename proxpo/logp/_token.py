@@ -70,17 +70,35 @@ def token_logp(
     """
     check_shapes(hidden, head_weight, targets, bias, mask)
     check_options("token_logp", temperature=temperature, softcap=softcap, chunk=chunk)
-    warp, budget = Warp(temperature, softcap), tile_budget(chunk, hidden)
     index = None if mask is None else mask.flatten().nonzero()[:, 0]
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().long()
     if index is not None:
         rows, ids = rows[index], ids[index]
     check_ids(ids, len(head_weight))
-    replaced = find_backward(HeadCall(head_weight, bias, hidden.shape[:-1], index))
-    operands = as_autocast(rows, head_weight, bias)
-    logp, spread = _TokenLogp.apply(*operands, ids, warp, budget, entropy, replaced)
-    logp = _spread(logp, index, targets)
-    return LogpEntropy(logp, _spread(spread, index, targets)) if entropy else logp
+    call = HeadCall(head_weight, bias, hidden.shape[:-1], index)
+    warp = Warp(temperature, softcap)
+    scored = scored_logp(rows, ids, call, warp=warp, entropy=entropy, chunk=chunk)
+    logp, *spread = (_spread(x, index, targets) for x in scored)
+    return LogpEntropy(logp, *spread) if entropy else logp
+
+
+def scored_logp(
+    hidden: Float[Tensor, "tok dim"],
+    targets: Int[Tensor, " tok"],
+    call: HeadCall,
+    *,
+    warp: Warp,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> list[Float[Tensor, " tok"]]:
+    """`token_logp` of the scored positions alone, and their entropy if wanted.
+
+    `call` says which ones they are. Nothing is read from the device.
+    """
+    operands = as_autocast(hidden, call.weight, call.bias)
+    options = warp, tile_budget(chunk, hidden), entropy
+    scored = _TokenLogp.apply(*operands, targets, *options, find_backward(call))
+    return list(scored) if entropy else [scored[0]]
 
 
 class _TokenLogp(torch.autograd.Function):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from proxpo.logp import _tile
-from proxpo.logp._tile import SoftmaxStats, TokenGrads, Warp, blocks, tile_shape
+from proxpo.logp._tile import SoftmaxStats, TokenGrads, Warp, tile_shape
+from proxpo.ops.blocks import blocks
 from proxpo.ops.shapes import Float, Int, Tensor
 
 HeadGradients = tuple[Float[Tensor, "tok dim"] | None, list[Float[Tensor, "vocab _"]]]

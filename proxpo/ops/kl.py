@@ -11,11 +11,12 @@
 Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from proxpo.errors import ProxpoError, nearest
+from proxpo.ops.blocks import row_blocks
 from proxpo.ops.bounds import hold_within
 from proxpo.ops.shapes import Float, Tensor
 
@@ -62,9 +63,33 @@ def kl_exact(
     logp: Float[Tensor, "*shape vocab"], other: Float[Tensor, "*shape vocab"]
 ) -> Float[Tensor, "*shape"]:
     """KL(π‖π_other) = Σ_a π (log π - log π_other) over the whole vocabulary; 0·log 0 = 0."""
-    p = logp.exp()
-    # In place: arrays as wide as the vocabulary cost more to make than to fill.
-    return (logp - other).mul_(p).masked_fill_(p == 0, 0.0).sum(-1)
+    return _ExactKL.apply(*torch.broadcast_tensors(logp, other))
+
+
+class _ExactKL(torch.autograd.Function):
+    """`kl_exact`, without arrays as wide as the vocabulary beside its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, logp: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(logp, other)
+        out = logp.new_empty(logp.shape[:-1], dtype=torch.promote_types(logp.dtype, other.dtype))
+        rows = [x.reshape(-1, x.shape[-1]) for x in (logp, other)]
+        flat = out.view(-1)
+        for part in row_blocks(len(flat), logp.shape[-1], logp.device):
+            p = rows[0][part].exp()
+            terms = (rows[0][part] - rows[1][part]).mul_(p).masked_fill_(p == 0, 0.0)
+            torch.sum(terms, -1, out=flat[part])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        logp, other = ctx.saved_tensors
+        p = logp.exp()
+        weighted = p * grad[..., None]
+        slope = None
+        if ctx.needs_input_grad[0]:
+            slope = torch.where(p == 0, 0.0, weighted * (logp - other + 1))
+        return slope, -weighted if ctx.needs_input_grad[1] else None
 
 
 def _k3(e: Tensor, clamp: str) -> Tensor:

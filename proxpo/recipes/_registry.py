@@ -20,13 +20,27 @@ ENTRY_POINTS = "proxpo.recipes"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Procedure:
+    """A method that is no composition of stages: its options, for the code of its domain."""
+
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
-    """A catalogue entry: where the method comes from, and the factory that makes its recipe."""
+    """A catalogue entry: where the method comes from, and the factory that makes its recipe.
+
+    domains: what it trains; a recipe also trains elsewhere, where its fields are known
+    settings: defaults of a run with this method, by path, in place of the trainer's
+    """
 
     slug: str
     paper: str
     confidence: str
-    make: Callable[..., Recipe] = field(repr=False)
+    domains: tuple[str, ...] = ("language",)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[..., Any] = field(repr=False)
 
     @property
     def summary(self) -> str:
@@ -71,22 +85,29 @@ def options_of(factory: Callable[..., Any], *names: str, **defaults: Any) -> Opt
     return PassedOn({name: changed.get(name, known[name]) for name in chosen})
 
 
-def register(slug: str, *, paper: str, confidence: str = "official code"):
-    """Registers a method: decorates a keyword-only factory that returns a Recipe.
+def register(
+    slug: str,
+    *,
+    paper: str,
+    confidence: str = "official code",
+    domains: tuple[str, ...] = ("language",),
+    settings: Mapping[str, Any] | None = None,
+):
+    """Registers a method: decorates a keyword-only factory that returns a Recipe or a Procedure.
 
         @proxpo.register("my-method", paper="arXiv:2601.00001")
         def my_method(*, clip: float = 0.2) -> Recipe: ...
 
     The slug is the name on the command line. Options must have defaults and must not be named like
     a stage, so that `--set ratio=...` always means the stage. `options_of` passes options on
-    without declaring them again.
+    without declaring them again. `domains` and `settings` are those of `Method`.
     """
     if confidence not in CONFIDENCE:
         raise ProxpoError(
             f"{slug}: confidence '{confidence}' is not one of {', '.join(CONFIDENCE)}"
         )
 
-    def decorate(factory: Callable[..., Recipe]) -> Callable[..., Recipe]:
+    def decorate(factory: Callable[..., Any]) -> Callable[..., Any]:
         declared = inspect.signature(factory).parameters
         groups = {
             name: [option for option in p.default if option not in declared]
@@ -104,16 +125,24 @@ def register(slug: str, *, paper: str, confidence: str = "official code"):
             raise ProxpoError(f"{slug}: the factory needs a docstring with the method's formula")
 
         @functools.wraps(factory)
-        def make(**settings: Any) -> Recipe:
-            options = bind(make, settings, what=slug)
+        def make(**chosen: Any) -> Recipe | Procedure:
+            options = bind(make, chosen, what=slug)
             arguments = {k: options[k] for k in declared if k not in groups}
             arguments |= {name: {k: options[k] for k in group} for name, group in groups.items()}
-            return check_stages(replace(factory(**arguments), name=slug, options=options))
+            made = replace(factory(**arguments), name=slug, options=options)
+            return check_stages(made) if isinstance(made, Recipe) else made
 
         cast(Any, make).__signature__ = inspect.Signature(
             list(public.values()), return_annotation=Recipe
         )
-        METHODS[slug] = Method(slug=slug, paper=paper, confidence=confidence, make=make)
+        METHODS[slug] = Method(
+            slug=slug,
+            paper=paper,
+            confidence=confidence,
+            domains=domains,
+            settings=settings or {},
+            make=make,
+        )
         return make
 
     return decorate
@@ -133,10 +162,10 @@ def load_recipes() -> None:
 LOADERS.append(load_recipes)  # packages with recipes of their own may declare batch fields
 
 
-def methods() -> dict[str, Method]:
-    """The whole catalogue, by slug."""
+def methods(domain: str | None = None) -> dict[str, Method]:
+    """The whole catalogue by slug, or the methods of one domain."""
     load_recipes()
-    return dict(sorted(METHODS.items()))
+    return {s: m for s, m in sorted(METHODS.items()) if domain is None or domain in m.domains}
 
 
 def method(name: str) -> Method:
@@ -150,6 +179,7 @@ __all__ = [
     "METHODS",
     "Method",
     "Options",
+    "Procedure",
     "load_recipes",
     "method",
     "methods",

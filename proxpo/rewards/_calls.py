@@ -74,6 +74,7 @@ class RewardCalls:
             message["detail"],
             message.get("seconds", 0.0),
             tuple((a, b, x) for a, b, x in message.get("spans", ())),
+            message.get("feasible"),
         )
         self._outcomes[number] = outcome
         self._failed += status != "ok"

@@ -41,6 +41,7 @@ class Outcome:
     """A reward, or NaN with the reason; `correct` where the function tells right from wrong.
 
     seconds: how long the function took; spans: (start, end, value) of the characters it marked
+    feasible: whether the response is allowed at all, where the function says so
     """
 
     reward: float
@@ -49,6 +50,7 @@ class Outcome:
     detail: str = ""
     seconds: float = field(default=0.0, compare=False)
     spans: tuple[tuple[int, int, float], ...] = ()
+    feasible: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,14 +269,21 @@ def _verdict(key: str, right: Any) -> bool:
 
 
 def _marks(value: Any) -> dict[str, Any]:
-    """Spans that the function marked in the text: [[start, end, value], ...] in characters."""
-    if not isinstance(value, Mapping) or not value.get("spans"):
+    """Whether the response is feasible, and spans that the function marked in the text.
+
+    Spans are [[start, end, value], ...] in characters.
+    """
+    if not isinstance(value, Mapping):
         return {}
+    allowed = value.get("feasible")
+    marks = {} if allowed is None else {"feasible": _verdict("feasible", allowed)}
+    if not value.get("spans"):
+        return marks
     spans = [(int(a), int(b), float(x)) for a, b, x in value["spans"]]
     for start, end, mark in spans:
         if not (0 <= start <= end and math.isfinite(mark)):
             raise ValueError(f"span [{start}, {end}, {mark}] is not [start, end, value]")
-    return {"spans": spans}
+    return marks | {"spans": spans}
 
 
 def _judged(value: Any, correct: bool | None) -> dict[str, Any]:

@@ -13,11 +13,17 @@ ENDINGS = {"style": "css", "script": "js"}
 
 
 def fill_page(
-    name: str, *, text: Mapping[str, Any], markup: Mapping[str, str], data: Any = None
+    name: str,
+    *,
+    text: Mapping[str, Any],
+    markup: Mapping[str, str],
+    data: Any = None,
+    style: str | None = None,
 ) -> str:
     """The template NAME.html with `text` (escaped here) and `markup` (HTML) in its places.
 
-    {{style}} and {{script}} are NAME.css and NAME.js, {{data}} is `data` as JSON.
+    {{style}} and {{script}} are NAME.css and NAME.js, {{data}} is `data` as JSON. style: the page
+    whose style this one shares.
     """
 
     def content(place: re.Match[str]) -> str:
@@ -29,7 +35,8 @@ def fill_page(
         if key == "data":
             # "</script>" in a text must not end the script
             return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-        return _read(f"{name}.{ENDINGS[key]}")
+        owner = style if key == "style" and style else name
+        return _read(f"{owner}.{ENDINGS[key]}")
 
     return re.sub(r"\{\{(\w+)\}\}", content, _read(f"{name}.html"))
 

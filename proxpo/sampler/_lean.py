@@ -69,40 +69,34 @@ def prefill(
         return attention(q, k, v, bias)
 
     hidden = run(weights, ids.flatten(), places(pad, length).flatten(), attend)
-    return _logits(weights, hidden[length - 1 :: length]), cache
+    return logits_of(weights, hidden[length - 1 :: length]), cache
 
 
 def decode(
     weights: Weights,
     token: Int[Tensor, " row"],
     cache: Cache,
-    slot: int | Int[Tensor, ""],
+    slot: int,
     *,
     padded: bool = True,
 ) -> Float[Tensor, "row vocab"]:
-    """Logits after one more token, written to `slot`; a number on the CPU, a tensor in a graph.
-
-    With a number, only the slots up to it are read, and no mask is needed if no row is padded.
-    """
+    """Logits after one more token, written to `slot`; no mask is needed if no row is padded."""
     bias, positions = None, slot - cache.pad[: len(token)]
-    if isinstance(slot, int):
-        cache = cache.head(len(token), slot + 1)
-    if padded or not isinstance(slot, int):
-        at = torch.arange(cache.keys[0].shape[2], device=token.device)
-        visible = (at >= cache.pad[:, None]) & (at <= slot)
-        bias = additive(visible[:, None, None], weights.embed.dtype)
+    cache = cache.head(len(token), slot + 1)
+    if padded:
+        at = torch.arange(slot + 1, device=token.device)
+        bias = additive((at >= cache.pad[:, None])[:, None, None], weights.embed.dtype)
     else:
         positions = positions[:1]  # the same for all
 
     def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one position; queries that share a key head stand like several positions."""
         keys, values = cache.keys[number], cache.values[number]
-        _put(keys, k, slot)
-        _put(values, v, slot)
+        keys[:, :, slot], values[:, :, slot] = k, v
         grouped = q.unflatten(1, (k.shape[1], -1))
         return scaled_dot_product_attention(grouped, keys, values, attn_mask=bias).flatten(1)
 
-    return _logits(weights, run(weights, token, positions, attend))
+    return logits_of(weights, run(weights, token, positions, attend))
 
 
 def run(
@@ -113,7 +107,7 @@ def run(
     turn = weights.cos[positions][:, None], weights.sin[positions][:, None]
     for number, layer in enumerate(weights.layers):
         h = rms_norm(x, x.shape[-1:], layer.before_attention, weights.eps)
-        q, k, v = _qkv(weights, layer, h, turn)
+        q, k, v = rotated(weights, layer, layer.qkv(h.to(layer.qkv.weight.dtype)), turn)
         x = layer.out.onto(x, attend(number, q, k, v))
         h = rms_norm(x, x.shape[-1:], layer.before_mlp, weights.eps)
         gate, up = layer.gate_up(h.to(layer.gate_up.weight.dtype)).chunk(2, dim=-1)
@@ -121,11 +115,12 @@ def run(
     return rms_norm(x, x.shape[-1:], weights.norm, weights.eps)
 
 
-def _qkv(
-    weights: Weights, layer: Layer, h: Float[Tensor, "tok dim"], turn: tuple[Tensor, Tensor]
+def rotated(
+    weights: Weights, layer: Layer, qkv: Float[Tensor, "tok out"], turn: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised and rotated queries and keys, and values; `turn` is cos and sin of each token."""
     heads, kv, width = weights.heads, weights.kv_heads, weights.width
-    qkv = layer.qkv(h.to(layer.qkv.weight.dtype)).unflatten(1, (heads + 2 * kv, width))
+    qkv = qkv.unflatten(1, (heads + 2 * kv, width))
     qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
     if layer.qk_norm is not None:
         qk = rms_norm(qk, (width,), None, weights.eps) * layer.qk_norm
@@ -166,18 +161,7 @@ def additive(visible: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tenso
     return torch.where(visible, zeros, float("-inf"))
 
 
-def _put(
-    cache: Float[Tensor, "row kv slot width"],
-    new: Float[Tensor, "row kv width"],
-    slot: int | Tensor,
-) -> None:
-    if isinstance(slot, int):
-        cache[:, :, slot] = new
-    else:
-        cache.index_copy_(2, slot.view(1), new[:, :, None])
-
-
-def _logits(weights: Weights, hidden: Float[Tensor, "row dim"]) -> Float[Tensor, "row vocab"]:
+def logits_of(weights: Weights, hidden: Float[Tensor, "row dim"]) -> Float[Tensor, "row vocab"]:
     """Product in float32 where the device can sum half-precision products in it."""
     hidden = hidden.to(weights.head.dtype)
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):

@@ -1,14 +1,19 @@
 """`local`: proxpo's own sampler, in the training process."""
 
+import warnings
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
-from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Float, Int, Num, Tensor
+from proxpo.sampler._continuous import ContinuousEngine
+from proxpo.sampler._decoder import paged_kernels
 from proxpo.sampler._draw import draw, uniforms
 from proxpo.sampler._engines import Engine, LeanEngine, ModelEngine
-from proxpo.sampler._types import Progress, Samples, check_request, finish, join_samples
+from proxpo.sampler._types import Progress, Samples, check_request, finish
 from proxpo.sampler._weights import readable
 
 
@@ -30,7 +35,7 @@ class LocalSampler:
         self._policy, self._max_rows = policy, max_rows
         self._ends = torch.tensor(policy.eos_ids, device=policy.device)
         with torch.inference_mode():
-            self._engine = _make_engine(policy, bare, readable(bare) if lean is None else lean)
+            self._engine = self._make_engine(readable(bare) if lean is None else lean)
 
     @property
     def context(self) -> int:
@@ -54,15 +59,17 @@ class LocalSampler:
             top_p=top_p,
             context=self.context,
         )
-        parts = []
-        for first in range(0, len(prompts), self._max_rows):
-            wave = slice(first, first + self._max_rows)
-            with torch.inference_mode():
-                u = uniforms(seeds[wave], max_tokens, self._policy.device)
-                tell = _from(progress, first, len(prompts))
-                tokens, logp = self._run(prompts[wave], u, temperature, top_p, tell)
-            parts.append(finish(prompts[wave], tokens, logp, self._ends, self._policy.pad_id))
-        return join_samples(parts, self._policy.pad_id)
+        device = self._policy.device
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), current:
+            tokens, logp = self._engine.sample(
+                prompts,
+                uniforms(seeds, max_tokens, device),
+                temperature=temperature,
+                top_p=top_p,
+                progress=progress,
+            )
+        return finish(prompts, tokens, logp, self._ends, self._policy.pad_id)
 
     def sync(self) -> None:
         with torch.inference_mode():
@@ -71,17 +78,58 @@ class LocalSampler:
     def close(self) -> None:
         del self._engine
 
-    def _run(
+    def _make_engine(self, lean: bool) -> "Lockstep | ContinuousEngine":
+        policy, bare = self._policy, self._policy.bare
+        if not lean:
+            return Lockstep(ModelEngine(bare, policy.dtype), self._ends, self._max_rows)
+        if paged_kernels(policy.device):
+            return ContinuousEngine(
+                bare, policy.dtype, policy.context, self._ends, max_rows=self._max_rows
+            )
+        if policy.device.type == "cuda":
+            warnings.warn(
+                "rollout 'local': Triton is missing, so that decoding is slow", stacklevel=3
+            )
+        return Lockstep(LeanEngine(bare, policy.dtype, policy.context), self._ends, self._max_rows)
+
+
+class Lockstep:
+    """Samples all rows in step, in waves of `max_rows`; rows that have ended leave the wave."""
+
+    def __init__(self, engine: Engine, ends: Int[Tensor, " eos"], max_rows: int) -> None:
+        self.engine, self._ends, self._max_rows = engine, ends, max_rows
+
+    def sync(self, bare: nn.Module) -> None:
+        self.engine.sync(bare)
+
+    def sample(
         self,
         prompts: list[list[int]],
-        u: Tensor,
+        u: Num[Tensor, "seq tok"],
+        *,
         temperature: float,
         top_p: float,
         progress: Progress | None,
     ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
-        """Samples token by token; rows that have ended may run on and are cut later."""
-        engine = self._engine
-        tokens = torch.full(u.shape, self._policy.pad_id, device=u.device)
+        """Tokens and their log-probabilities; what follows a row's end is to be cut."""
+        parts = []
+        for first in range(0, len(prompts), self._max_rows):
+            wave = slice(first, first + self._max_rows)
+            tell = _from(progress, first, len(prompts))
+            parts.append(self._wave(prompts[wave], u[wave], temperature, top_p, tell))
+        tokens, logp = zip(*parts)
+        return torch.cat(tokens), torch.cat(logp)
+
+    def _wave(
+        self,
+        prompts: list[list[int]],
+        u: Num[Tensor, "seq tok"],
+        temperature: float,
+        top_p: float,
+        progress: Progress | None,
+    ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
+        engine = self.engine
+        tokens = torch.zeros(u.shape, dtype=torch.int64, device=u.device)
         logp = torch.zeros(u.shape, device=u.device)
         rows = torch.arange(len(u), device=u.device)
         ended = torch.zeros(len(u), dtype=torch.bool, device=u.device)
@@ -91,25 +139,18 @@ class LocalSampler:
             token, token_logp = draw(logits, u[:, t], temperature=temperature, top_p=top_p)
             tokens[rows, t], logp[rows, t] = token, token_logp
             ended |= torch.isin(token, self._ends)
-            if (t + 1) % engine.every == 0:
-                alive = len(rows) - int(ended.sum())
-                if progress is not None:
-                    progress(len(tokens) - alive, len(tokens))
-                if alive == 0:
-                    break
-                if (size := engine.fit(alive, len(rows))) < len(rows):
-                    kept = ended.argsort(stable=True)[:size]
-                    rows, ended, token, u = rows[kept], ended[kept], token[kept], u[kept]
-                    engine.keep(kept)
+            alive = len(rows) - int(ended.sum())
+            if progress is not None:
+                progress(len(tokens) - alive, len(tokens))
+            if alive == 0:
+                break
+            if alive <= 0.75 * len(rows):
+                kept = ended.argsort(stable=True)[:alive]
+                rows, ended, token, u = rows[kept], ended[kept], token[kept], u[kept]
+                engine.keep(kept)
             if t + 1 < u.shape[1]:
                 logits = engine.step(token)
         return tokens, logp
-
-
-def _make_engine(policy: Policy, bare: nn.Module, lean: bool) -> Engine:
-    if lean:
-        return LeanEngine(bare, policy.dtype, policy.context)
-    return ModelEngine(bare, policy.dtype)
 
 
 def _distinct(

@@ -83,8 +83,11 @@ def readable(bare: nn.Module) -> bool:
         return False
     modules: Any = bare
     linears = [m for layer in modules.model.layers for m in _linears(layer)]
-    return all(_is_plain(m) for m in [*linears, modules.lm_head]) and (
-        type(modules.model.embed_tokens) is nn.Embedding
+    head = modules.lm_head
+    return (
+        all(_is_plain(m) for m in [*linears, head])
+        and getattr(head, "base_layer", head).bias is None
+        and type(modules.model.embed_tokens) is nn.Embedding
     )
 
 

@@ -7,7 +7,8 @@ import typing
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from proxpo.settings import make_recipe
+from proxpo.recipes import Procedure
+from proxpo.settings import make_method, make_recipe
 from proxpo.types import Recipe
 
 Optimizer = Literal["adamw", "muon", "soap", "shampoo", "kfac"]
@@ -48,6 +49,9 @@ def setting(
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     name: str = setting("tiny", "tiny, smollm2, a folder, or a Hugging Face id", resume="fixed")
+    options: dict = setting(
+        {}, "options of a network that is built, such as hidden", resume="fixed"
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N", resume="now")
     dtype: Dtype = setting(
         "auto", "of the arithmetic; auto: bfloat16 on a GPU, float32 on a CPU", resume="next"
@@ -288,6 +292,10 @@ class Config:
     def make_recipe(self) -> Recipe:
         """Makes the method's recipe with its settings; raises if they do not fit."""
         return make_recipe(self.method, self.recipe)
+
+    def make_method(self) -> Recipe | Procedure:
+        """Makes the method with its settings, whether it is a recipe or not."""
+        return make_method(self.method, self.recipe)
 
 
 SECTIONS: dict[str, Any] = {

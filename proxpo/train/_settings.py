@@ -49,11 +49,6 @@ def build_config(tree: Mapping[str, Any]) -> Config:
             f"train.updates_per_rollout={config.updates} must be a multiple of "
             f"train.mini_batches={train.mini_batches}, or parts of a rollout go unused"
         )
-    if rollout.prompts_per_step % train.mini_batches:
-        raise ProxpoError(
-            f"rollout.prompts_per_step={rollout.prompts_per_step} cannot be cut into "
-            f"train.mini_batches={train.mini_batches} equal parts"
-        )
     if train.replay_share == 1:
         raise ProxpoError("train.replay_share=1 leaves no room for new data; expected below 1")
     for sink in config.log.sinks:

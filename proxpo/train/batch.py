@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from proxpo.compose import prepare
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Int, Tensor
@@ -91,6 +93,28 @@ class TrainingBatch(NamedTuple):
         narrow = {name: value[:, :tokens] for name, value in wide if FIELDS[name].per_token}
         return TrainingBatch(experience, batch.replace(**narrow))
 
+    def steps(self) -> "TrainingBatch":
+        """Every valid token as a row, and a group, of its own."""
+        mask = self.batch.mask
+        row, column = mask.nonzero(as_tuple=True)
+        number = torch.arange(len(row), device=mask.device)
+
+        def single(value: Tensor, per_token: bool) -> Tensor:
+            return value[row, column][:, None] if per_token else value[row]
+
+        tensors = {
+            name: single(value, value.dim() > 1)
+            for name, value in self.experience.tensors().items()
+        }
+        fields = {
+            name: single(value, value.dim() > 1 and FIELDS[name].per_token)
+            for name, value in self.batch.items()
+            if name != "group_tokens"
+        }
+        if "group" in fields:
+            fields["group"] = number
+        return TrainingBatch(Experience(**tensors | {"group": number}), Batch(**fields))
+
 
 class PreparedRollout(NamedTuple):
     """A rollout ready for updates: data, metrics of the preparation, options of forward passes."""
@@ -132,7 +156,8 @@ def prepare_rollout(
         batch = batch.replace(old_logp=batch.logp)
     if not plan.prune_first:
         batch, _, metrics = prepare(recipe, batch, ctx)
-    return PreparedRollout(TrainingBatch(experience, batch), metrics, options)
+    data = TrainingBatch(experience, batch)
+    return PreparedRollout(data.steps() if learner.by_step else data, metrics, options)
 
 
 def sampled_fields(learner: Learner, experience: Experience) -> dict[str, Any]:

@@ -259,6 +259,15 @@ def _extras(
     if "duration" in wanted:
         spent = [tool + outcome.seconds for tool, outcome in zip(episodes.seconds, outcomes)]
         extras["duration"] = torch.tensor(spent, device=device)[episodes.owner]
+    if "feasible" in wanted:
+        if any(outcome.feasible is None for outcome in outcomes if outcome.status == "ok"):
+            raise ProxpoError(
+                f"{recipe.name} needs the batch field 'feasible', and the reward "
+                f'{collector.pool.spec.where} does not say it: return {{"score": ..., "feasible": '
+                "true or false}"
+            )
+        allowed = [bool(outcome.feasible) for outcome in outcomes]
+        extras["feasible"] = torch.tensor(allowed, device=device)[episodes.owner]
     if "span_rewards" in wanted:
         if not any(outcome.spans for outcome in outcomes):
             raise ProxpoError(

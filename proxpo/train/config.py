@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError, resolve
-from proxpo.recipes import Method, method
+from proxpo.recipes import Method, Procedure, method
 from proxpo.runs.files import write_whole
 from proxpo.runs.yaml_file import dump_yaml, read_yaml
 from proxpo.settings import parse_setting
@@ -29,6 +29,7 @@ from proxpo.train._settings import (
     explain,
     place,
 )
+from proxpo.train.domains import check_domain, default_settings, domain_of
 from proxpo.train.refusals import check_used
 from proxpo.types import Recipe
 
@@ -44,6 +45,7 @@ def load_config(
     """Loads a file or preset, then applies `overrides` (None: not given) and `sets`, and checks.
 
     A file's recipe block belongs to the file's method: another method starts from its own defaults.
+    What is not given comes from the domain of the task and from the method, then from `Config`.
     A setting that the recipe does not follow is refused if `overrides` or `sets` give it; in a
     file, which several methods may share, it stands without effect, and the run says so. `source`
     may be a file's contents.
@@ -53,20 +55,30 @@ def load_config(
     read = dict(source) if isinstance(source, Mapping) else {}
     if isinstance(source, (str, Path)):
         read = read_yaml(find(source))
-    written = read.get("method", Config().method)
+    task = task_name([*_entries(read), *pairs])
+    written = read.get("method", domain_of(task).method)
     chosen = _method(dict(pairs).get("method", written))
     if chosen != _method(written):
         read.pop("recipe", None)
+    check_domain(chosen, task)
+    defaults = default_settings(chosen, task).items()
     tree: dict[str, Any] = {}
-    for key, value in [*_entries(read), *pairs, ("method", chosen.slug)]:
+    for key, value in [*defaults, *_entries(read), *pairs, ("method", chosen.slug)]:
         _put(tree, place(key, chosen.defaults), value, key)
     config = build_config(tree)
-    recipe = config.make_recipe()
-    check_used(config, recipe, {".".join(place(key, chosen.defaults)) for key, _ in pairs})
-    return _with_pool(config, recipe)
+    domain_of(task).check(config)
+    made = config.make_method()
+    check_used(config, made, {".".join(place(key, chosen.defaults)) for key, _ in pairs})
+    return _with_pool(config, made)
 
 
-def _with_pool(config: Config, recipe: Recipe) -> Config:
+def task_name(entries: Iterable[tuple[str, Any]]) -> str:
+    """The name of the task, which decides over defaults."""
+    named = [value for key, value in entries if key in ("task", "task.name")]
+    return str(named[-1]) if named else Config().task.name
+
+
+def _with_pool(config: Config, recipe: Recipe | Procedure) -> Config:
     """Adds a pool of problems that come again, for methods that learn from revisits.
 
     It depends on no setting that may change while a run goes on.
@@ -74,7 +86,7 @@ def _with_pool(config: Config, recipe: Recipe) -> Config:
     from proxpo.train.tasks import is_generated
 
     endless = config.task.problems is None and is_generated(config.task.name)
-    if not endless or "prompt_id" not in recipe.needs():
+    if not endless or isinstance(recipe, Procedure) or "prompt_id" not in recipe.needs():
         return config
     pool = REVISIT_AFTER * config.rollout.prompts_per_step
     return replace(config, task=replace(config.task, problems=pool))
@@ -146,6 +158,7 @@ __all__ = [
     "find",
     "load_config",
     "presets",
+    "task_name",
     "to_yaml",
     "write_config",
 ]

@@ -28,6 +28,9 @@ class Experience:
     `attention_mask` and not in `mask`. In an environment each turn is a row: `prompt` numbers the
     different prompts of a group, and `history` is the prompt without folding, empty where that does
     not fit the context.
+
+    In control a token is a step of the environment: there is no prompt, `input_ids` are the actions
+    of a list, and `observations` and `actions` hold the vectors.
     """
 
     input_ids: Int[Tensor, "seq pos"]
@@ -56,6 +59,10 @@ class Experience:
     segment_draw: Float[Tensor, " seq"] | None = None
     history_ids: Int[Tensor, "seq hist"] | None = None
     history_mask: Bool[Tensor, "seq hist"] | None = None
+    feasible: Bool[Tensor, " seq"] | None = None
+    token_rewards: Float[Tensor, "seq tok"] | None = None
+    observations: Float[Tensor, "seq tok obs"] | None = None
+    actions: Float[Tensor, "seq tok action"] | None = None
 
     @property
     def shared_prompt(self) -> Int[Tensor, " seq"]:
@@ -121,7 +128,8 @@ def join(parts: Sequence[Experience]) -> Experience:
             return pad(value, (history - value.shape[1], 0))
         right = tokens - part.mask.shape[1]
         left = prompt - (part.input_ids.shape[1] - part.mask.shape[1])
-        return pad(value, (left if name in FULL_SEQUENCE else 0, right))
+        behind = [0, 0] * (value.dim() - 2)
+        return pad(value, (*behind, left if name in FULL_SEQUENCE else 0, right))
 
     names = parts[0].tensors()
     merged = {
@@ -215,7 +223,7 @@ def _trimmed(experience: Experience) -> Experience:
         **{
             name: value[:, :used]
             for name, value in experience.tensors().items()
-            if value.dim() == 2 and name not in (*FULL_SEQUENCE, *HISTORY)
+            if value.dim() >= 2 and name not in (*FULL_SEQUENCE, *HISTORY)
         },
     )
 

@@ -2,25 +2,38 @@
 
 A small model launched kernel by kernel waits for Python. Here the kernels of a forward and of a
 backward pass are recorded and replayed; the loss between them is computed as ever, so that every
-recipe works. Prompts run once for all their responses. Micro-batches are padded to few shapes;
-inputs, results and gradients lie in buffers that the graphs know.
+recipe works. Prompts run once for all their responses, except under a gradient transform, which
+gets whole sequences. Micro-batches are padded to few shapes; inputs, results and gradients lie in
+buffers that the graphs know.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from proxpo.errors import ProxpoError
-from proxpo.logp import token_logp
+from proxpo.gradients import Transform
+from proxpo.gradients._engine.device import recording
+from proxpo.gradients._engine.groups import members_of
+from proxpo.gradients._engine.inputs import by_prompt
+from proxpo.gradients._engine.measure import KernelRule, LengthRule
+from proxpo.gradients._engine.padded_rows import PaddedRows
+from proxpo.logp._tile import Warp
+from proxpo.logp._token import scored_logp
+from proxpo.logp.head import HeadCall
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.sampler._weights import read
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
 from proxpo.train.prefix import Prompts, Responses, computes, prompts_of, states_of
+from proxpo.train.whole import states_of_rows
 from proxpo.types import FIELDS, Recipe
 
 MOST_SHAPES = 24  # further shapes run unrecorded
@@ -46,13 +59,27 @@ class PassInputs(NamedTuple):
         groups, positions, rows, tokens = self.shape
         more_groups, more_rows = _rounded(groups) - groups, _rounded(rows) - rows
         left, right = -positions % COLUMNS, -tokens % COLUMNS
-        padding = torch.nn.functional.pad
         return PassInputs(
-            padding(self.prompts, (left, 0, 0, more_groups)),
-            padding(self.pad + left, (0, more_groups)),
-            padding(self.which, (0, more_rows)),
-            padding(self.responses, (0, right, 0, more_rows)),
+            pad(self.prompts, (left, 0, 0, more_groups)),
+            pad(self.pad + left, (0, more_groups)),
+            pad(self.which, (0, more_rows)),
+            pad(self.responses, (0, right, 0, more_rows)),
         )
+
+
+class RowInputs(NamedTuple):
+    """Whole sequences padded on both sides, and the number of each position's row, -1 for padding.
+
+    Their shape is that of a pass; `tokens` of its columns are the responses.
+    """
+
+    ids: Int[Tensor, "seq pos"]
+    sequences: Int[Tensor, "seq pos"]
+    tokens: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (*self.ids.shape, self.tokens)
 
 
 def _rounded(count: int) -> int:
@@ -65,6 +92,19 @@ def pass_inputs(experience: Experience) -> PassInputs:
     """The prompts and responses of some rows."""
     prompts = prompts_of(experience)
     return PassInputs(*prompts, experience.input_ids[:, -experience.mask.shape[1] :])
+
+
+def row_inputs(experience: Experience) -> RowInputs:
+    """Whole sequences in one of few shapes: columns in multiples of 16. Rows are not added."""
+    rows, tokens = experience.mask.shape
+    left, right = -(experience.input_ids.shape[1] - tokens) % COLUMNS, -tokens % COLUMNS
+    number = torch.arange(rows, device=experience.mask.device)[:, None]
+    sequences = torch.where(experience.attention_mask, number, -1)
+    return RowInputs(
+        pad(experience.input_ids, (left, right)),
+        pad(sequences, (left, right), value=-1),
+        tokens + right,
+    )
 
 
 class GradientBuffers:
@@ -85,65 +125,128 @@ class GradientBuffers:
             p.grad = buffer
 
 
+class Scored(NamedTuple):
+    """Options of a pass: the temperature of the log-probabilities, and the entropy if wanted."""
+
+    temperature: float
+    entropy: bool
+
+
+def prompts_once(
+    policy: Policy, inputs: PassInputs, wanted: Scored
+) -> list[Float[Tensor, "seq tok"]]:
+    """Log-probabilities of the responses, from one run of every prompt."""
+    prompts, padding, which, responses = inputs
+    weights = read(policy.model, policy.dtype, prompts.shape[1] + responses.shape[1])
+    states = states_of(weights, Prompts(prompts, padding, which), Responses(responses[:, :-1]))
+    return _scored(
+        states.to(weights.head.dtype),
+        responses,
+        HeadCall(weights.head, None, responses.shape, None),
+        wanted,
+    )
+
+
+def whole_rows(
+    policy: Policy, ids: Int[Tensor, "seq pos"], rows: PaddedRows, tokens: int, wanted: Scored
+) -> list[Float[Tensor, "seq tok"]]:
+    """Log-probabilities of the responses, from a run of whole sequences through the modules."""
+    count, length = ids.shape
+    padding = (rows.sequences[:, : length - tokens] < 0).sum(dim=1)
+    with policy.autocast():
+        states = states_of_rows(policy.model, ids, padding, policy.dtype)
+        before = torch.arange(count * length, device=ids.device).view(count, length)
+        before = before[:, length - tokens - 1 : -1]
+        states = states.unflatten(0, ids.shape)[:, length - tokens - 1 : -1]
+        head = policy.model.get_output_embeddings()
+        call = HeadCall(head.weight, head.bias, torch.Size([count * length]), before.flatten())
+        return _scored(states, ids[:, length - tokens :], call, wanted)
+
+
+def _scored(
+    states: Float[Tensor, "seq tok dim"],
+    responses: Int[Tensor, "seq tok"],
+    call: HeadCall,
+    wanted: Scored,
+) -> list[Float[Tensor, "seq tok"]]:
+    scored = scored_logp(
+        states.flatten(0, 1),
+        responses.flatten(),
+        call,
+        warp=Warp(wanted.temperature),
+        entropy=wanted.entropy,
+    )
+    return [x.view(responses.shape) for x in scored]
+
+
 class PolicyPass:
-    """Forward and backward of the policy on inputs of one shape, recorded or run anew each time."""
+    """Forward and backward of the policy on inputs of one shape, recorded or run anew each time.
+
+    compute: the results from the buffers of the inputs
+    rows: buffers of the gradient transform that the pass runs under, if there is one
+    runs: passes that were run anew under the formulas to be recorded
+    """
 
     def __init__(
         self,
-        policy: Policy,
-        inputs: PassInputs,
+        inputs: tuple[Tensor, ...],
+        compute: Callable[..., list[Tensor]],
         gradients: GradientBuffers,
         *,
-        temperature: float,
-        entropy: bool,
+        rows: PaddedRows | None = None,
     ) -> None:
-        self.policy, self.gradients = policy, gradients
-        self.temperature, self.entropy = temperature, entropy
-        self.inputs = PassInputs(*(x.clone() for x in inputs))
+        self.inputs = tuple(x.clone() for x in inputs)
+        self.compute, self.gradients, self.rows = compute, gradients, rows
+        self.runs = 0
         self.results: list[Tensor] = []
         self.result_gradients: list[Tensor] = []
         self.recorded = False
         self.forward: Callable[[], None] = self._forward
         self.backward: Callable[[], None] = self._backward
 
-    def load(self, inputs: PassInputs) -> None:
+    def load(self, inputs: tuple[Tensor, ...]) -> None:
         for buffer, value in zip(self.inputs, inputs):
-            buffer.copy_(value)
+            buffer[: len(value)].copy_(value)
 
     def _forward(self) -> None:
-        model = self.policy.model
-        prompts, pad, which, responses = self.inputs
         with torch.enable_grad():
-            weights = read(model, self.policy.dtype, prompts.shape[1] + responses.shape[1])
-            states = states_of(weights, Prompts(prompts, pad, which), Responses(responses[:, :-1]))
-            scored: Any = token_logp(  # type: ignore[call-overload]
-                states.to(weights.head.dtype),
-                weights.head,
-                responses,
-                temperature=self.temperature,
-                entropy=self.entropy,
-            )
-        self.results = list(scored) if self.entropy else [scored]
+            self.results = self.compute(*self.inputs)
 
     def _backward(self) -> None:
         torch.autograd.backward(self.results, self.result_gradients)
 
-    def record(self, record: Record) -> None:
-        """Replaces both passes by their recordings; gradients are as they were before."""
+    def forget(self) -> None:
+        """Drops the nodes of a pass that was run anew: alive, they would spoil a recording."""
+        if not self.recorded:
+            self.results, self.result_gradients = [], []
+
+    def record(self, record: Record, *, last: Callable[[], None] = lambda: None) -> None:
+        """Replaces both passes by their recordings; gradients are as they were before.
+
+        last: ends the backward pass, in its recording
+        """
+
+        def backward() -> None:
+            self._backward()
+            last()
+
         parameters = self.gradients.parameters
         before = [p.grad for p in parameters]
         kept = [buffer.clone() for buffer in self.gradients.buffers]
-        self.results, self.result_gradients = [], []  # no node of an earlier pass stays alive
         for p in parameters:
             p.grad = None
         self.gradients.bind()
         try:
-            self.forward = record(self._forward)
+            with recording():
+                self.forward = record(self._forward)
             self.result_gradients = [torch.zeros_like(x) for x in self.results]
-            self.backward = record(self._backward)
+            with recording():
+                self.backward = record(backward)
+            self.results = [x.detach() for x in self.results]
             self.recorded = True
         except BaseException:
             self.forward, self.backward = self._forward, self._backward
+            self.results, self.result_gradients = [], []
             raise
         finally:
             torch._foreach_copy_(self.gradients.buffers, kept)
@@ -176,30 +279,34 @@ class _Replay(torch.autograd.Function):
             buffer.copy_(gradient)
         run.gradients.bind()
         run.backward()
+        run.forget()
         return None, None, None
 
 
 class PolicyGraphs:
     """Replayed passes of a policy, by shape. A shape is recorded when it comes a second time.
 
+    transform: of the gradients; passes in an `applied` block are its own
     record: makes a recording of a function; None records nothing and runs every pass anew
     """
 
-    def __init__(self, policy: Policy, *, record: Record | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, transform: Transform | None = None, record: Record | None = None
+    ) -> None:
         trained = [p for p in policy.model.parameters() if p.requires_grad]
-        self.policy, self.record = policy, record
+        self.policy, self.transform, self.record = policy, transform, record
         self.gradients = GradientBuffers(trained)
         self.passes = 0
         self._runs: dict[Any, PolicyPass] = {}
+        self._open: PolicyPass | None = None
+        self._moves = 0  # of the trailing averages, whose addresses recordings know
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
 
     def fields(
         self, experience: Experience, *, temperature: float, entropy: bool
     ) -> dict[str, Float[Tensor, "seq tok"]]:
         """`logp` of the response tokens, and their entropy if wanted; 0 at masked places."""
-        inputs = pass_inputs(experience).padded()
-        run = self._run(inputs, temperature=temperature, entropy=entropy)
-        run.load(inputs)
+        run = self._open or self._prompts_once(experience, Scored(temperature, entropy))
         results = _Replay.apply(self._anchor, self, run)
         rows, tokens = experience.mask.shape
         names = ("logp", "entropy") if entropy else ("logp",)
@@ -208,25 +315,111 @@ class PolicyGraphs:
             for name, result in zip(names, results)
         }
 
-    def _run(self, inputs: PassInputs, *, temperature: float, entropy: bool) -> PolicyPass:
-        key = (inputs.shape, temperature, entropy)
+    @contextmanager
+    def applied(
+        self,
+        experience: Experience,
+        *,
+        advantages: Float[Tensor, " seq"],
+        temperature: float,
+        entropy: bool,
+    ) -> Iterator[None]:
+        """A block of the transform on these rows: `fields` inside is its forward pass."""
+        assert self.transform is not None
+        run = self._whole_rows(experience, advantages, Scored(temperature, entropy))
+        assert run.rows is not None
+        replayed = self.transform.replayed if run.recorded else self.transform.padded
+        with replayed(self.policy.model, run.rows):
+            self._open = run
+            try:
+                yield
+            finally:
+                self._open = None
+        run.runs += self.transform.settled
+
+    def _prompts_once(self, experience: Experience, wanted: Scored) -> PolicyPass:
+        """The pass for these rows, loaded with them."""
+        inputs = pass_inputs(experience).padded()
+
+        def compute(*buffers: Tensor) -> list[Tensor]:
+            return prompts_once(self.policy, PassInputs(*buffers), wanted)
+
+        key = inputs.shape, wanted
+        run = self._known(key, lambda: PolicyPass(inputs, compute, self.gradients))
+        run.load(inputs)
+        self._record(run, lambda record: run.record(record))
+        run.runs += 1
+        return run
+
+    def _whole_rows(
+        self, experience: Experience, advantages: Float[Tensor, " seq"], wanted: Scored
+    ) -> PolicyPass:
+        """The pass for these rows under the transform, loaded with them."""
+        transform, model = self.transform, self.policy.model
+        assert transform is not None
+        inputs = row_inputs(experience)
+        rows, length, tokens = inputs.shape
+        kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+        members = members_of(experience.group) if by_prompt(transform.rule) else None
+        sizes = None
+        if members is not None:
+            sizes = _rounded(len(members)), _rounded(max(map(len, members)))
+
+        def make() -> PolicyPass:
+            buffers = PaddedRows(
+                _rounded(rows),
+                length,
+                device=self.policy.device,
+                dtype=kind,
+                groups=sizes,
+            )
+            compute = partial(whole_rows, self.policy, rows=buffers, tokens=tokens, wanted=wanted)
+            ids = torch.zeros_like(buffers.sequences)
+            return PolicyPass((ids,), compute, self.gradients, rows=buffers)
+
+        self._drop_stale(transform)
+        run = self._known((_rounded(rows), length, tokens, sizes, wanted, kind), make)
+        buffers = run.rows
+        assert buffers is not None
+        run.load((inputs.ids,))
+        buffers.load(inputs.sequences, advantages, members)
+
+        def record(record: Record) -> None:
+            with transform.recorded(model, buffers) as session:
+                run.record(record, last=session.keep_results)
+
+        self._record(run, record)
+        return run
+
+    def _drop_stale(self, transform: Transform) -> None:
+        """Drops passes whose trailing averages have moved in memory."""
+        transform.averages.to(self.policy.device)
+        if transform.averages.moves != self._moves:
+            self._moves = transform.averages.moves
+            self._runs = {key: run for key, run in self._runs.items() if run.rows is None}
+
+    def _known(self, key: Any, make: Callable[[], PolicyPass]) -> PolicyPass:
         run = self._runs.get(key)
         if run is None:
-            run = PolicyPass(
-                self.policy, inputs, self.gradients, temperature=temperature, entropy=entropy
-            )
+            run = make()
             if len(self._runs) < MOST_SHAPES:
                 self._runs[key] = run
-        elif self.record is not None and not run.recorded:
-            try:
-                run.record(self.record)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                self.record = None
-                line = " ".join(str(error).split())[:200]
-                warnings.warn(f"train.graphs: passes run unrecorded ({line})", stacklevel=2)
         return run
+
+    def _record(self, run: PolicyPass, make: Callable[[Record], None]) -> None:
+        """Records a pass that comes for the second time, if nothing speaks against it."""
+        if self.record is None or run.recorded or not run.runs:
+            return
+        for other in self._runs.values():
+            other.forget()
+        try:
+            make(self.record)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self.record = None
+            line = " ".join(str(error).split())[:200]
+            warnings.warn(f"train.graphs: passes run unrecorded ({line})", stacklevel=2)
 
 
 class CudaRecorder:
@@ -237,17 +430,26 @@ class CudaRecorder:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            function()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                function()
+        except BaseException:
+            generator.graphsafe_set_state(state)  # the capture still holds the present one
+            raise
         return graph.replay
 
 
-def unsuited(policy: Policy, recipe: Recipe, *, critic: bool) -> str:
+def unsuited(
+    policy: Policy, recipe: Recipe, *, critic: bool, transform: Transform | None = None
+) -> str:
     """The reason why the passes of a policy cannot be recorded; empty if they can."""
     if policy.device.type != "cuda":
         return "it needs a CUDA device"
-    if recipe.gradient is not None:
-        return f"gradient={recipe.gradient.name} works in the model's own modules"
+    if transform is not None and not isinstance(transform.rule, LengthRule | KernelRule):
+        name = recipe.gradient.name if recipe.gradient else "this one"
+        return f"gradient={name} keeps tensors from one micro-batch to the next"
     inner = sorted({name for name in recipe.needs() if FIELDS[name].last in ("vocab", "dim")})
     if inner or critic:
         return f"{recipe.name} reads {', '.join(inner) or 'hidden states, for its critic'}"

@@ -1,4 +1,4 @@
-"""The whole job on one page: sample, reward, update, evaluate, log, checkpoint."""
+"""The loop of every run: step, evaluate, log, checkpoint, and stop or resume in between."""
 
 import math
 import signal
@@ -14,8 +14,7 @@ from proxpo.runs.jsonlines import JsonLines
 from proxpo.runs.sinks import Sinks, make_sinks, public_names
 from proxpo.runs.status import clear_end
 from proxpo.runs.stop import Overdue, StopRequest, stop_on_signal
-from proxpo.sampler import agreement
-from proxpo.train.collect import Collected, Collector, SamplingOptions, collect
+from proxpo.train.build import build_job
 from proxpo.train.config import (
     Change,
     Config,
@@ -24,13 +23,10 @@ from proxpo.train.config import (
     check_resume,
     write_config,
 )
-from proxpo.train.evaluate import evaluate
 from proxpo.train.faults import Progress, explained
-from proxpo.train.finish import Examined, finish_run
-from proxpo.train.job import Job, build_job, restore, save, splits
+from proxpo.train.finish import finish_run
+from proxpo.train.job import Examined, Job, StepWatch, restore, save
 from proxpo.train.observer import SILENT, Observer
-from proxpo.train.refusals import remarks
-from proxpo.train.update import update
 
 
 class _Stopped(Exception):
@@ -47,7 +43,7 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
         resumed = _resumed(out, config, resume=resume, observer=observer)
         job = build_job(config)
-        job.learner.budget.on_notice = observer.on_notice
+        job.observe(observer)
         try:
             if resumed is not None:
                 restore(job, *resumed)
@@ -112,7 +108,7 @@ def _finished(run: _ActiveRun) -> dict[str, Any]:
             )
         return {"stopped": by, "steps": at.saved or 0, "out": str(out)}
     at.phase = "finish"
-    return finish_run(job, out, examined or _examine(job, observer), on_notice=observer.on_notice)
+    return finish_run(job, out, examined or job.examine(observer), on_notice=observer.on_notice)
 
 
 def _trained(run: _ActiveRun) -> Examined | None:
@@ -121,20 +117,18 @@ def _trained(run: _ActiveRun) -> Examined | None:
     fresh = not job.before
     if fresh:  # before anything is written: much that is wrong with the input shows here
         at.phase = "evaluate"
-        for line in splits(job):
-            on_notice(line)
-        _check_sampler(job, run.observer)
-        metrics, answers = _examine(job, run.stoppable)
+        job.check(run.observer)
+        metrics, answers = job.examine(run.stoppable)
         job.before = {"metrics": metrics, "answers": answers}
     at.phase = "logging"
     clear_end(out)
-    lines = remarks(job.config, job.learner.recipe)
+    lines = job.remarks()
     for line in lines if fresh else ():
         on_notice(line)
     write_config(job.config, out / "config.yaml", lines)
     # The row of a step whose evaluation is still due is written after it.
     resume_at = None if fresh else job.step - (job.unwritten is not None)
-    drawn = None if fresh else job.step + len(job.waiting) - 1  # samples of these are written
+    drawn = None if fresh else job.sampled - 1  # samples of these are written
     with (
         _sinks(run, resume_at) as sinks,
         JsonLines(out / "samples.jsonl", resume_at=drawn, on_notice=on_notice) as samples,
@@ -162,7 +156,7 @@ def _steps(run: _ActiveRun, sinks: Sinks, samples: JsonLines) -> Examined | None
             if _due(job.step, config.evaluate.every, config.train.steps):
                 at.phase = "evaluate"
                 run.stoppable.on_progress("evaluating", 0, 1)
-                examined = _examine(job, run.stoppable)
+                examined = job.examine(run.stoppable)
                 metrics = metrics | examined[0]
             at.phase = "logging"
             sinks.write(job.step, metrics)
@@ -191,108 +185,19 @@ def _sinks(run: _ActiveRun, resume_at: int | None) -> Sinks:
 
 
 def _step(run: _ActiveRun, samples: JsonLines) -> dict[str, float]:
-    """One step: a rollout (of this policy or, with a lag, of an earlier one) and its updates."""
+    """One step of the job, with the seconds of its parts."""
     job, timer = run.job, _StepTimer()
-    before = job.learner.version
-    run.at.phase = "rollout"
-    sampled = _rollouts(run, samples)
-    timer.lap("rollout")
-    run.at.phase = "update"
-    run.observer.on_progress("updating", 0, 1)
-    metrics = update(job, job.waiting.pop(0))
-    timer.lap("update")
-    job.sampler.sync()
-    timer.lap("sync")
-    job.step += 1
+
+    def enter(phase: str) -> None:
+        run.at.phase = phase
+        if phase == "update":
+            run.observer.on_progress("updating", 0, 1)
+
+    watch = StepWatch(run.stoppable, enter, timer.lap, samples.append)
+    metrics = job.make_step(watch)
     job.seconds += timer.total
-    return {
-        **sampled,
-        **metrics,
-        "learning_rate": job.learner.optimizer.param_groups[0]["lr"],
-        "num_tokens": job.tokens,
-        "step_time": timer.total,
-        "proxpo/updates": job.learner.version - before,
-        "proxpo/skipped": job.skipped,
-        **{f"proxpo/time/{name}": seconds for name, seconds in timer.laps.items()},
-    }
-
-
-def _rollouts(run: _ActiveRun, samples: JsonLines) -> dict[str, float]:
-    """Samples until a rollout waits for training; metrics of the last one.
-
-    There are none while a lag that was lowered is worked off.
-    """
-    job, observer = run.job, run.stoppable
-    metrics: dict[str, float] = {}
-    while len(job.waiting) <= job.config.train.off_policy_lag:
-        number, cursor = job.step + len(job.waiting), job.source.cursor
-        try:
-            observer.on_progress("sampling", 0, 1)
-            collected = collect_rollout(job, number, observer)
-        except _Stopped:
-            job.source.cursor = cursor
-            raise
-        job.waiting.append(collected.experience)
-        job.tokens += int(collected.metrics["proxpo/tokens"])
-        metrics = collected.metrics
-        for line in collected.lines[: job.config.log.samples]:
-            samples.append(line)
-    return metrics
-
-
-def collect_rollout(job: Job, number: int, observer: Observer = SILENT) -> Collected:
-    """Samples and scores rollout `number` with the job's settings."""
-    rollout, learner = job.config.rollout, job.learner
-    collector = Collector(
-        policy=job.policy,
-        sampler=job.sampler,
-        task=job.task,
-        pool=job.pool,
-        recipe=learner.recipe,
-        options=SamplingOptions(
-            samples=rollout.samples_per_prompt,
-            max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            max_prompt=rollout.max_prompt,
-        ),
-        seed=job.config.seed,
-        state=learner.state,
-        clock=job.clock,
-        trainer_state=job.trainer_state,
-        observer=observer,
-    )
-    prompts = rollout.prompts_per_step
-    return collect(collector, job.source, prompts=prompts, step=number, version=learner.version)
-
-
-def _examine(job: Job, observer: Observer) -> Examined:
-    return evaluate(
-        policy=job.policy,
-        initial=job.initial,
-        sampler=job.sampler,
-        task=job.task,
-        pool=job.pool,
-        exam=job.exam,
-        budget=job.learner.budget,
-        observer=observer,
-        trainer_state=job.trainer_state,
-    )
-
-
-def _check_sampler(job: Job, observer: Observer) -> None:
-    """Refuses a sampler that runs another model than the trainer; reports their difference."""
-    prompts = [job.task.encode(p, job.policy.tokenizer) for p in job.exam.problems[:16]]
-    tokens = min(job.config.rollout.max_tokens, 64)
-    gap = agreement(job.policy, job.sampler, prompts, max_tokens=tokens)
-    observer.on_notice(
-        f"sampler and trainer differ by {gap.largest:.1e} at most, {gap.mean:.1e} on average"
-    )
-    if not gap.mean < 0.1:
-        raise ProxpoError(
-            f"the sampler's log-probs differ from the trainer's by {gap.mean:.2g} on average: they "
-            "do not run the same model"
-        )
+    laps = {f"proxpo/time/{name}": seconds for name, seconds in timer.laps.items()}
+    return {**metrics, "step_time": timer.total, **laps}
 
 
 def _resumed(
@@ -339,4 +244,4 @@ class _StepTimer:
         return self.mark - self.start
 
 
-__all__ = ["collect_rollout", "train"]
+__all__ = ["train"]

@@ -1,8 +1,10 @@
 """Gradient of one mini-batch: a forward and a backward pass for each of its micro-batches."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -168,13 +170,7 @@ def _backward(
     if learner.transform is not None:
         vocabulary = _vocabulary(learner, rows, options)
         policy_run = lambda: run(without=VOCABULARY) | vocabulary  # noqa: E731
-        number = torch.arange(len(rows.mask), device=rows.mask.device)[:, None]
-        applied = partial(
-            learner.transform.applied,
-            learner.policy.model,
-            sequences=torch.where(rows.attention_mask, number, -1),
-            groups=rows.group,
-        )
+        applied = _applied(learner, rows, options)
     with backward_pass(
         recipe,
         data.batch,
@@ -186,6 +182,20 @@ def _backward(
     ) as opened:
         opened.objective.backward()
     return opened
+
+
+def _applied(
+    learner: Learner, rows: Experience, options: LogpOptions
+) -> Callable[..., AbstractContextManager[Any]]:
+    """The transform's block on these rows, whose advantages are still to come."""
+    if learner.graphs is not None:
+        temperature, entropy = options.temperature, "entropy" in options.fields
+        return partial(learner.graphs.applied, rows, temperature=temperature, entropy=entropy)
+    number = torch.arange(len(rows.mask), device=rows.mask.device)[:, None]
+    sequences = torch.where(rows.attention_mask, number, -1)
+    return partial(
+        learner.transform.applied, learner.policy.model, sequences=sequences, groups=rows.group
+    )
 
 
 @torch.no_grad()

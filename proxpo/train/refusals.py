@@ -3,12 +3,14 @@
 from collections.abc import Collection
 
 from proxpo.errors import ProxpoError
+from proxpo.recipes import Procedure
 from proxpo.settings import lengths
 from proxpo.stages.advantage.attempts import ATTEMPTS
 from proxpo.stages.ratio.folded import FOLDED
 from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.train._schema import Config
 from proxpo.train._settings import changes
+from proxpo.train.domains import default_config, unread
 from proxpo.train.tasks import Task
 from proxpo.types import FIELDS, Recipe, Stage
 
@@ -40,12 +42,17 @@ DECIDED = {
 }
 
 
-def unused(config: Config, recipe: Recipe) -> dict[str, str]:
-    """A line for each setting, by path, that was changed and has no effect on this recipe."""
-    schedule, lines = recipe.schedule, dict[str, str]()
+def unused(config: Config, recipe: Recipe | Procedure) -> dict[str, str]:
+    """A line for each setting, by path, that was changed and has no effect on this method."""
+    changed = dict(line.split(": ", 1) for line in changes(default_config(config), config))
+    lines = {
+        path: f"{recipe.name}: {path}={changed[path].split(' -> ', 1)[1]} has no effect: {reason}"
+        for path, reason in unread(config, recipe).items()
+        if path in changed
+    }
+    schedule = recipe.schedule if isinstance(recipe, Recipe) else None
     if schedule is None:
         return lines
-    changed = dict(line.split(": ", 1) for line in changes(Config(), config))
     for decision in schedule.decides:
         paths, reason = DECIDED[decision]
         for path in changed.keys() & set(paths):
@@ -57,7 +64,7 @@ def unused(config: Config, recipe: Recipe) -> dict[str, str]:
     return dict(sorted(lines.items()))
 
 
-def check_used(config: Config, recipe: Recipe, paths: Collection[str]) -> None:
+def check_used(config: Config, recipe: Recipe | Procedure, paths: Collection[str]) -> None:
     """Refuses settings without effect among `paths`, which the user wrote for this run."""
     for path, line in unused(config, recipe).items():
         if any(written == path or written.startswith(f"{path}.") for written in paths):

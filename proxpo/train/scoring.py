@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.logp import model_logp, model_states, score_features, token_kl, token_logp
-from proxpo.models import Policy
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.train.cuts import Cut, Result, Rows, TokenBudget, restored
 from proxpo.train.experience import Experience
@@ -21,22 +20,29 @@ from proxpo.types import FIELDS, Recipe, State
 
 VOCABULARY = {name for name, field in FIELDS.items() if field.last == "vocab"}
 STATES = {"hidden"} | VOCABULARY  # fields read off the states before the head
+# Fields of a policy that is no language model: (model, critic, rows, wanted fields) -> fields.
+FieldsOf = Callable[[Any, Any, Experience, frozenset[str]], dict[str, Tensor]]
 
 
 @dataclass(kw_only=True)
 class Learner:
     """The policy, critic, reference, optimizer and state that a step changes.
 
+    policy: a `models.Policy`, or an object with the same `model`, `device` and `autocast`
+    fields_of: the forward pass of a policy that is no language model
+    by_step: mini-batches are drawn from single tokens of the prepared rollout, not from responses
     graphs: replayed forward and backward passes of the policy, in place of its modules
     version: optimizer steps made so far
     budget: of the micro-batches that are cut by tokens
     """
 
-    policy: Policy
+    policy: Any
     recipe: Recipe
     optimizer: torch.optim.Optimizer
+    fields_of: FieldsOf | None = None
+    by_step: bool = False
     reference: nn.Module | None = None
-    critic: nn.Linear | None = None
+    critic: nn.Module | None = None
     transform: Any = None
     graphs: PolicyGraphs | None = None
     state: Mapping[str, State] = field(default_factory=dict)
@@ -54,7 +60,8 @@ class Learner:
         pass of their prompt.
         """
         compared = getattr(getattr(self.transform, "rule", None), "group_by", None) == "prompt"
-        plain = self.transform is None and shares_prompts(self.policy.model)
+        language = self.fields_of is None
+        plain = language and self.transform is None and shares_prompts(self.policy.model)
         shared = plain or self.graphs is not None
         together = experience.group if compared else experience.shared_prompt
         group = together if compared or shared else None
@@ -108,6 +115,9 @@ def forward(
     in the model's own modules, on whole sequences. `without` names fields to leave out.
     """
     model, wanted = learner.policy.model, options.fields - without
+    if learner.fields_of is not None:
+        fields = learner.fields_of(model, learner.critic, experience, frozenset(wanted))
+        return fields | ({"old_logp": fields["logp"].detach()} if options.old_is_current else {})
     if learner.graphs is not None:
         entropy = "entropy" in wanted
         fields = learner.graphs.fields(experience, temperature=options.temperature, entropy=entropy)
@@ -150,7 +160,10 @@ def other_logp(
     learner: Learner, model: Any, experience: Experience, options: LogpOptions
 ) -> Float[Tensor, "seq tok"]:
     """log π of the response tokens under another model or other weights, for all rows."""
-    shared, width = learner.transform is None and shares_prompts(model), experience.mask.shape[1]
+    width = experience.mask.shape[1]
+    if learner.fields_of is not None:
+        return learner.fields_of(model, None, experience, frozenset())["logp"]
+    shared = learner.transform is None and shares_prompts(model)
 
     def run(rows: Experience) -> dict[str, Tensor]:
         with learner.policy.autocast():

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -24,6 +24,7 @@ from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.stages.schedule import Rescale, Updates
 from proxpo.train.batch import PreparedRollout, UpdatePlan, prepare_rollout
+from proxpo.train.config import Config
 from proxpo.train.experience import (
     Experience,
     join,
@@ -33,13 +34,29 @@ from proxpo.train.experience import (
     random_prompts,
     with_replayed_share,
 )
-from proxpo.train.job import Job
 from proxpo.train.minibatch import gradients
-from proxpo.train.scoring import exact_policy, other_logp, score, widened
-from proxpo.types import MOST_SKIPPED, Batch, Context, Metrics, Recipe, State, finite
+from proxpo.train.scoring import Learner, exact_policy, other_logp, score, widened
+from proxpo.types import MOST_SKIPPED, Batch, Clock, Context, Metrics, Recipe, State, finite
 
 
-def update(job: Job, fresh: Experience) -> dict[str, float]:
+@runtime_checkable
+class UpdatedJob(Protocol):
+    """The parts of a run that the updates on a rollout read and change."""
+
+    config: Config
+    learner: Learner
+    step: int
+    skipped: int
+    past: list[Experience]
+
+    @property
+    def most_parts(self) -> int: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+
+def update(job: UpdatedJob, fresh: Experience) -> dict[str, float]:
     """Makes the optimizer steps of a rollout; returns their mean metrics and the schedule's."""
     config, learner, share = job.config, job.learner, job.config.train.replay_share
     mix = generator(config.seed, "mix", job.step)
@@ -90,7 +107,7 @@ class RolloutUpdates:
 
     def __init__(
         self,
-        job: Job,
+        job: UpdatedJob,
         experience: Experience,
         *,
         path: tuple[int | str, ...],
@@ -174,7 +191,7 @@ class RolloutUpdates:
         """Rows of the next mini-batch of the shuffled prompts, and the seed of its draws."""
         epoch, part = divmod(number, parts)
         shuffle = generator(self.job.config.seed, *self.path, epoch)
-        index = mini_batch_rows(self.experience, shuffle, parts, part)
+        index = mini_batch_rows(self._prepare().data.experience, shuffle, parts, part)
         return index, derive(self.job.config.seed, *self.path, "noise", number)
 
     def _chosen(self, rows: Int[Tensor, " row"]) -> tuple[Int[Tensor, " row"], int]:
@@ -184,7 +201,7 @@ class RolloutUpdates:
         return rows.to(self.experience.group.device), seed
 
     def _check_prompts(self, parts: int) -> None:
-        prompts = self.job.config.rollout.prompts_per_step
+        prompts = self.job.most_parts
         if parts > prompts:
             raise ProxpoError(
                 f"{self.recipe.name}: {parts} mini-batches want as many prompts in a rollout, and "
@@ -278,7 +295,7 @@ class RolloutUpdates:
 
     @torch.no_grad()
     def now(self, rows: Int[Tensor, " row"]) -> Batch:
-        rollout, model = self._prepare(), self.job.policy.model
+        rollout, model = self._prepare(), self.job.learner.policy.model
         batch = rollout.data.batch
         index = rows.to(batch.mask.device)
         training = model.training
@@ -316,17 +333,21 @@ class RolloutUpdates:
         learner, present = self.job.learner, self.weights()
         self.load(weights)
         try:
-            return other_logp(learner, self.job.policy.model, self.experience, self._plan.options)
+            return other_logp(
+                learner, self.job.learner.policy.model, self.experience, self._plan.options
+            )
         finally:
             self.load(present)
 
     def exact(self) -> tuple[FlatPolicy, ActionBatch]:
         self._exact = True
         mask, temperature = self.batch().mask, self.job.config.train_temperature
-        return exact_policy(self.job.policy.model, self.experience, mask, temperature=temperature)
+        return exact_policy(
+            self.job.learner.policy.model, self.experience, mask, temperature=temperature
+        )
 
 
-def optimizer_step(job: Job, *, finite: bool = True) -> float:
+def optimizer_step(job: UpdatedJob, *, finite: bool = True) -> float:
     """Clips, checks, steps; returns the gradient's norm. Skips a gradient that is not finite."""
     learner, clip = job.learner, job.config.train.grad_clip
     norm = math.nan

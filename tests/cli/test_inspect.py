@@ -21,7 +21,7 @@ NEED_A_MODEL = {
     "grpo-guard": "noise",
     "lamer": "episode",
 }
-SHOWN = [slug for slug in library.methods() if slug not in NEED_A_MODEL]
+SHOWN = [slug for slug in library.methods("language") if slug not in NEED_A_MODEL]
 
 # What the loss of a batch leaves out of a method, and lengths that a trainer would set.
 INFORMATIVE = "shown without prompts=informative"
@@ -215,14 +215,14 @@ def test_wrong_methods_and_settings(refused, arguments, expected):
     assert expected in refused("inspect", *arguments, "--batch", "sample", "--json")
 
 
-@pytest.mark.parametrize("name", sorted(set(library.methods()) - set(SHOWN)))
+@pytest.mark.parametrize("name", sorted(set(library.methods("language")) - set(SHOWN)))
 def test_a_method_says_which_field_it_misses_and_who_gives_it(refused, name):
     field = NEED_A_MODEL[name]
     expected = f"needs the batch field '{field}' ({FIELDS[field].doc}), which is missing"
     assert expected in refused("inspect", name, "--batch", "sample", "--json")
 
 
-@pytest.mark.parametrize("name", library.methods())
+@pytest.mark.parametrize("name", library.methods("language"))
 def test_no_setting_of_any_method_ends_in_a_traceback(name):
     batch = load_batch("sample").rows(torch.arange(4, 7))
     for option in library.methods()[name].defaults:

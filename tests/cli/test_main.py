@@ -22,7 +22,8 @@ def run(*arguments, **kwargs):
 
 def test_help_loads_nothing_heavy():
     program = (
-        "import sys; from proxpo.cli import main; code = main(['inspect', '--help'])\n"
+        "import sys; from proxpo.cli import main\n"
+        "code = main(['inspect', '--help']) + main(['adapt', '--help'])\n"
         "heavy = {'torch', 'numpy', 'yaml', 'safetensors', 'transformers', 'jaxtyping'}\n"
         "print(code, sorted(heavy & set(sys.modules)))"
     )

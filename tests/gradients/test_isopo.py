@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from proxpo.gradients import Transform, isopo, isopo_ntk
+from proxpo.gradients.isopo import lengths2
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -204,6 +205,52 @@ def test_draws_follow_the_seed_the_step_and_the_block():
     resumed = isopo(overlap=8, seed=1)
     resumed.load_state_dict(one.state_dict())
     assert draws(resumed) == third
+
+
+class Siblings(nn.Module):
+    """Two layers that multiply one input, and a third that multiplies another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        return self.third(torch.tanh(self.first(x) * self.second(x)))
+
+
+def test_layers_that_share_an_input_share_the_draw():
+    torch.manual_seed(0)
+    model = Siblings().double()
+    x, seq = torch.randn(3, 5, 4).double(), torch.arange(3)[:, None].expand(3, 5)
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str):
+        def hook(module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+            inputs[name] = args[0].detach()
+            out.register_hook(lambda grad: outputs.update({name: grad}))
+
+        return hook
+
+    for name, module in model.named_children():
+        module.register_forward_hook(keep(name))
+    lengths: dict[str, Tensor] = {}
+    transform = isopo(overlap=3, q=-1.0)
+    options = {"sequences": seq, "advantages": torch.ones(3), "observe": lengths.__setitem__}
+    with transform.applied(model, **options) as session:
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in model.parameters()]
+        loss.backward()
+        drawn = {name: session.handles[f"{name}.weight"].overlap_set().index for name in inputs}
+    assert_close([p.grad / 2 for p in model.parameters()], once)
+    drawn["second"] = drawn["first"]
+    for name, index in drawn.items():
+        G = torch.einsum("to,td->tod", outputs[name].flatten(0, 1), inputs[name].flatten(0, 1))
+        F2, N2 = lengths2(G, seq.flatten(), index)
+        assert_close(lengths[f"{name}.weight"]["F2"], F2)
+        assert_close(lengths[f"{name}.weight"]["N2"], N2)
 
 
 def test_padding_is_never_drawn():

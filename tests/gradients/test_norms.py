@@ -7,9 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from proxpo.gradients import Dense, Layout, OneHot, Outer, OverlapSet
 from proxpo.gradients._engine import inner_products
+from proxpo.gradients._engine.device import accumulator
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients.isopo import lengths2
 from proxpo.gradients.ntk import kernel as kernel_by_definition
 from proxpo.gradients.ntk import mixed_advantages
@@ -134,45 +138,99 @@ def test_a_padding_token_has_no_gradient():
     assert (rows.reduce(torch.ones(layout.size).double())[1] == 0).all()
 
 
-def kernels(rows, layout: Layout) -> list[Tensor]:
-    actual = [inner_products.kernel_gram(rows, layout)]
+def kernels(rows, layout: Layout, groups: Groups) -> list[Tensor]:
+    """K in every form there is for such gradients."""
+    if isinstance(rows, Dense):
+        sums = groups.arranged(rows.sums(layout))
+        return [inner_products.kernel_stacked(sums.unflatten(0, (groups.count, -1)))]
+    actual = [inner_products.kernel_gram(rows, layout, groups)]
     if isinstance(rows, Outer):
-        actual += [inner_products.kernel_materialised(rows, layout)]
-        actual += [inner_products.kernel_stacked(rows.sums(layout))]
-    elif isinstance(rows, Dense):
-        actual += [inner_products.kernel_stacked(rows.sums(layout))]
-    else:
-        actual += [inner_products.kernel_pairs(rows, layout)]
+        stacked = inner_products.kernel_materialised
+        for held in (True, False):
+            for shape in (rows, Outer(rows.g, rows.a)):
+                actual += [stacked(shape, layout, groups, kind=torch.float64, held=held)[0]]
     return actual
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=40)
 @given(
     lengths_of,
     st.integers(0, 10**6),
     st.sampled_from(["outer", "dense", "onehot"]),
-    st.sampled_from([1 << 24, 6]),
+    st.booleans(),
+    st.lists(st.integers(0, 2), min_size=4, max_size=4),
 )
 @pytest.mark.checks("isopo-ntk", "Gram, stacked and block-wise kernels agree")
 @pytest.mark.checks("isopo-ntk", "K is symmetric PSD with tr K / m = mean |V|²")
-def test_kernels_agree(lengths, seed, kind, block):
+def test_kernels_agree(lengths, seed, kind, small, numbers):
+    """In one group or several, whole or in the smallest tiles and blocks."""
     rows, grads, layout = made(lengths, seed, kind, shuffled=True)
     sums = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1)
-    size, inner_products.BLOCK = inner_products.BLOCK, block
-    try:
-        actual = kernels(rows, layout)
-    finally:
-        inner_products.BLOCK = size
-    for kernel in [*actual, kernel_by_definition(grads, layout.seq)]:
-        assert_close(kernel, sums @ sums.T, **EXACT)
+    group = torch.tensor(numbers[: layout.count])
+    together = group[:, None] == group
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            for name, size in {"TILE": 6, "STACK": 8 * 6, "_HALVED": 2}.items():
+                patch.setattr(inner_products, name, size)
+        whole = kernels(rows, layout, Groups.whole(layout.count))
+        parts = kernels(rows, layout, Groups.of(group))
+    want = sums @ sums.T
+    assert_close(kernel_by_definition(grads, layout.seq), want, **EXACT)
+    for (kernel,) in whole:
+        assert_close(kernel, want, **EXACT)
         assert_close(kernel, kernel.T, **EXACT)
         assert torch.linalg.eigvalsh(kernel).min() > -1e-10
         assert_close(kernel.trace() / layout.count, sums.square().sum(1).mean(), **EXACT)
+    for kernel in parts:
+        assert_close(Groups.of(group).joined(kernel), want * together, **EXACT)
+        assert_close(Groups.of(group).blocks(want), kernel, **EXACT)
 
 
 def test_a_long_kernel_is_summed_in_slices():
-    sums = torch.randn(3, 20_001).double()
-    assert_close(inner_products.kernel_stacked(sums), sums @ sums.T, **EXACT)
+    sums = torch.randn(2, 3, 70_001).double()
+    want = sums @ sums.mT
+    assert_close(inner_products.kernel_stacked(sums), want, **EXACT)
+    assert_close(inner_products.kernel_stacked(sums[:1]), want[:1], **EXACT)
+    on_cuda = [inner_products._slice_length(m, 576 * 576, "cuda") for m in (2, 64, 512)]
+    assert on_cuda == [1280, 1280, 65536]
+    assert inner_products._slice_length(8, 576, "cuda") == 512
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation inside the block makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and not func.is_view:
+                self.largest = max(self.largest, x.numel() * x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["gram", "stacked", "rounded"])
+def test_the_memory_of_a_kernel_is_bounded(kind, monkeypatch):
+    """32 sequences of 64 x 96: V would be 768 KiB in float32, all Gram products 1 MiB."""
+    monkeypatch.setattr(inner_products, "TILE", 1 << 14)
+    monkeypatch.setattr(inner_products, "STACK", 1 << 16)
+    torch.manual_seed(0)
+    layout = Layout(torch.arange(32).repeat_interleave(16), 32).settle()
+    rows = Outer(torch.randn(512, 64), torch.randn(512, 96))
+    if kind == "rounded":  # as on CUDA
+        rows = Outer(rows.a.bfloat16(), rows.g.bfloat16())
+    groups = Groups.whole(32)
+    with Sizes() as sizes:
+        if kind == "gram":
+            kernel = inner_products.kernel_gram(rows, layout, groups)
+        else:
+            kernel = inner_products.kernel_materialised(rows, layout, groups, kind=rows.dtype)[0]
+    # Beside tiles and blocks only tensors as large as the factors in float32.
+    assert sizes.largest <= max(1 << 16, 4 * rows.g.numel())
+    exact = Outer(rows.a.double(), rows.g.double()).sums(layout).flatten(1)
+    scale = exact.square().sum(1).mean()
+    error = {"rounded": 6 * 2**-8 / (64 * 96) ** 0.5}.get(kind, 1e-6)
+    assert ((kernel[0] - exact @ exact.T) / scale).abs().max() < error
 
 
 def test_the_sketch_is_unbiased_and_within_its_error():
@@ -180,7 +238,13 @@ def test_the_sketch_is_unbiased_and_within_its_error():
     exact = slow.sequence_gradients(grads, layout.seq, layout.count).flatten(1).square().sum(1)
     torch.manual_seed(0)
     width = 16
-    draws = torch.stack([inner_products.norm_sketch(rows, layout, width) for _ in range(400)])
+
+    def signs(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape)
+
+    draws = torch.stack(
+        [inner_products.norm_sketch(rows, layout, width, signs) for _ in range(400)]
+    )
     relative = draws / exact - 1
     assert relative.std(0).max() < (2 / width) ** 0.5
     assert relative.mean(0).abs().max() < 4 * (2 / width / 400) ** 0.5
@@ -196,8 +260,10 @@ def test_products_of_bfloat16_are_added_in_float32():
         lambda rows: inner_products.overlap_gram(rows, layout, overlap_set),
         lambda rows: inner_products.materialised(rows, layout, overlap_set),
         lambda rows: inner_products.norm_gram(rows, layout),
-        lambda rows: inner_products.kernel_materialised(rows, layout),
-        lambda rows: inner_products.kernel_gram(rows, layout),
+        lambda rows: inner_products.kernel_materialised(
+            rows, layout, Groups.whole(4), kind=accumulator(rows.dtype)
+        )[0],
+        lambda rows: inner_products.kernel_gram(rows, layout, Groups.whole(4)),
         lambda rows: Dense(rows.g).sums(layout),
     ):
         actual, want = measure(low), measure(high)

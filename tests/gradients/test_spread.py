@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from proxpo.gradients import Layout, Outer
 from proxpo.gradients._engine import cost
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.shard import Shard
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -67,8 +68,10 @@ def choices(lengths: list[int], first: int, shape: tuple[int, int], **options) -
         vars(shard)["ranks"] = 2  # there is no process group to ask
         layout = Layout(seq[own], len(lengths), shard)
         rows = Outer(torch.zeros(len(own), shape[1]), torch.zeros(len(own), shape[0]))
-        isopo_form = cost.cheapest_form(rows, layout, path="auto", **options)
-        actual.add((isopo_form, cost.gram_kernel(rows, layout, "auto")))
+        isopo_form = cost.cheapest_form(cost.Sizes.of(rows, layout), path="auto", **options)
+        groups = Groups.whole(len(lengths))
+        gram = cost.gram_kernel(rows.shape, layout, groups, "auto", torch.float32)
+        actual.add((isopo_form, gram))
     return actual
 
 

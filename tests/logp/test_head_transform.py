@@ -28,8 +28,8 @@ TRANSFORMS = {
     "own-history": lambda: gradients.isopo(p=-1.0, reg=0.3, history="own", overlap=6),
     "reinforce": lambda: gradients.isopo(preset="reinforce"),
     "ntk": lambda: gradients.isopo_ntk(rho=0.5),
-    "ntk-paper": lambda: gradients.isopo_ntk(rho=2.0, scale="paper"),
-    "ntk-prompt": lambda: gradients.isopo_ntk(group_by="prompt"),
+    "ntk-paper": lambda: gradients.isopo_ntk(rho=2.0, scale="paper", path="materialise"),
+    "ntk-prompt": lambda: gradients.isopo_ntk(group_by="prompt", path="gram"),
 }
 # Less than a sequence, one sequence at a time, several, and everything at once.
 CHUNKS = [2 * VOCAB, 4 * VOCAB, 8 * VOCAB, 100 * VOCAB]

@@ -1,16 +1,16 @@
-"""Cases of every method, gathered from tests/methods/test_<recipe file>.py."""
+"""Cases of the methods for language models, gathered from tests/methods/test_<recipe file>.py."""
 
 import functools
 import importlib
-import pkgutil
 
-import proxpo.recipes
+import proxpo
 from methods._case import Case
 from proxpo import Recipe, make_recipe
 
 CASES: dict[str, Case] = {}
-for _, _name, _ in pkgutil.iter_modules(proxpo.recipes.__path__):
-    if not _name.startswith("_"):
+for _method in proxpo.methods("language").values():
+    _package, _, _name = _method.make.__module__.rpartition(".")
+    if _package == "proxpo.recipes":
         CASES |= importlib.import_module(f"methods.test_{_name}").CASES
 
 

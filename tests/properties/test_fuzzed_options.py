@@ -26,7 +26,7 @@ JUNK: list[Any] = [
     *([], [1, 2], ["x"], {}, {"name": "token"}, {"name": 3}, {1: 2}, {"x": {}}, object()),
 ]
 values = st.sampled_from(JUNK) | st.floats() | st.integers(-4, 40) | st.text(max_size=6)
-OWN = [(slug, option) for slug, one in methods().items() for option in one.defaults]
+OWN = [(slug, option) for slug, one in methods("language").items() for option in one.defaults]
 STAGE_OPTIONS = [
     (kind, name, option)
     for kind, factories in STAGES.items()

@@ -43,7 +43,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("slug", methods())
+@pytest.mark.parametrize("slug", methods("language"))
 def test_waits(slug: str) -> None:
     made = method(slug)
     ready = proxpo.prepare(made, make_batch(1))

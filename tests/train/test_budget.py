@@ -12,8 +12,9 @@ from proxpo.stages import STAGES, stage
 from proxpo.stages.budget.responses import responses_by_prompt
 from proxpo.stages.schedule import Rescale
 from proxpo.train.batch import TrainingBatch
+from proxpo.train.build import build_job
 from proxpo.train.config import load_config
-from proxpo.train.job import build_job, splits
+from proxpo.train.language import splits
 from proxpo.train.minibatch import gradients
 from proxpo.train.update import RolloutUpdates, update
 from proxpo.types import Stage

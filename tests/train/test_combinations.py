@@ -13,8 +13,7 @@ from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, load_stages
 from proxpo.train.config import load_config
-from proxpo.train.job import _learner, build_job
-from proxpo.train.loop import collect_rollout
+from proxpo.train.language import _learner, build_language_job
 from proxpo.train.refusals import check_fields
 from proxpo.train.update import update
 from proxpo.types import MANY
@@ -46,7 +45,7 @@ def drawn(draw: random.Random) -> tuple[str, dict]:
         settings[kind] = _stage(draw, kind)
     for kind in draw.sample(ADDED, draw.randint(0, 2)):
         settings[f"{kind}+"] = _stage(draw, kind)
-    slug = draw.choice(sorted(methods()))
+    slug = draw.choice(sorted(methods("language")))
     return slug, CHEAPER.get(slug, {}) | settings
 
 
@@ -72,7 +71,9 @@ def legal(task, count: int) -> list[tuple[str, dict]]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     out = tmp_path_factory.mktemp("combinations")
-    return build_job(load_config(None, [*SMALL, *TINY, "method=grpo"], overrides={"out": str(out)}))
+    return build_language_job(
+        load_config(None, [*SMALL, *TINY, "method=grpo"], overrides={"out": str(out)})
+    )
 
 
 @pytest.mark.long
@@ -97,7 +98,7 @@ def test_random_combinations_train_and_survive_a_checkpoint(base, tmp_path) -> N
 
 
 def _step(job, what: str) -> None:
-    metrics = update(job, collect_rollout(job, job.step).experience)
+    metrics = update(job, job.collect(job.step).experience)
     job.step += 1
     assert torch.isfinite(torch.tensor(metrics["loss"])), what
     assert all(bool(torch.isfinite(p).all()) for p in job.learner.trainable()), what

@@ -23,6 +23,7 @@ from proxpo.train.config import (
     to_yaml,
     write_config,
 )
+from proxpo.train.refusals import unused
 
 
 def written(folder, text: str) -> str:
@@ -342,3 +343,14 @@ def test_the_papers_run():
     recipe = config.make_recipe()
     assert (recipe.gradient.options["p"], recipe.gradient.options["overlap"]) == (-1.0, 250)
     assert recipe.regularisers == ()
+
+
+def test_a_setting_that_the_domain_does_not_read(tmp_path):
+    with pytest.raises(ProxpoError, match=r"model.options=.* has no effect: a language model"):
+        load_config(None, ["model.options.hidden=8"])
+    file = tmp_path / "shared.yaml"
+    file.write_text("model: {options: {hidden: 8}}\n")
+    config = load_config(file)
+    assert [line.split(":")[0] for line in unused(config, config.make_method()).values()] == [
+        "isopo"
+    ]

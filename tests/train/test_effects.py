@@ -13,7 +13,7 @@ from train_runs import job_of, rows_of, sample
 
 from proxpo.errors import ProxpoError
 from proxpo.train.config import explain, load_config
-from proxpo.train.job import Job
+from proxpo.train.language import LanguageJob as Job
 from proxpo.train.loop import train
 from proxpo.train.refusals import remarks
 from proxpo.train.update import update
@@ -75,6 +75,7 @@ ELSEWHERE = {
     "rollout.backend": "test_rollouts.py::test_vllm_samples_the_policy_and_follows_its_weights",
     "rollout.options": "test_rollouts.py::test_unknown_names_and_options_get_the_nearest",
     "train.graphs": "test_graphs.py::test_what_cannot_be_recorded_is_refused",
+    "model.options": "test_config.py::test_a_setting_that_the_domain_does_not_read",
     "model.device": "test_policies.py::test_devices_and_precisions_that_cannot_be",
     "log.sinks": "test_sinks.py::test_missing_and_unknown_sinks",
     "log.project": "test_sinks.py::test_trackers_are_called_as_they_expect",

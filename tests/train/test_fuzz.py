@@ -16,7 +16,7 @@ from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.runs.jsonlines import JsonLines, missing_steps
 from proxpo.train.config import Config, as_dict, build_config, explain, load_config, to_yaml
-from proxpo.train.job import RESERVED
+from proxpo.train.language import RESERVED
 from proxpo.train.resume import own_config
 
 PATHS = [one.path for one in explain()]

@@ -7,9 +7,9 @@ from train.test_prefix import make_model, make_rows
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
 from proxpo.recipes.reinforce import reinforce
+from proxpo.train.build import build_job
 from proxpo.train.config import load_config
 from proxpo.train.graphs import PolicyGraphs, pass_inputs
-from proxpo.train.job import build_job
 from proxpo.train.scoring import Learner, LogpOptions, forward
 
 ROWS = {"prompts": [3, 5, 4], "samples": [2, 3, 1], "lengths": [2, 5, 1, 4, 3, 5]}
@@ -91,7 +91,7 @@ def test_what_cannot_be_recorded_is_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["grpo", "reinforce"])
+@pytest.mark.parametrize("method", ["grpo", "reinforce", "isopo-ntk"])
 def test_a_run_with_graphs_is_a_run_without(method, tmp_path):
     from proxpo.train.loop import train
     from proxpo.train.observer import Observer

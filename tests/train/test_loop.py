@@ -74,21 +74,21 @@ SPECIAL = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("slug", methods())
+@pytest.mark.parametrize("slug", methods("language"))
 def test_every_recipe_trains_the_model_in_the_box(slug, tmp_path):
-    # The rate is small enough that 30 steps on 16 samples cannot undo what the model knows.
+    # The rate is small enough that 16 steps on 16 samples cannot undo what the model knows.
     file = tmp_path / "marks.py"
     file.write_text(MARKS)
     marks = (f"task.reward={file}:score",) if slug == "text2grad" else ()
     rate = () if slug == "trpo" else ("train.lr=1e-5",)  # TRPO has a radius instead
     special = (*SPECIAL.get(slug, ()), *marks, *rate)
-    train(config_of(tmp_path, *special, "train.steps=30", method=slug))
+    train(config_of(tmp_path, *special, "train.steps=16", method=slug))
     rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == list(range(31))
+    assert [row["step"] for row in rows] == list(range(17))
     assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows[1:])
     rewards = [row["reward"] for row in rows[1:]]
-    assert sum(rewards[15:]) >= sum(rewards[:15]) - 15 * 0.12  # the noise of 240 samples
-    weights = weights_of(tmp_path, 30)
+    assert sum(rewards[8:]) >= sum(rewards[:8]) - 8 * 0.16  # the noise of 128 samples
+    weights = weights_of(tmp_path, 16)
     assert all(bool(torch.isfinite(value).all()) for value in weights.values())
     start = weights_of_start()
     assert any(not torch.equal(value, start[name]) for name, value in weights.items())
@@ -144,7 +144,7 @@ def _train_in_child(out: str, steps: int) -> None:
     train(config_of(Path(out), f"steps={steps}", "checkpoint.every=1", method="isopo"), resume=True)
 
 
-def test_killed_twenty_times_nothing_is_lost(tmp_path):
+def test_killed_many_times_nothing_is_lost(tmp_path):
     """kill -9 at random moments, also inside the writing of a checkpoint; then on from there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["proxpo.train.loop", "transformers.models.qwen3"])
@@ -158,11 +158,14 @@ def test_killed_twenty_times_nothing_is_lost(tmp_path):
             child.join()
         return child.exitcode
 
+    first = context.Process(target=os.getpid)  # the server imports before the clock starts
+    first.start()
+    first.join()
     started = time.monotonic()
     assert run(tmp_path / "straight", None) == 0
     whole = time.monotonic() - started
     moments = random.Random(0)
-    codes = [run(tmp_path / "killed", moments.uniform(0.1, 0.5) * whole) for _ in range(20)]
+    codes = [run(tmp_path / "killed", moments.uniform(0.1, 0.5) * whole) for _ in range(12)]
     assert codes.count(-signal.SIGKILL) >= 3  # once it is done, later starts just end
     assert run(tmp_path / "killed", None) == 0
     expected, found = weights_of(tmp_path / "straight", 12), weights_of(tmp_path / "killed", 12)

@@ -18,7 +18,8 @@ from proxpo.errors import ProxpoError
 from proxpo.optimizers import NAMES
 from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.train.config import as_dict, build_config, check_resume, differences, explain
-from proxpo.train.job import Job, restore, save
+from proxpo.train.job import restore, save
+from proxpo.train.language import LanguageJob as Job
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
 
@@ -57,6 +58,7 @@ OTHER = {
     "method": "isopo",
     "recipe": {"clip_high": 0.3},
     "model.name": "smollm2",
+    "model.options": {"hidden": 8},
     "model.device": "cpu",
     "model.dtype": "float64",
     "model.gradient_checkpointing": True,
@@ -157,9 +159,9 @@ def test_a_change_is_refused_or_applied_and_recorded(path, finished, tmp_path):
 
 
 def job_with(config) -> Job:
-    from proxpo.train.job import build_job
+    from proxpo.train.language import build_language_job
 
-    return build_job(config)
+    return build_language_job(config)
 
 
 def resumed_job(out: Path, config) -> Job:

@@ -6,7 +6,8 @@ from pathlib import Path
 from proxpo.train.batch import UpdatePlan, sampled_fields, start_fields
 from proxpo.train.config import load_config
 from proxpo.train.experience import Experience
-from proxpo.train.job import Job, build_job
+from proxpo.train.language import LanguageJob as Job
+from proxpo.train.language import build_language_job
 from proxpo.train.scoring import LogpOptions
 from proxpo.types import Batch
 
@@ -27,7 +28,7 @@ def config_of(out: Path, *sets: str, **overrides):
 
 
 def job_of(out: Path, *sets: str, **overrides) -> Job:
-    return build_job(config_of(out, *sets, **overrides))
+    return build_language_job(config_of(out, *sets, **overrides))
 
 
 def options_of(job: Job, *, micro_batch: int) -> LogpOptions:
@@ -48,6 +49,4 @@ def rows_of(out: Path) -> list[dict]:
 
 def sample(job: Job):
     """A rollout of the job's next step."""
-    from proxpo.train.loop import collect_rollout
-
-    return collect_rollout(job, job.step)
+    return job.collect(job.step)

@@ -16,7 +16,7 @@ from proxpo.errors import ProxpoError
 from proxpo.sampler import agreement, make_sampler
 from proxpo.train import loop
 from proxpo.train.config import load_config
-from proxpo.train.job import Job
+from proxpo.train.language import LanguageJob as Job
 
 STEPS = 5
 SETTINGS = [

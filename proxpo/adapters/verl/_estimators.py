@@ -38,7 +38,7 @@ def register_estimators() -> None:
 def estimators() -> dict[str, Make]:
     """Functions that make the recipe of each estimator from algorithm.options, by verl's name."""
     load_stages()
-    named = {verl_name(slug): _of_method(slug) for slug in methods()}
+    named = {verl_name(slug): _of_method(slug) for slug in methods("language")}
     for stage in STAGES["advantage"]:
         named.setdefault(PREFIX + stage, _of_stage(stage))
     return named

@@ -62,7 +62,7 @@ def register_losses() -> None:
     """Registers every method of the catalogue as `policy_loss.loss_mode=proxpo_<slug>`."""
     from verl.trainer.ppo.core_algos import register_policy_loss
 
-    for slug in methods():
+    for slug in methods("language"):
         register_policy_loss(verl_name(slug))(loss_mode(slug))
 
 

@@ -81,14 +81,14 @@ def slug_of(name: str) -> str | None:
     """The method behind a verl name; None for a name that is not ours."""
     if not name.startswith(PREFIX):
         return None
-    return {verl_name(slug): slug for slug in methods()}.get(name)
+    return {verl_name(slug): slug for slug in methods("language")}.get(name)
 
 
 def known_slug(name: str) -> str | None:
     """The method behind a loss mode; None for verl's own, an error for a misspelt one of ours."""
     slug = slug_of(name)
     if slug is None and name.startswith(PREFIX):
-        names = [verl_name(each) for each in methods()]
+        names = [verl_name(each) for each in methods("language")]
         raise ProxpoError(f"verl: unknown loss_mode '{name}'{nearest(name, names)}")
     return slug
 

@@ -1,5 +1,8 @@
 """Trailing averages of squared lengths, per parameter and quantity."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
@@ -8,37 +11,60 @@ from proxpo.ops.shapes import Float, Tensor
 DECAY = 0.9
 
 
+class Collected(NamedTuple):
+    """Squared lengths that wait for the next step: of one key, or one sum for each of many."""
+
+    keys: tuple[str, ...]
+    squares: Float[Tensor, "*any"]
+    counts: tuple[float, ...]  # sequences behind the squares of each key
+
+    def owners(self, place: dict[str, int]) -> list[int]:
+        """The place of the key of every square."""
+        if len(self.keys) == 1:
+            return [place[self.keys[0]]] * self.squares.numel()
+        return [place[key] for key in self.keys]
+
+
 class Averages:
     """E <- mean the first time, then E <- 0.9 E + 0.1 mean, moved once per optimizer step.
 
     A mini-batch uses the E left by earlier mini-batches; what it collects becomes visible with
     `step`. Over ranks, sums and counts are added, so that every rank holds the same E. What is not
     finite never enters: E would not recover from it.
+
+    E stays where it is in memory, which recorded kernels read; `moves` counts the exceptions.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Float[Tensor, ""]] = {}
+        self.moves = 0
         # Kept as they come and added up in `step`, so that a backward pass launches nothing here.
-        self._pending: dict[str, list[tuple[Tensor, int]]] = {}
+        self._pending: list[Collected] = []
 
     def get(self, key: str) -> Float[Tensor, ""] | None:
         return self.values.get(key)
 
-    def collect(self, key: str, squares: Float[Tensor, "*any"], count: int | None = None) -> None:
-        """Adds x² of some sequences, or their sum over `count` of them."""
-        count = squares.numel() if count is None else count
-        self._pending.setdefault(key, []).append((squares.detach(), count))
+    def collect(self, parts: Sequence[Collected]) -> None:
+        """Adds what a block has measured."""
+        self._pending += parts
 
     def load(self, values: dict[str, Float[Tensor, ""]]) -> None:
-        self.values, self._pending = dict(values), {}
+        self.values, self._pending = dict(values), []
+        self.moves += 1
 
-    def pending(self) -> dict[str, int]:
-        """Number of entries of each key that wait for the next `step`."""
-        return {key: len(parts) for key, parts in self._pending.items()}
+    def to(self, device: torch.device) -> None:
+        """Moves E to the device of the kernels that read it."""
+        if any(value.device != device for value in self.values.values()):
+            self.values = {key: value.to(device) for key, value in self.values.items()}
+            self.moves += 1
 
-    def keep(self, entries: dict[str, int]) -> None:
-        """Drops all that waits but the first `entries` of each key, see `pending`."""
-        self._pending = {key: self._pending[key][:count] for key, count in entries.items()}
+    def pending(self) -> int:
+        """Number of entries that wait for the next `step`."""
+        return len(self._pending)
+
+    def keep(self, entries: int) -> None:
+        """Drops all that waits but the first `entries`, see `pending`."""
+        del self._pending[entries:]
 
     def step(self, keys: list[str], *, skipped: bool = False) -> bool:
         """Moves the averages by what waits, or drops it; returns True where they moved.
@@ -47,9 +73,10 @@ class Averages:
         them says `skipped`, or where a sum is not finite.
         """
         ranks = _ranks()
-        names = sorted({*keys, *self._pending}) if ranks > 1 else list(self._pending)
+        own = dict.fromkeys(key for part in self._pending for key in part.keys)
+        names = sorted({*keys, *own}) if ranks > 1 else list(own)
         if ranks == 1 and (skipped or not names):
-            self._pending = {}
+            self._pending = []
             return not skipped
         totals, counts = self._totals(names)
         if ranks > 1:
@@ -57,7 +84,7 @@ class Averages:
             dist.all_reduce(packed)
             totals, counts = packed[:-1].view(2, -1)
             skipped = bool(packed[-1])
-        self._pending = {}
+        self._pending = []
         if skipped or not bool(torch.isfinite(totals).all()):
             return False
         if not names:
@@ -67,25 +94,33 @@ class Averages:
         known = [self.values.get(name, mean).to(mean) for name, mean in zip(names, means.unbind())]
         moved = torch.lerp(torch.stack(known), means, 1 - DECAY).unbind()
         collected = counts.tolist() if ranks > 1 else [1.0] * len(names)
-        self.values.update({n: x for n, x, count in zip(names, moved, collected) if count})
+        self._put({n: x for n, x, count in zip(names, moved, collected) if count})
         return True
+
+    def _put(self, moved: dict[str, Float[Tensor, ""]]) -> None:
+        """Writes new values over the old ones, where these lie on the same device."""
+        old = self.values
+        there = [n for n, x in moved.items() if n in old and old[n].device == x.device]
+        if there:
+            torch._foreach_copy_([old[n] for n in there], [moved[n] for n in there])
+        other = moved.keys() - there
+        self.moves += any(name in old for name in other)
+        old.update({name: moved[name] for name in other})
 
     def _totals(self, names: list[str]) -> tuple[Float[Tensor, " key"], Float[Tensor, " key"]]:
         """Sums and counts by key, in few operations however many keys there are."""
-        parts = [(place, *part) for place, key in enumerate(names) for part in self._of(key)]
-        device = parts[0][1].device if parts else _device()
+        parts, place = self._pending, {name: number for number, name in enumerate(names)}
+        device = parts[0].squares.device if parts else _device()
         totals = torch.zeros(len(names), dtype=torch.float64, device=device)
-        counts = torch.zeros(len(names), dtype=torch.float64)
+        counts = [0.0] * len(names)
         if not parts:
-            return totals, counts.to(device)
-        owner = torch.tensor([p for p, x, _ in parts for _ in range(x.numel())], device=device)
-        flat = torch.cat([squares.reshape(-1).to(device) for _, squares, _ in parts])
-        for place, _, count in parts:
-            counts[place] += count
-        return totals.index_add_(0, owner, flat.double()), counts.to(device)
-
-    def _of(self, key: str) -> list[tuple[Tensor, int]]:
-        return self._pending.get(key, [])
+            return totals, torch.zeros_like(totals)
+        owner = torch.tensor([p for part in parts for p in part.owners(place)], device=device)
+        flat = torch.cat([part.squares.reshape(-1).to(device) for part in parts])
+        for part in parts:
+            for key, count in zip(part.keys, part.counts):
+                counts[place[key]] += count
+        return totals.index_add_(0, owner, flat.double()), totals.new_tensor(counts)
 
 
 def _device() -> torch.device:

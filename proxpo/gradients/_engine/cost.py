@@ -12,6 +12,13 @@ numbers for J and Mm for F whatever the form; for N (and K) T(O+D) in the Gram f
 others.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from proxpo.gradients._engine import inner_products
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_gradients import Outer
 
@@ -19,6 +26,7 @@ PATHS = ("auto", "gram", "materialise", "stream")
 
 # Stacked sequence gradients are kept whole up to this many entries, else built in blocks (twice).
 KEEP = 1 << 26
+HELD = 1 << 30  # bytes of stacked sequence gradients that a kernel may hold
 _LAUNCH = 2e9  # three small kernels, in the FLOPs a large GPU does meanwhile
 
 
@@ -27,13 +35,31 @@ def traffic(device_type: str) -> float:
     return 100.0 if device_type == "cuda" else 10.0
 
 
-def wire(rows: Outer, layout: Layout) -> float:
+def wire(device_type: str, ranks: int) -> float:
     """Cost of a number sent to the other ranks: about as much as twenty moved in memory."""
-    return 0.0 if layout.alone else 80 * traffic(rows.a.device.type)
+    return 0.0 if ranks == 1 else 80 * traffic(device_type)
 
 
+class Sizes(NamedTuple):
+    """The numbers that the cost of a layer depends on."""
+
+    out: int
+    inp: int
+    positions: int
+    sequences: int
+    ranks: int
+    device_type: str
+
+    @staticmethod
+    def of(rows: Outer, layout: Layout) -> "Sizes":
+        out, inp = rows.shape
+        size, kind = layout.whole.size, rows.a.device.type
+        return Sizes(out, inp, size, layout.count, layout.ranks, kind)
+
+
+@lru_cache(maxsize=4096)
 def cheapest_form(
-    rows: Outer, layout: Layout, *, overlap: int, norm: bool, path: str, streams: bool = True
+    sizes: Sizes, *, overlap: int, norm: bool, path: str, streams: bool = True
 ) -> str:
     """The cheapest form for a layer.
 
@@ -42,9 +68,9 @@ def cheapest_form(
     """
     if path != "auto":
         return "gram" if path == "stream" and not (norm and streams) else path
-    out, inp = rows.shape
-    size, count, cuda = layout.whole.size, layout.count, rows.a.is_cuda
-    byte, sent, own = traffic(rows.a.device.type), wire(rows, layout), size / layout.ranks
+    out, inp, size, count, ranks, device_type = sizes
+    byte, own = traffic(device_type), size / ranks
+    sent = wire(device_type, ranks)
     pairs = size * size / max(1, count)
     gram_f = 2.0 * overlap * own * (out + inp) + 16 * byte * overlap * own
     gram_n = norm * (2.0 * pairs * (out + inp) + 16 * byte * pairs + sent * size * (out + inp))
@@ -55,16 +81,40 @@ def cheapest_form(
         "materialise": 2.0 * count * overlap * out * inp + stacked + again,
     }
     if norm and streams:
-        costs["stream"] = gram_f + stacked + (count * _LAUNCH if cuda else 0.0)
+        costs["stream"] = gram_f + stacked + (count * _LAUNCH if device_type == "cuda" else 0.0)
     return min(costs, key=costs.__getitem__)
 
 
-def gram_kernel(rows: Outer, layout: Layout, path: str) -> bool:
-    """True where K is cheaper in Gram form: T²(O+D) against m O D numbers and m² O D products."""
+def gram_kernel(
+    shape: tuple[int, ...], layout: Layout, groups: Groups, path: str, kind: torch.dtype
+) -> bool:
+    """True where K of a weight O x D is cheaper in Gram form; `kind`: dtype of stacked V.
+
+    Of n places for sequences in groups of s, the longest of L positions (FLOPs, and bytes moved):
+
+        gram     2nsL²(O+D), 16nsL²       then the usual GEMM
+        stacked  2nsOD, 4 nOD numbers     V replaces that GEMM where it is held whole
+    """
     if path != "auto":
         return path == "gram"
-    out, inp = rows.shape
-    byte, sent = traffic(rows.a.device.type), wire(rows, layout)
-    size = layout.whole.size
-    gram = size**2 / layout.ranks * (2.0 * (out + inp) + 16 * byte) + sent * size * (out + inp)
-    return gram < layout.count * out * inp * (2.0 * layout.count + 16 * byte + sent)
+    out, inp = shape
+    device = layout.seq.device.type
+    byte, sent = traffic(device), wire(device, layout.ranks)
+    places, length = groups.count * groups.size, max(layout.whole.lengths)
+    pairs = places * groups.size * length**2 / layout.ranks
+    gram = pairs * (2.0 * (out + inp) + 16 * byte) + sent * places * length * (out + inp)
+    stacked = places * out * inp * (2.0 * groups.size + 4 * kind.itemsize * byte + sent)
+    again = 2.0 * places * length / layout.ranks * out * inp
+    held = holds_stack(shape, layout, groups, kind)
+    return gram < stacked + (0.0 if held else again)
+
+
+def holds_stack(shape: tuple[int, ...], layout: Layout, groups: Groups, kind: torch.dtype) -> bool:
+    """True where V of all sequences is held at once, so that Σ w_i V_i needs no second GEMM.
+
+    Up to the size of a block always; up to HELD bytes if reading V costs less than that GEMM.
+    """
+    size = groups.count * groups.size * shape[0] * shape[1] * kind.itemsize
+    reading = kind.itemsize * traffic(layout.seq.device.type)
+    limit = HELD if 2.0 * max(layout.whole.lengths) > reading else inner_products.STACK
+    return layout.alone and size <= limit

@@ -1,4 +1,7 @@
-"""Products accumulated in float32 or better, and the state of CUDA graph recording."""
+"""Products accumulated in float32 or better, and the state of recording."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -16,13 +19,27 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     if x.dim() == 3 and not x.is_cuda:
         y = y.contiguous()  # batched products of a transposed operand are several times slower
     if x.dtype == kind:
-        return x @ y.to(kind)
+        return x @ (y if y.dtype == kind else y.to(kind))
     if x.is_cuda and x.dtype == y.dtype:
         product = torch.bmm if x.dim() == 3 else torch.mm
         return product(x, y, out_dtype=kind)
     return x.to(kind) @ y.to(kind)
 
 
+_RECORDERS: list[None] = []
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Counts what runs in the block as recorded, by whatever recorder."""
+    _RECORDERS.append(None)
+    try:
+        yield
+    finally:
+        _RECORDERS.pop()
+
+
 def capturing() -> bool:
-    """True while a CUDA graph is recorded: no value can be read from the device then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """True while operations are recorded: no value can be read from the device then."""
+    in_graph = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return in_graph or bool(_RECORDERS)

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine import inner_products
+from proxpo.gradients._engine import cost, inner_products
 from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.measure import KernelRule, LengthRule, Measurement, SquaredLengths
 from proxpo.gradients._engine.position_gradients import Outer
@@ -50,7 +51,8 @@ def head_transform(session: Session, call: HeadCall) -> "HeadTransform | None":
         raise ProxpoError(f"token_logp: the head's {missing} is not in the model of the open block")
     layout = _layout(session, call.lead)
     if call.scored is not None:
-        layout = layout.take(call.scored)
+        # The forward has just waited for the scored positions; the backward need not.
+        layout = layout.scored(call.scored).settle()
     mine = set(map(id, known.values()))
     owners = [m for m in session.module_handles if mine & set(map(id, m.handles.values()))]
     owner = owners[0] if owners else None
@@ -104,8 +106,7 @@ class HeadTransform:
         """Refuses a second call: the weight of a sequence needs its whole gradient at once."""
         if self.owner is None or self.call is None:
             return
-        others = any(call is not self.call for call in self.owner._open[self.call.nested])
-        if others or self.owner.finish(self.call, {}):
+        if self.owner.others(self.call) or self.owner.finish(self.call, {}):
             raise ProxpoError(
                 f"token_logp: {self.owner.name} is used more than once in this `applied` block;"
                 " score all positions in one call, or open one block per call"
@@ -198,9 +199,8 @@ class HeadPass:
 def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
     """One pass: g of some whole sequences at a time, measured, weighted and added up."""
     head, tokens, layout = work.head, work.tokens, work.scored.layout
-    order = layout.order
-    if not bool((order[1:] > order[:-1]).all()):
-        return _sorted(work, rule, order)
+    if not layout.sorted:
+        return _sorted(work, rule, layout.order)
     picked = [_overlap_gradients(work, parameter, rule) for parameter in work.parameters]
     d_hidden = torch.empty_like(tokens.hidden) if work.to_hidden else None
     outs = [
@@ -214,7 +214,7 @@ def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
             torch.mm(g, head.weight, out=d_hidden[rows])
         if some.stop == some.start:
             return  # padding takes no part in the parameters' gradients
-        local = Layout(layout.seq[rows] - some.start, some.stop - some.start)
+        local = layout.part(rows, some)
         for parameter, overlap, out in zip(work.parameters, picked, outs):
             position = Outer(parameter.side[rows], g)
             top, bottom = (None, None) if overlap is None else overlap.against(position, local)
@@ -232,11 +232,16 @@ def by_sequences(work: HeadPass, rule: LengthRule) -> HeadGradients:
 def by_vocabulary(work: HeadPass, rule: LengthRule | KernelRule) -> HeadGradients:
     """Two passes over vocabulary blocks of g: lengths or kernels, then the weighted sum."""
     head, tokens = work.head, work.tokens
-    blockwise = [_BlockSums(work, parameter, rule) for parameter in work.parameters]
+    blockwise = [
+        _KernelSums(work, parameter, rule)
+        if isinstance(rule, KernelRule)
+        else _BlockSums(work, parameter, rule)
+        for parameter in work.parameters
+    ]
     d_hidden = torch.zeros_like(tokens.hidden, dtype=work.precise) if work.to_hidden else None
     cols = max(1, head.budget // len(tokens.hidden))
     # V_i of a block for all i, in one piece
-    if isinstance(rule, KernelRule) or rule.measurement.norm:
+    if isinstance(rule, LengthRule) and rule.measurement.norm:
         stack = inner_products.BLOCK // (work.scored.layout.count * tokens.hidden.shape[1])
         cols = min(cols, max(stack, 128))
     for col in blocks(len(head.weight), cols):
@@ -296,16 +301,13 @@ def _overlap_gradients(
 
 
 class _BlockSums:
-    """Lengths or kernel of one parameter, summed over vocabulary blocks."""
+    """Lengths of one parameter, summed over vocabulary blocks."""
 
-    def __init__(
-        self, work: HeadPass, parameter: HeadParameter, rule: LengthRule | KernelRule
-    ) -> None:
+    def __init__(self, work: HeadPass, parameter: HeadParameter, rule: LengthRule) -> None:
         self.parameter, self.layout, self.rule = parameter, work.scored.layout, rule
         self.norm2: Tensor | None = None
-        self.kernel: Tensor | None = None
         self.overlap: ScoredOverlap | None = None
-        if isinstance(rule, LengthRule) and rule.measurement.overlap:
+        if rule.measurement.overlap:
             self.overlap = work.scored.overlap(parameter.handle, work.precise)
             size = (len(self.overlap.rows), self.layout.size)
             self.gram = parameter.side.new_zeros(size, dtype=work.precise)
@@ -313,10 +315,6 @@ class _BlockSums:
     def add(self, g: Float[Tensor, "tok col"]) -> None:
         """Adds the share of a vocabulary block."""
         rows = Outer(self.parameter.side, g)
-        if isinstance(self.rule, KernelRule):
-            kernel = inner_products.kernel_materialised(rows, self.layout)
-            self.kernel = kernel if self.kernel is None else self.kernel + kernel
-            return
         if self.overlap is not None:
             add_matmul_(self.gram, g[self.overlap.rows], g.T)
         part = _norm2(self.rule.measurement, self.parameter.handle, rows, self.layout)
@@ -325,9 +323,6 @@ class _BlockSums:
 
     def weights(self) -> Float[Tensor, " row"]:
         """Weights of the rule, once all blocks are added."""
-        if isinstance(self.rule, KernelRule):
-            assert self.kernel is not None
-            return self.rule.kernel_weights(self.parameter.handle, self.kernel)
         if self.overlap is None:
             return self.rule.length_weights(self.parameter.handle, SquaredLengths(norm2=self.norm2))
         side, (rows, keep) = self.parameter.side, self.overlap
@@ -339,6 +334,51 @@ class _BlockSums:
         )
 
 
+class _KernelSums:
+    """Kernel of one parameter, summed over vocabulary blocks.
+
+    In Gram form, which few scored tokens make the cheaper one, g_t·g_t' of all tokens is held.
+    """
+
+    def __init__(self, work: HeadPass, parameter: HeadParameter, rule: KernelRule) -> None:
+        self.parameter, self.layout, self.rule = parameter, work.scored.layout, rule
+        self.groups = parameter.handle.session.groups
+        self.kernel: Tensor | None = None
+        self.gram: Tensor | None = None
+        everyone, size = Groups.whole(self.layout.count), (self.layout.size, self.layout.size)
+        rows = Outer(parameter.side, work.tokens.hidden)
+        kind = inner_products.stack_dtype(rows, self.layout, rounded=True)
+        shape = (len(work.head.weight), parameter.side.shape[1])
+        held = size[0] ** 2 * work.precise.itemsize <= inner_products.STACK
+        if held and cost.gram_kernel(shape, self.layout, everyone, rule.path, kind):
+            self.gram = parameter.side.new_zeros(size, dtype=work.precise)
+
+    def add(self, g: Float[Tensor, "tok col"]) -> None:
+        """Adds the share of a vocabulary block."""
+        if self.gram is not None:
+            add_matmul_(self.gram, g, g.T)
+            return
+        rows = Outer(self.parameter.side, g)
+        kind = inner_products.stack_dtype(rows, self.layout, rounded=True)
+        part, _ = inner_products.kernel_materialised(rows, self.layout, self.groups, kind=kind)
+        self.kernel = part if self.kernel is None else self.kernel + part
+
+    def weights(self) -> Float[Tensor, " row"]:
+        """Weights of the rule, once all blocks are added."""
+        kernel = self.kernel if self.gram is None else self._from_gram(self.gram)
+        assert kernel is not None
+        return self.rule.kernel_weights(self.parameter.handle, kernel)
+
+    def _from_gram(self, gram: Float[Tensor, "tok tok"]) -> Float[Tensor, "group member member"]:
+        """Σ_{t in i, t' in j} (g_t·g_t')(s_t·s_t')."""
+        side, tokens = self.parameter.side, self.layout.size
+        inner = [
+            self.layout.sum_columns(gram[rows] * matmul(side[rows], side.T))
+            for rows in blocks(tokens, max(1, inner_products.TILE // tokens))
+        ]
+        return self.groups.blocks(self.layout.sum_rows(torch.cat(inner)))
+
+
 def _norm2(
     wanted: Measurement, handle: ParameterHandle, rows: Outer, layout: Layout
 ) -> Float[Tensor, " row"] | None:
@@ -346,7 +386,7 @@ def _norm2(
     if not wanted.norm:
         return None
     if wanted.sketch is not None:
-        return inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.generator)
+        return inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.signs)
     out, inp = rows.shape
     if max(layout.lengths) * (out + inp) < out * inp:
         return inner_products.norm_gram(rows, layout)

@@ -10,11 +10,13 @@ by block; they agree to rounding and differ in cost (`cost.py`). Plain definitio
 Positions may lie on several ranks: then V_i is the sum of all their parts, on each of them.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
 from proxpo.gradients._engine.device import accumulator, matmul
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_gradients import (
     AnyGradients,
@@ -29,23 +31,40 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 # Entries of one block of Gram products or of stacked sequence gradients (64 MiB in float32).
 BLOCK = 1 << 24
+# The same for kernels: entries of a tile of Gram products (16 MiB in float32, what a GPU's cache
+# holds), and bytes of a block of stacked sequence gradients.
+TILE = 1 << 22
+STACK = 1 << 28
+_LONG = 1 << 16  # entries of V in one product at most
+_HALVED = 256  # sequences from which V Vᵀ is computed in blocks, those below the diagonal left out
 
 
 class OverlapSet:
     """The overlap set J: indices of positions, of any rank.
 
-    Positions marked not `valid` (drawn from padding) count for nothing.
+    Positions marked not `valid` (drawn from padding) count for nothing; `full` where it is known
+    that there are none.
     """
 
-    def __init__(self, index: Int[Tensor, " pick"], valid: Bool[Tensor, " pick"]) -> None:
+    __slots__ = ("full", "index", "valid")
+
+    def __init__(
+        self, index: Int[Tensor, " pick"], valid: Bool[Tensor, " pick"], *, full: bool = False
+    ) -> None:
         self.index = index
         self.valid = valid
+        self.full = full
+
+    def sum(self, x: Float[Tensor, "pick *any"]) -> Float[Tensor, "*any"]:
+        """Σ_j x_j."""
+        return x.sum(0) if self.full else self.valid.to(x.dtype) @ x
 
     @staticmethod
     def all(layout: Layout) -> "OverlapSet":
         """Every position."""
         whole = layout.whole
-        return OverlapSet(torch.arange(whole.size, device=whole.seq.device), whole.valid)
+        index = torch.arange(whole.size, device=whole.seq.device)
+        return OverlapSet(index, whole.valid, full=whole.known and not whole.padded)
 
     @staticmethod
     def at(index: Int[Tensor, " pick"], layout: Layout) -> "OverlapSet":
@@ -58,22 +77,27 @@ class OverlapSet:
     def blocks(self, size: int) -> "Iterator[OverlapSet]":
         """Yields parts of at most `size` positions."""
         for index, valid in zip(self.index.split(size), self.valid.split(size)):
-            yield OverlapSet(index, valid)
+            yield OverlapSet(index, valid, full=self.full)
 
 
 def overlap_gram(
     rows: PositionGradients, layout: Layout, overlap_set: OverlapSet
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
     """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from inner products of positions alone."""
+    size = max(1, BLOCK // layout.whole.size)
+    if len(overlap_set) <= size and layout.alone and isinstance(rows, Outer):
+        products = rows.overlap(overlap_set.index)
+        own = products.gather(1, overlap_set.index[:, None])[:, 0]
+        inner = layout.sum_columns(products)
+        return overlap_set.sum(inner.square_()), overlap_set.sum(own)
     parts = []
-    for block in overlap_set.blocks(max(1, BLOCK // layout.whole.size)):
+    for block in overlap_set.blocks(size):
         picked = at_positions(rows, layout, block.index)
         products = rows.gram(picked)
         # ⟨G_j, G_j⟩ stands among the products, unless another rank has j.
         own = products.gather(1, block.index[:, None])[:, 0] if layout.alone else picked.squares()
         inner = layout.total(layout.sum_columns(products))
-        keep = block.valid.to(inner.dtype)
-        parts.append((keep @ inner.square(), keep @ own))
+        parts.append((block.sum(inner.square()), block.sum(own)))
     tops, bottoms = zip(*parts)
     return sum(tops[1:], tops[0]), sum(bottoms[1:], bottoms[0])
 
@@ -82,10 +106,11 @@ def overlap_dense(
     rows: Dense, layout: Layout, sums: Float[Tensor, "row out"], overlap_set: OverlapSet
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
     """Σ_j ⟨V_i, G_j⟩² and Σ_j |G_j|² from stacked V, for parameters that are vectors."""
-    picked = at_positions(rows, layout, overlap_set.index)
-    inner = picked.grads.to(sums.dtype) @ sums.T
-    keep = overlap_set.valid.to(inner.dtype)
-    return keep @ inner.square(), keep @ picked.squares()
+    (picked,) = layout.fetch([rows.grads], overlap_set.index)
+    picked = picked.to(sums.dtype)
+    inner = picked @ sums.T
+    own = picked.square_().sum() if overlap_set.full else overlap_set.sum(picked.square_().sum(1))
+    return overlap_set.sum(inner.square_()), own
 
 
 def length2(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, " row"]:
@@ -122,8 +147,7 @@ def materialised(
     assert norm2 is not None
     if overlap_set is None or picked is None or inner is None:
         return None, None, norm2
-    keep = overlap_set.valid.to(inner.dtype)
-    return keep @ inner.square(), keep @ picked.squares(), norm2
+    return overlap_set.sum(inner.square()), overlap_set.sum(picked.squares()), norm2
 
 
 def norm_gram(rows: Outer, layout: Layout) -> Float[Tensor, " row"]:
@@ -131,11 +155,16 @@ def norm_gram(rows: Outer, layout: Layout) -> Float[Tensor, " row"]:
     rows, layout = gathered(rows, layout)
     g, a = layout.grid(rows.g, clear=True), layout.grid(rows.a, clear=False)
     step = max(1, BLOCK // max(1, g.shape[1] ** 2))
-    parts = [
-        (matmul(gs, gs.transpose(1, 2)) * matmul(as_, as_.transpose(1, 2))).sum((1, 2))
-        for gs, as_ in zip(g.split(step), a.split(step))
-    ]
-    return torch.cat(parts).clamp(min=0)
+    shared = rows.inputs if len(g) <= step else None
+    parts = []
+    for gs, as_ in zip(g.split(step), a.split(step)):
+
+        def compute(x: Tensor = as_) -> Tensor:
+            return matmul(x, x.transpose(1, 2))
+
+        products = compute() if shared is None else shared.once("norm", compute)
+        parts.append(matmul(gs, gs.transpose(1, 2)).mul_(products).sum((1, 2)))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).clamp_(min=0)
 
 
 def norm_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, " row"]:
@@ -147,53 +176,147 @@ def norm_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, " row"]:
 
 
 def norm_sketch(
-    rows: Outer, layout: Layout, width: int, generator: torch.Generator | None = None
+    rows: Outer, layout: Layout, width: int, signs: Callable[[int, int], Tensor]
 ) -> Float[Tensor, " row"]:
-    """N_i² ≈ |V_i Ω|², Ω random signs / √width: unbiased, relative deviation at most √(2/width)."""
+    """N_i² ≈ |V_i Ω|², Ω random signs / √width: unbiased, relative deviation at most √(2/width).
+
+    signs: draws a matrix of zeros and ones
+    """
     rows = rows.tall
-    kind, device = accumulator(rows.a.dtype), rows.a.device
-    signs = torch.randint(0, 2, (rows.a.shape[1], width), generator=generator, device=device)
-    sketch = (2 * signs - 1).to(kind) / width**0.5
+    drawn = signs(rows.a.shape[1], width)
+    sketch = (2 * drawn - 1).to(accumulator(rows.a.dtype)) / width**0.5
     return materialised(rows.narrowed(sketch), layout, None)[2]
 
 
-def kernel_gram(rows: PositionGradients, layout: Layout) -> Float[Tensor, "row row"]:
-    """K_ij = Σ_{t in i, t' in j} ⟨G_t, G_t'⟩, never building V."""
+def kernel_gram(
+    rows: Outer | OneHot, layout: Layout, groups: Groups
+) -> Float[Tensor, "group member member"]:
+    """K_ij = Σ_{t in i, t' in j} ⟨G_t, G_t'⟩ within each group, tile by tile, never building V.
+
+    Products of bfloat16 factors are added in float32; a tile has at most TILE of them.
+    """
+    right = _factors(rows, layout, groups)
+    left = right if layout.alone else _factors(*gathered(rows, layout), groups)
+    size = groups.size
+    length, own = (x[0].shape[1] // size for x in (left, right))  # positions of a sequence
+    step = max(1, TILE // max(1, size * own))
+    inner = left[0].new_zeros(groups.count, size * length, size, dtype=accumulator(rows.dtype))
+    for some in _slices(groups.count, max(1, step // max(1, size * length))):
+        for places in _slices(size * length, step):
+            first = places.start // length  # K is symmetric: columns right of the diagonal will do
+            products = _products(
+                [x[some, places] for x in left], [x[some, first * own :] for x in right]
+            )
+            inner[some, places, first:] = products.unflatten(2, (size - first, own)).sum(3)
+    return layout.total(_mirrored(inner.unflatten(1, (size, length)).sum(2)))
+
+
+def _factors(rows: Outer | OneHot, layout: Layout, groups: Groups) -> list[Tensor]:
+    """g (0 on padding) and a or the tokens, as (group, positions of its members, ...)."""
+    g, a = (rows.g, rows.a) if isinstance(rows, Outer) else (rows.live, rows.ids[:, None])
+    grids = layout.grid(g, clear=True), layout.grid(a, clear=False)
+    return [groups.arranged(x).reshape(groups.count, -1, x.shape[2]) for x in grids]
+
+
+def _products(left: list[Tensor], right: list[Tensor]) -> Float[Tensor, "group pos other"]:
+    """⟨G_t, G_t'⟩ of positions on the left with positions on the right."""
+    tokens = not left[1].is_floating_point()
+    inner = _times(left[0], right[0])
+    return inner.mul_(left[1] == right[1].mT if tokens else _times(left[1], right[1]))
+
+
+def _times(
+    x: Float[Tensor, "batch some inner"], y: Float[Tensor, "batch other inner"]
+) -> Float[Tensor, "batch some other"]:
+    """x yᵀ in float32 or better, without the copy of yᵀ that `matmul` makes of a batch on CPU."""
+    if len(x) == 1:
+        return matmul(x[0], y[0].T)[None]
+    return torch.bmm(x, y.mT) if x.dtype == accumulator(x.dtype) else matmul(x, y.mT)
+
+
+def _mirrored(kernel: Float[Tensor, "*group row row"]) -> Float[Tensor, "*group row row"]:
+    """The symmetric matrix whose upper triangle is that of `kernel`."""
+    return kernel.triu() + kernel.triu(1).mT
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def kernel_stacked(
+    sums: Float[Tensor, "group member entry"],
+) -> Float[Tensor, "group member member"]:
+    """K = V Vᵀ of the stacked sequence gradients of every group, added in float32 or better.
+
+    In slices, each a product of its own: one dot product of millions is slow and less exact.
+    """
+    groups, size, entries = sums.shape
+    if groups > 1:
+        return functools.reduce(torch.add, (_times(x, x) for x in sums.split(_LONG, 2)))
+    length = _slice_length(size, entries, sums.device.type)
+    whole = entries // length * length
+    tiles = sums[0, :, :whole].unflatten(1, (-1, length)).transpose(0, 1)
+    kernel = _upper(tiles).sum(0, keepdim=True)
+    rest = sums[:, :, whole:]
+    kernel = kernel + _times(rest, rest) if whole < entries else kernel
+    return _mirrored(kernel) if size >= _HALVED else kernel
+
+
+def _slice_length(size: int, entries: int, device: str) -> int:
+    """Entries of V in one product: on CUDA, so that 256 tiles of 64 x 64 occupy the device."""
+    if device != "cuda":
+        return entries // max(1, entries // 8192)
+    products = max(1, 256 // ((size + 63) // 64) ** 2)
+    return min(max(entries // products // 64 * 64, 512), _LONG, entries)
+
+
+def _upper(tiles: Float[Tensor, "tile row entry"]) -> Float[Tensor, "tile row row"]:
+    """V Vᵀ of every tile; of many sequences, blocks below the diagonal are left out."""
+    count = tiles.shape[1]
+    if count < _HALVED:
+        return _times(tiles, tiles)
+    out = tiles.new_zeros(len(tiles), count, count, dtype=accumulator(tiles.dtype))
+    for rows in _slices(count, _HALVED // 2):
+        out[:, rows, rows.start :] = _times(tiles[:, rows], tiles[:, rows.start :])
+    return out
+
+
+def kernel_materialised(
+    rows: Outer, layout: Layout, groups: Groups, *, kind: torch.dtype, held: bool = False
+) -> tuple[Float[Tensor, "group member member"], Float[Tensor, "place out inp"] | None]:
+    """K += V_blk V_blkᵀ over blocks of columns of STACK bytes; all of V at once if it is `held`.
+
+    V is exact to its dtype `kind`, see `stack_dtype`; no other copy of a block exists.
+    """
+    if not held:  # cut the longer side, since the other one is read for every block
+        rows = rows.tall
+    out, inp = rows.shape
+    width = inp if held else STACK // kind.itemsize // (groups.count * groups.size * out)
+    g = groups.arranged(layout.grid(rows.g, clear=True)).mT
+    a = groups.arranged(layout.grid(rows.a, clear=False))
+    product = torch.bmm if kind == torch.bfloat16 else matmul
     kernel: Tensor | None = None
-    for block in OverlapSet.all(layout).blocks(max(1, BLOCK // layout.whole.size)):
-        inner = layout.sum_columns(rows.gram(at_positions(rows, layout, block.index)))
-        part = layout.whole.take(block.index).sum_rows(inner)
-        kernel = part if kernel is None else kernel + part
+    for columns in _slices(inp, max(1, min(inp, width))):
+        sums = layout.total(product(g, a[:, :, columns]))
+        part = kernel_stacked(sums.view(groups.count, groups.size, -1))
+        kernel = part if kernel is None else kernel.add_(part)
+        if not held:
+            del sums  # before the next block needs as much
     assert kernel is not None
-    return layout.total(kernel)
+    return kernel, sums if held else None
 
 
-def kernel_stacked(sums: Float[Tensor, "row *shape"]) -> Float[Tensor, "row row"]:
-    """K = V Vᵀ of stacked sequence gradients, in slices: one dot product of millions is slow."""
-    flat = sums.reshape(sums.shape[0], -1)
-    slices = max(1, flat.shape[1] // 8192)
-    whole = flat.shape[1] // slices * slices
-    tiles = flat[:, :whole].unflatten(1, (slices, -1)).transpose(0, 1)
-    kernel = torch.bmm(tiles, tiles.transpose(1, 2)).sum(0)
-    return kernel + flat[:, whole:] @ flat[:, whole:].T if whole < flat.shape[1] else kernel
+def stack_dtype(rows: Outer, layout: Layout, *, rounded: bool) -> torch.dtype:
+    """Dtype of stacked V: float32 or better, or where it may be `rounded`, bfloat16 on CUDA.
 
-
-def kernel_materialised(rows: Outer, layout: Layout) -> Float[Tensor, "row row"]:
-    """K += V_blk V_blkᵀ over blocks of columns: exact, memory bounded."""
-    kernel: Tensor | None = None
-    for _, sums in blocks_of(rows.tall, layout):
-        part = kernel_stacked(sums)
-        kernel = part if kernel is None else kernel + part
-    assert kernel is not None
-    return kernel
-
-
-def kernel_pairs(rows: OneHot, layout: Layout) -> Float[Tensor, "row row"]:
-    """K of an embedding: sums over (sequence, token), then products between equal tokens."""
-    if not layout.alone:  # pairs of one rank would have to be matched with those of the others
-        return kernel_gram(rows, layout)
-    sums, row, token = rows.pairs(layout)
-    return kernel_gram(OneHot(token, sums.grads, rows.size), Layout(row, layout.count))
+    Sums over positions and over entries of V are taken in float32 either way. Rounding changes an
+    entry of V by a factor 1 ± 2⁻⁹, so K_ij by at most 2⁻⁸ |V_i||V_j|; as roundings are independent,
+    in general by about 2⁻⁸ |V_i||V_j| / √(O D).
+    """
+    low = rows.a.dtype == rows.g.dtype == torch.bfloat16
+    kept = rounded and low and rows.a.is_cuda and layout.alone
+    return torch.bfloat16 if kept else accumulator(rows.dtype)
 
 
 def inner_with(rows: AnyGradients, direction: Tensor) -> Float[Tensor, " pos"]:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from proxpo.errors import ProxpoError
+from proxpo.gradients._engine.padded_rows import check_advantages
 from proxpo.gradients._engine.session import Rule
 from proxpo.gradients._engine.shard import Shard, gather_shard
 from proxpo.ops.shapes import Tensor
@@ -46,8 +47,7 @@ def check_values(sequences: Tensor, advantages: Tensor) -> None:
             f"{_WHERE}`sequences` numbers {low}..{high}, which asks for {high + 1} advantages "
             f"(padding is -1), got {advantages.numel()}"
         )
-    if not bool(torch.isfinite(advantages).all()):
-        raise ProxpoError(f"{_WHERE}`advantages` holds NaN or infinity")
+    check_advantages(advantages)
 
 
 def shard(

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from proxpo.gradients._engine.device import accumulator, matmul
+from proxpo.gradients._engine.device import accumulator, capturing, matmul
 from proxpo.gradients._engine.shard import Shard
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 
@@ -31,7 +31,21 @@ class Layout:
         self.seq = seq
         self.count = count
         self.shard = shard
+        self.bounded = False
         self._whole = None if shard is None else Layout(shard.seq, count)
+
+    @staticmethod
+    def of_rows(seq: Int[Tensor, " pos"], count: int) -> "Layout":
+        """Sequence i in row i of a padded batch, for the recording of CUDA graphs.
+
+        Nothing is read from the device: `lengths` are upper bounds (`bounded`), and any row may
+        hold padding, or nothing else.
+        """
+        layout = Layout(seq, count)
+        layout.bounded = True
+        lengths = (seq.numel() // count,) * count
+        layout.__dict__.update(_facts=(lengths, True, True, True), filled=0, padded=True)
+        return layout
 
     @property
     def alone(self) -> bool:
@@ -56,7 +70,7 @@ class Layout:
     ) -> list[Tensor]:
         """Rows `index` of position-wise tensors; `index` counts the positions of `whole`."""
         if self.shard is None:
-            return [x[index] for x in columns]
+            return [x.index_select(0, index) for x in columns]
         return self.shard.fetch(columns, index)
 
     @property
@@ -84,8 +98,8 @@ class Layout:
         return ends.scatter_reduce_(0, slot, place, which)[: self.count]
 
     @cached_property
-    def _facts(self) -> tuple[tuple[int, ...], bool, bool]:
-        """Lengths, `aligned` and `disjoint`, read to the host in one wait for the device."""
+    def _facts(self) -> tuple[tuple[int, ...], bool, bool, bool]:
+        """Lengths, `aligned`, `disjoint` and `sorted`, read to the host in one wait."""
         counts = torch.bincount(self.seq + 1, minlength=self.count + 1)[1:]
         width = self.size // max(1, self.count)
         rows = torch.arange(self.size, device=self.seq.device).div(
@@ -94,13 +108,21 @@ class Layout:
         aligned = torch.all((self.seq == rows) | (self.seq < 0))
         first, order = self.first.sort()
         disjoint = torch.all(self.last[order][:-1] < first[1:])
-        *lengths, straight, apart = torch.cat([counts, aligned[None], disjoint[None]]).tolist()
-        return tuple(lengths), bool(straight) and width * self.count == self.size, bool(apart)
+        ordered = torch.all(self.seq[1:] >= self.seq[:-1])
+        flags = torch.stack([aligned, disjoint, ordered])
+        *lengths, straight, apart, rising = torch.cat([counts, flags]).tolist()
+        whole = bool(straight) and width * self.count == self.size
+        return tuple(lengths), whole, bool(apart), bool(rising)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Positions per sequence."""
+        """Positions per sequence; upper bounds if `bounded`."""
         return self._facts[0]
+
+    @property
+    def has_empty(self) -> bool:
+        """True where a sequence has no position, or may have none."""
+        return self.bounded or 0 in self.lengths
 
     @property
     def aligned(self) -> bool:
@@ -112,9 +134,19 @@ class Layout:
         """True where no position of one sequence lies among those of another."""
         return self._facts[2]
 
+    @property
+    def sorted(self) -> bool:
+        """True where the positions come sequence by sequence, padding first."""
+        return self._facts[3]
+
+    @cached_property
+    def filled(self) -> int:
+        """Number of positions that belong to a sequence; 0 if `bounded`: it is not known."""
+        return sum(self.lengths)
+
     @cached_property
     def padded(self) -> bool:
-        return sum(self.lengths) < self.size
+        return self.filled < self.size
 
     def settle(self) -> "Layout":
         """Reads lengths and alignment from the device now, while it is idle."""
@@ -122,9 +154,14 @@ class Layout:
         return self
 
     @property
+    def known(self) -> bool:
+        """True where lengths and alignment can be read without waiting for the device."""
+        return "_facts" in self.__dict__ or not (self.seq.is_cuda or capturing())
+
+    @property
     def known_aligned(self) -> bool:
         """`aligned` where it is known without waiting for the device, else False."""
-        return ("_facts" in self.__dict__ or not self.seq.is_cuda) and self.aligned
+        return self.known and self.aligned
 
     @cached_property
     def order(self) -> Tensor:
@@ -192,12 +229,24 @@ class Layout:
 
     def spread(self, weights: Float[Tensor, " row"]) -> Float[Tensor, " pos"]:
         """One number per sequence -> one per position, 0 on padding."""
+        if self.known_aligned and not self.padded:
+            return weights[:, None].expand(self.count, self.size // self.count).reshape(-1)
         return torch.cat([weights, weights.new_zeros(1)])[self.seq]
 
     def take(self, positions: Int[Tensor, " some"]) -> "Layout":
         """Layout of some of the positions; not for sharded ones, whose other ranks choose too."""
         assert self.shard is None
         return Layout(self.seq[positions], self.count)
+
+    def scored(self, positions: Int[Tensor, " some"]) -> "Layout":
+        """`take`; of a bounded layout the same columns of every row."""
+        taken = self.take(positions)
+        return Layout.of_rows(taken.seq, self.count) if self.bounded else taken
+
+    def part(self, positions: slice, rows: slice) -> "Layout":
+        """Layout of the sequences `rows`, which have the positions `positions`."""
+        seq, count = self.seq[positions] - rows.start, rows.stop - rows.start
+        return Layout.of_rows(seq.clamp(min=-1), count) if self.bounded else Layout(seq, count)
 
     def repeat(self, extra: int) -> "Layout":
         """Layout with every position `extra` times over, once for each head."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from proxpo.gradients._engine import cost, inner_products
 from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_gradients import (
@@ -24,6 +25,8 @@ from proxpo.gradients._engine.position_gradients import (
 )
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.ops.shapes import Float, Int, Tensor
+
+ALL = slice(None)  # every sequence of the micro-batch
 
 
 class SquaredLengths(NamedTuple):
@@ -53,6 +56,17 @@ class Measurement:
         return not (self.overlap or self.norm)
 
 
+class ScaleOptions(NamedTuple):
+    """Exponents of F, N and R, their ρ, and ε: s_i = reg2(F)^p reg2(N)^q reg2(R)^r."""
+
+    p: float
+    q: float
+    r: float
+    reg: tuple[float, float, float]
+    eps: float
+    keep_small: bool
+
+
 class LengthRule(ABC):
     """A rule whose weight of a sequence follows from the lengths of its gradient (ISOPO)."""
 
@@ -63,8 +77,12 @@ class LengthRule(ABC):
 
     @property
     @abstractmethod
-    def fisher_power(self) -> tuple[float, float] | None:
-        """(p, ε) where w_i = A_i (F_i² + ε)^(p/2), the case of the fused kernels; else None."""
+    def options(self) -> ScaleOptions:
+        """Options of `isopo.scale`."""
+
+    @abstractmethod
+    def means(self, handle: ParameterHandle) -> tuple[Float[Tensor, ""] | None, ...]:
+        """E[x²] of F, N and R over earlier mini-batches, where they are known and in use."""
 
     @abstractmethod
     def needs_all(self, handle: ParameterHandle) -> bool:
@@ -75,7 +93,7 @@ class LengthRule(ABC):
         self,
         handle: ParameterHandle,
         lengths: SquaredLengths,
-        sequences: Int[Tensor, " some"] | slice = slice(None),
+        sequences: Int[Tensor, " some"] | slice = ALL,
     ) -> Float[Tensor, " some"]:
         """w_i of the sequences whose lengths are given; records lengths and weights."""
 
@@ -97,8 +115,8 @@ def weighted_by_lengths(
         return rows.reduce(layout.spread(rule.length_weights(handle, SquaredLengths())))
     if rows.device.type == "cuda" and (out := _fused(rule, handle, rows, layout)) is not None:
         return out
-    streams = not rule.needs_all(handle)
-    if isinstance(rows, Outer) and _path(wanted, rows, layout, streams) == "stream":
+    streams = wanted.norm and not (rule.needs_all(handle) or layout.bounded)
+    if streams and isinstance(rows, Outer) and _path(wanted, rows, layout, True) == "stream":
         return _streamed(rule, handle, rows, layout)
     lengths = measured(wanted, handle, rows, layout, streams=streams)
     weights = rule.length_weights(handle, lengths)
@@ -117,7 +135,7 @@ def measured(
     streams: bool = True,
 ) -> SquaredLengths:
     """Lengths of all sequences in the cheapest form; `streams` as in `cost.cheapest_form`."""
-    overlap_set = handle.overlap_set(layout) if wanted.overlap else None
+    overlap_set = _overlap_set(handle, rows, layout) if wanted.overlap else None
     if isinstance(rows, Outer):
         return _measured_outer(wanted, handle, rows, layout, overlap_set, streams)
     if isinstance(rows, OneHot):
@@ -142,34 +160,54 @@ def _measured_outer(
     streams: bool,
 ) -> SquaredLengths:
     path = _path(wanted, rows, layout, streams)
-    entries = layout.count * rows.a.shape[1] * rows.g.shape[1]
-    if path == "materialise" and layout.alone and entries <= cost.KEEP:
+    if path == "materialise" and _stackable(rows, layout):
         sums = rows.sums(layout)
+        norm2 = inner_products.length2(sums)
         if overlap_set is None:
-            return SquaredLengths(None, None, inner_products.length2(sums), sums)
+            return SquaredLengths(None, None, norm2, sums)
         picked = at_positions(rows, layout, overlap_set.index)
         inner = picked.project(sums, slice(None))
-        keep = overlap_set.valid.to(inner.dtype)
-        squares = keep @ picked.squares()
-        return SquaredLengths(keep @ inner.square(), squares, inner_products.length2(sums), sums)
+        top, bottom = overlap_set.sum(inner.square()), overlap_set.sum(picked.squares())
+        return SquaredLengths(top, bottom, norm2, sums)
     if path == "materialise":
         return SquaredLengths(*inner_products.materialised(rows, layout, overlap_set))
-    top, bottom = _overlap(rows, layout, overlap_set)
+    lengths = SquaredLengths(*_overlap(rows, layout, overlap_set))
     if not wanted.norm:
-        return SquaredLengths(top, bottom, None)
+        return lengths
+    return lengths._replace(norm2=_norm2(wanted, handle, rows, layout, path)[0])
+
+
+def _stackable(rows: Outer, layout: Layout) -> bool:
+    """True where V of all sequences may be held at once."""
+    return layout.alone and layout.count * rows.a.shape[1] * rows.g.shape[1] <= cost.KEEP
+
+
+def _norm2(
+    wanted: Measurement, handle: ParameterHandle, rows: Outer, layout: Layout, path: str
+) -> tuple[Float[Tensor, " row"], Float[Tensor, "row out inp"] | None]:
+    """N_i², and stacked V where it was built whole."""
     if wanted.sketch is not None:
-        norm2 = inner_products.norm_sketch(rows, layout, wanted.sketch, handle.session.generator)
-    else:
-        norm2 = inner_products.norm_gram(rows, layout)
-    return SquaredLengths(top, bottom, norm2)
+        signs = handle.session.signs
+        return inner_products.norm_sketch(rows, layout, wanted.sketch, signs), None
+    if path != "materialise":
+        return inner_products.norm_gram(rows, layout), None
+    if not _stackable(rows, layout):
+        return inner_products.materialised(rows, layout, None)[2], None
+    sums = rows.sums(layout)
+    return inner_products.length2(sums), sums
+
+
+def _overlap_set(handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> OverlapSet:
+    """J of a parameter; layers that share an input share that of the first of them."""
+    shared = rows.inputs if isinstance(rows, Outer) else None
+    return (handle if shared is None else shared.leader).overlap_set(layout)
 
 
 def _path(wanted: Measurement, rows: Outer, layout: Layout, streams: bool) -> str:
     size = layout.whole.size
     overlap = size if wanted.drawn is None else min(wanted.drawn, size)
     return cost.cheapest_form(
-        rows,
-        layout,
+        cost.Sizes.of(rows, layout),
         overlap=overlap if wanted.overlap else 0,
         norm=wanted.norm and wanted.sketch is None,
         path=wanted.path,
@@ -187,7 +225,7 @@ def _overlap(
 
 def _streamed(rule: LengthRule, handle: ParameterHandle, rows: Outer, layout: Layout) -> Tensor:
     """Builds V_i, takes its length, scales and adds it, drops it: one buffer, no second GEMM."""
-    overlap_set = handle.overlap_set(layout) if rule.measurement.overlap else None
+    overlap_set = _overlap_set(handle, rows, layout) if rule.measurement.overlap else None
     top, bottom = _overlap(rows, layout, overlap_set)
     total: Tensor | None = None
     for i, members in enumerate(layout.members()):
@@ -208,21 +246,36 @@ def _streamed(rule: LengthRule, handle: ParameterHandle, rows: Outer, layout: La
 def _fused(
     rule: LengthRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
 ) -> Tensor | None:
-    """The common case in few kernels; None where it does not apply."""
-    common = rule.fisher_power if rule.measurement.path in ("auto", "gram") else None
+    """Σ_i w_i V_i in few kernels; None where they do not apply."""
+    wanted = rule.measurement
     # Of other layouts (experts) the host does not know enough without waiting.
-    ready = layout is handle.session.layout and layout.alone and not isinstance(rows, OneHot)
-    kernels = fused_kernels() if common and ready else None
-    if kernels is None or common is None:
+    ready = layout is handle.session.layout and layout.alone and wanted.path in ("auto", "gram")
+    kernels = fused_kernels() if ready else None
+    if kernels is None or isinstance(rows, OneHot) or rule.needs_all(handle):
         return None
-    overlap_set = handle.overlap_set(layout)
+    overlap_set = _overlap_set(handle, rows, layout) if wanted.overlap else None
     if not kernels.fits(layout, overlap_set, rows.dtype):
         return None
-    run = kernels.dense if isinstance(rows, Dense) else kernels.outer
-    p, eps = common
-    advantages = rule.base_weights(handle.session)
-    grad, f2, weights = run(rows, layout, overlap_set, advantages, p=p, eps=eps)
-    rule.record(handle, {"F": f2}, weights)
+    norm2: Tensor | None = None
+    sums: Tensor | None = None
+    if isinstance(rows, Dense):
+        sums = rows.sums(layout)
+        norm2 = inner_products.length2(sums) if wanted.norm else None
+    elif wanted.norm:
+        path = _path(wanted, rows, layout, streams=True)
+        if path == "stream":
+            return None
+        norm2, sums = _norm2(wanted, handle, rows, layout, path)
+    advantages, options, means = rule.base_weights(handle.session), rule.options, rule.means(handle)
+    grad, f2, r2, weights = kernels.weighted(
+        rows, layout, overlap_set, norm2, sums, advantages, options, means
+    )
+    squares = {"F": f2} if wanted.overlap else {}
+    if norm2 is not None:
+        squares["N"] = norm2
+    if options.r:
+        squares["R"] = r2
+    rule.record(handle, squares, weights)
     return grad
 
 
@@ -238,37 +291,42 @@ def fused_kernels() -> ModuleType | None:
 class KernelRule(ABC):
     """A rule whose weights follow from the kernel of all sequence gradients (ISOPO-NTK)."""
 
+    path: str
+
     @abstractmethod
     def kernel_weights(
-        self, handle: ParameterHandle, kernel: Float[Tensor, "row row"]
+        self, handle: ParameterHandle, kernel: Float[Tensor, "group member member"]
     ) -> Float[Tensor, " row"]:
-        """w from K_ij = ⟨V_i, V_j⟩ of one parameter; records K and weights."""
+        """w from K_ij = ⟨V_i, V_j⟩ of one parameter, group by group; records K and weights."""
 
 
 def weighted_by_kernel(
-    rule: KernelRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout, path: str
+    rule: KernelRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
 ) -> Tensor:
-    """Σ_i w_i V_i with w from the kernel of the V_i."""
-    kernel, sums = kernel_matrix(rows, layout, path)
+    """Σ_i w_i V_i with w from the kernel of the V_i: from stacked V if it was built whole."""
+    groups = handle.session.groups
+    kernel, sums = kernel_matrix(rows, layout, rule.path, groups)
     weights = rule.kernel_weights(handle, kernel)
     if sums is not None and layout.alone:
-        flat = weights.to(sums.dtype) @ sums.reshape(layout.count, -1)
+        flat = groups.arranged(weights).to(sums.dtype) @ sums.flatten(1)
         return flat.view(rows.shape)
     return rows.reduce(layout.spread(weights))
 
 
 def kernel_matrix(
-    rows: AnyGradients, layout: Layout, path: str
-) -> tuple[Float[Tensor, "row row"], Tensor | None]:
-    """K_ij = ⟨V_i, V_j⟩ in the cheapest form, and stacked V where it was built whole."""
+    rows: AnyGradients, layout: Layout, path: str, groups: Groups, *, rounded: bool = True
+) -> tuple[Float[Tensor, "group member member"], Float[Tensor, "place *shape"] | None]:
+    """K_ij = ⟨V_i, V_j⟩ in the cheapest form, and stacked V where it was built whole.
+
+    rounded: V may be in bfloat16, see `inner_products.stack_dtype`.
+    """
     if isinstance(rows, OneHot):
-        return inner_products.kernel_pairs(rows, layout), None
+        return inner_products.kernel_gram(rows, layout, groups), None
     if isinstance(rows, Dense):
-        sums = rows.sums(layout)
-        return inner_products.kernel_stacked(sums), sums
-    if cost.gram_kernel(rows, layout, path):
-        return inner_products.kernel_gram(rows, layout), None
-    if layout.alone and layout.count * rows.a.shape[1] * rows.g.shape[1] <= cost.KEEP:
-        sums = rows.sums(layout)
-        return inner_products.kernel_stacked(sums), sums
-    return inner_products.kernel_materialised(rows, layout), None
+        sums = groups.arranged(rows.sums(layout))
+        return inner_products.kernel_stacked(sums.unflatten(0, (groups.count, -1))), sums
+    kind = inner_products.stack_dtype(rows, layout, rounded=rounded)
+    if cost.gram_kernel(rows.shape, layout, groups, path, kind):
+        return inner_products.kernel_gram(rows, layout, groups), None
+    held = cost.holds_stack(rows.shape, layout, groups, kind)
+    return inner_products.kernel_materialised(rows, layout, groups, kind=kind, held=held)

@@ -22,13 +22,16 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine import experts, fallback
+from proxpo.gradients._engine import compiled, experts, fallback
 from proxpo.gradients._engine.autograd import (
+    EmbeddingLayer,
     LinearLayer,
     NormCall,
     VectorCall,
-    embedding,
+    VectorLayer,
     expand,
+    layer_norm_derivative,
+    rms_norm_derivative,
     shows_positions,
 )
 from proxpo.gradients._engine.module import Forward, TrainedModule
@@ -63,8 +66,9 @@ class PatchedModel:
         for name, module, names in _holders(model):
             _refuse(module, clean(name))
             target = TrainedModule(session, module, clean(name), names, module.forward, warn)
-            patched = _builder(module)(target)
-            self._forwards.append((module, _switch(target, patched)))
+            build = _builder(module)
+            traced = build in _TRACED or isinstance(build, partial)
+            self._forwards.append((module, _switch(target, build(target), traced=traced)))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -81,8 +85,11 @@ class PatchedModel:
                     module.__dict__["forward"] = before
 
 
-def _switch(target: TrainedModule, patched: Forward) -> Forward:
-    """The patched forward, or the module's own where no gradient of it is wanted."""
+def _switch(target: TrainedModule, patched: Forward, *, traced: bool) -> Forward:
+    """The patched forward, or the module's own where no gradient of it is wanted.
+
+    traced: the compiler can look into it; else it runs between two graphs.
+    """
     session, key, original = target.session, id(target.module), target.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +98,7 @@ def _switch(target: TrainedModule, patched: Forward) -> Forward:
         plain = session.suspended or not torch.is_grad_enabled() or key in session.covered
         return original(*args, **kwargs) if plain else patched(*args, **kwargs)
 
-    if not _compiler_loaded():
+    if traced or not _compiler_loaded():
         return run
     uncompiled = torch.compiler.disable(run)
 
@@ -208,20 +215,24 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 def _linear(target: TrainedModule, *, transposed: bool) -> Forward:
     layer = LinearLayer(target.session, target.handle(draws=True), transposed=transposed)
+    layer.number = compiled.numbered(layer)
     module = target.module
     _accept_positions(target)
     return lambda input: layer(input, module.weight, module.bias)
 
 
 def _embedding(target: TrainedModule) -> Forward:
-    layer = LinearLayer(target.session, target.handle(draws=True))
     module = target.module
-    return lambda input: embedding(layer, input, module.weight, module.padding_idx)
+    handle = target.handle(draws=True)
+    layer = EmbeddingLayer(target.session, handle, "weight", module.padding_idx)
+    layer.number = compiled.numbered(layer)
+    return lambda input: layer(input, module.weight)
 
 
 def _fused_norm(target: TrainedModule) -> Forward:
     module, session, handles = target.module, target.session, target.separate_handles()
     shape, eps = tuple(module.normalized_shape), module.eps
+    layers = {own: VectorLayer(session, handle, own) for own, handle in handles.items()}
     _accept_positions(target)
 
     def apply(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -230,7 +241,17 @@ def _fused_norm(target: TrainedModule) -> Forward:
         return F.rms_norm(x, shape, weight, eps)
 
     def forward(input: Tensor) -> Tensor:
-        norm = NormCall(apply, VectorCall(session, handles, tuple(input.shape[:-1])))
+        if torch.compiler.is_compiling():
+            out = apply(input, None, None)
+            for own, value in module._parameters.items():
+                if value is not None and own in layers:
+                    value = compiled.expand(value, input, layers[own].number)
+                if value is not None:
+                    out = out * value if own == "weight" else out + value
+            return out
+        small = torch.finfo(input.dtype).eps if eps is None else eps
+        derivative = partial(_DERIVATIVES[isinstance(module, nn.LayerNorm)], eps=small)
+        norm = NormCall(apply, derivative, VectorCall(session, handles, input.shape[:-1]))
         return norm(input, module.weight, getattr(module, "bias", None))
 
     return forward
@@ -240,16 +261,27 @@ def _elementwise(target: TrainedModule) -> Forward:
     """Runs the module's own code with its vectors repeated for every position."""
     module, names, handles = target.module, target.names, target.separate_handles()
     other = fallback.rerun(target, {own: handles[own].handles[own] for own in names})
+    layers = {own: VectorLayer(target.session, handles[own], own) for own in names}
     _accept_positions(target)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if any(len(getattr(module, own)) != x.shape[-1] for own in names):
-            return other(x, *args, **kwargs)  # its vectors run over several axes
-        lead = tuple(x.shape[:-1])
-        vectors = VectorCall(target.session, handles, lead)
-        wide = {own: expand(getattr(module, own), lead, own, vectors) for own in names}
-        with fallback.substituted(module, wide):
+        own_values = {own: module._parameters[own] for own in names}
+        lead, width = x.shape[:-1], x.shape[-1]
+        for value in own_values.values():
+            if value.shape[0] != width:
+                return other(x, *args, **kwargs)  # its vectors run over several axes
+        traced = torch.compiler.is_compiling()
+        vectors = None if traced else VectorCall(target.session, handles, lead)
+        try:
+            for own, value in own_values.items():
+                module._parameters[own] = (
+                    compiled.expand(value, x, layers[own].number)
+                    if vectors is None
+                    else expand(value, lead, own, vectors)
+                )
             return target.forward(x, *args, **kwargs)
+        finally:
+            module._parameters.update(own_values)
 
     return forward
 
@@ -257,3 +289,7 @@ def _elementwise(target: TrainedModule) -> Forward:
 def _accept_positions(target: TrainedModule) -> None:
     """Counts a call as one with positions where the leading axes of its input show them."""
     target.session.accepts[id(target.module)] = partial(shows_positions, target.session)
+
+
+_DERIVATIVES = (rms_norm_derivative, layer_norm_derivative)
+_TRACED = (_embedding, _fused_norm, _elementwise)  # and linear layers

@@ -11,13 +11,20 @@ from proxpo.ops.shapes import Tensor
 
 
 class SequenceShape(tuple[int, ...]):
-    """Shape of `sequences`; `single` if no sequence has more than one position."""
+    """Shape of `sequences`; `single` if no sequence has more than one position.
+
+    leading: the first axes of every tensor are known to be those of `sequences`
+    """
 
     single: bool
+    leading: bool
 
-    def __new__(cls, lengths: tuple[int, ...], *, single: bool) -> "SequenceShape":
+    def __new__(
+        cls, lengths: tuple[int, ...], *, single: bool, leading: bool = False
+    ) -> "SequenceShape":
         shape = super().__new__(cls, lengths)
         shape.single = single or len(lengths) == 1
+        shape.leading = leading
         return shape
 
 
@@ -28,6 +35,8 @@ def position_axes(lead: tuple[int, ...], shape: tuple[int, ...], where: str) -> 
     in order (other axes are heads and the like), or all positions in one flattened axis. One number
     per sequence, where the model has another axis for positions, is refused.
     """
+    if getattr(shape, "leading", False) and tuple(lead[: len(shape)]) == tuple(shape):
+        return tuple(range(len(shape)))
     return _axes(tuple(lead), tuple(shape), getattr(shape, "single", False), where)
 
 
@@ -110,7 +119,16 @@ def flatten_positions(x: Tensor, shape: tuple[int, ...], where: str) -> tuple[Te
     lead = tuple(x.shape[:-1])
     if lead == tuple(shape):
         return x.reshape(-1, x.shape[-1]), 1
-    chosen = position_axes(lead, shape, where)
+    order, extra = _positions_first(lead, position_axes(lead, shape, where))
+    return (x if order is None else x.permute(order)).reshape(-1, x.shape[-1]), extra
+
+
+@lru_cache(maxsize=4096)
+def _positions_first(
+    lead: tuple[int, ...], chosen: tuple[int, ...]
+) -> tuple[tuple[int, ...] | None, int]:
+    """Order of axes with those of the positions first, None where they are; size of the others."""
     others = [axis for axis in range(len(lead)) if axis not in chosen]
+    order = (*chosen, *others, len(lead))
     extra = math.prod(lead[axis] for axis in others)
-    return x.permute(*chosen, *others, len(lead)).reshape(-1, x.shape[-1]), extra
+    return (None if order == tuple(range(len(order))) else order), extra

@@ -8,7 +8,7 @@ Each offers inner products ⟨G_j, G_t⟩, sums over sequences and the weighted 
 that a method is written once for all parameters. Sequence gradients are V_i = Σ_{t in i} G_t.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -56,6 +56,7 @@ class Outer:
 
     a: Float[Tensor, "pos inp"]
     g: Float[Tensor, "pos out"]
+    inputs: "SharedInput | None" = None  # where other layers multiply the same `a`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,7 +75,20 @@ class Outer:
         return self.a.dtype
 
     def gram(self, picked: "Outer") -> Float[Tensor, "pick pos"]:
-        return matmul(picked.g, self.g.T) * matmul(picked.a, self.a.T)
+        return matmul(picked.g, self.g.T).mul_(matmul(picked.a, self.a.T))
+
+    def overlap(self, index: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
+        """⟨G_j, G_t⟩ for the positions j of J, all on this rank, and every t."""
+        products = matmul(self.g.index_select(0, index), self.g.T)
+        return products.mul_(self.input_products(index))
+
+    def input_products(self, index: Int[Tensor, " pick"]) -> Float[Tensor, "pick pos"]:
+        """a_j·a_t for the positions j of J; other layers may read them too."""
+
+        def compute() -> Tensor:
+            return matmul(self.a.index_select(0, index), self.a.T)
+
+        return compute() if self.inputs is None else self.inputs.once("overlap", compute)
 
     def squares(self) -> Float[Tensor, " pos"]:
         kind = accumulator(self.a.dtype)
@@ -107,6 +121,29 @@ class Outer:
     def tall(self) -> "Outer":
         """The gradients, transposed if need be, so that the projected side is the longer."""
         return self if self.a.shape[1] >= self.g.shape[1] else Outer(self.g, self.a)
+
+
+class SharedInput:
+    """An input `a` that several layers multiply (q, k, v; gate, up), and its products a aᵀ.
+
+    The layers share the overlap set of the first of them, the `leader`. A product is computed by
+    the layer that comes first in the backward pass and dropped by the last.
+    """
+
+    __slots__ = ("_kept", "layers", "leader")
+
+    def __init__(self, leader: Any) -> None:
+        self.leader = leader  # the handle of its weight
+        self.layers = 1
+        self._kept: dict[str, tuple[Tensor, int]] = {}
+
+    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """The product `name`, computed for the first of the layers that asks for it."""
+        kept = self._kept.pop(name) if name in self._kept else (compute(), self.layers)
+        product, left = kept
+        if left > 1:
+            self._kept[name] = product, left - 1
+        return product
 
 
 @dataclass(frozen=True)
@@ -170,15 +207,15 @@ class OneHot:
         return self.g.dtype
 
     @property
-    def _live(self) -> Float[Tensor, "pos out"]:
-        """The row of the padding token is never trained, so its positions carry no gradient."""
+    def live(self) -> Float[Tensor, "pos out"]:
+        """g, 0 where the token is padding: that row of the parameter is never trained."""
         return self.g if self.padding < 0 else self.g * (self.ids != self.padding)[:, None]
 
     def gram(self, picked: "OneHot") -> Float[Tensor, "pick pos"]:
-        return matmul(picked._live, self._live.T) * (picked.ids[:, None] == self.ids)
+        return matmul(picked.live, self.live.T) * (picked.ids[:, None] == self.ids)
 
     def squares(self) -> Float[Tensor, " pos"]:
-        return self._live.to(accumulator(self.g.dtype)).square().sum(1)
+        return self.live.to(accumulator(self.g.dtype)).square().sum(1)
 
     def reduce(self, weights: Float[Tensor, " pos"]) -> Tensor:
         g = self.g * weights[:, None].to(self.g.dtype)
@@ -195,7 +232,7 @@ class OneHot:
         new = torch.ones_like(key)
         new[1:] = key[1:] != key[:-1]
         slot = new.cumsum(0) - 1
-        g = self._live[order].to(accumulator(self.g.dtype)) * (key >= 0)[:, None]
+        g = self.live[order].to(accumulator(self.g.dtype)) * (key >= 0)[:, None]
         sums = torch.zeros_like(g).index_add_(0, slot, g)
         pair = torch.full_like(key, -1).scatter_(0, slot, key)
         row = torch.where(pair >= 0, pair.div(self.size, rounding_mode="floor"), -1)
@@ -232,4 +269,7 @@ def _columns(rows: Any) -> list[Tensor]:
 
 def _replaced(rows: Any, columns: list[Tensor]) -> Any:
     """Gradients of the same kind for other positions."""
+    if isinstance(rows, Outer):
+        a, g = columns
+        return Outer(a, g)  # no longer an input that others share
     return replace(rows, **dict(zip(_COLUMNS[type(rows)], columns)))

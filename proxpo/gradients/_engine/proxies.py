@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine.autograd import LinearLayer, VectorCall, embedding, expand
+from proxpo.gradients._engine.autograd import EmbeddingLayer, LinearLayer, VectorCall, expand
 from proxpo.gradients._engine.session import ModuleHandle, Session
 from proxpo.ops.shapes import Tensor
 
@@ -299,13 +299,8 @@ def _lookup(
         raise UnsupportedUse("embedding")
     tracked = weight.tracked
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else rows.stop + padding_idx
-    out = embedding(
-        LinearLayer(tracked.session, tracked.module_handle, weight=tracked.attribute),
-        input,
-        tracked.value,
-        padding,
-    )
-    return out.to(weight.dtype)
+    layer = EmbeddingLayer(tracked.session, tracked.module_handle, tracked.attribute, padding)
+    return layer(input, tracked.value).to(weight.dtype)
 
 
 def _getitem(func: Any, args: Any, kwargs: Any) -> Tensor:

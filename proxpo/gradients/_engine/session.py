@@ -3,20 +3,22 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
-from weakref import WeakSet
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import ref
 
 import torch
 from torch import nn
 
-from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.errors import ProxpoError
 from proxpo.gradients._engine.audit import Audit
-from proxpo.gradients._engine.averages import Averages
+from proxpo.gradients._engine.averages import Averages, Collected
 from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
+from proxpo.gradients._engine.padded_rows import Draw, Lengths, PaddedRows, raise_not_finite
 from proxpo.gradients._engine.position_axes import SequenceShape
-from proxpo.gradients._engine.position_gradients import AnyGradients, joined
+from proxpo.gradients._engine.position_gradients import AnyGradients, SharedInput, joined
 from proxpo.gradients._engine.shard import Shard
 from proxpo.ops.shapes import Float, Int, Tensor
 
@@ -112,7 +114,7 @@ class Call:
         self.layout = layout
         self.nested = nested
         self.block = block
-        self.mates: WeakSet[Call] | None = None
+        self.mates: list[ref[Call]] | None = None
 
 
 class ModuleHandle:
@@ -127,7 +129,7 @@ class ModuleHandle:
     def __init__(self, session: "Session", handles: dict[str, ParameterHandle]) -> None:
         self.session = session
         self.handles = handles
-        self._open: tuple[WeakSet[Call], WeakSet[Call]] = (WeakSet(), WeakSet())
+        self._open: tuple[list[ref[Call]], list[ref[Call]]] = ([], [])  # some may be dead
         self._held: tuple[list[_Held], list[_Held]] = ([], [])
         self._sent: set[bool] = set()  # the kinds of calls, nested or not, whose gradient has left
         self.reopened = False
@@ -149,8 +151,13 @@ class ModuleHandle:
         """Registers a forward of the module."""
         nested = torch._C._current_graph_task_id() != -1
         call = Call(layout, nested, self.session.block)
-        self._open[nested].add(call)
+        self._open[nested].append(ref(call))
         return call
+
+    def others(self, call: Call) -> list[Call]:
+        """The other calls whose backward is still to come."""
+        calls = (other() for other in self._open[call.nested])
+        return [other for other in calls if other is not None and other is not call]
 
     def finish(self, call: Call, rows: dict[str, AnyGradients]) -> dict[str, Tensor]:
         """Gradients by parameter; empty while other calls of the module are still to come."""
@@ -158,12 +165,13 @@ class ModuleHandle:
         waiting, held = self._open[call.nested], self._held[call.nested]
         if call.mates is not None:
             self.reopened = True
-            waiting.update(call.mates)
-            for mate in list(call.mates):
+            waiting += call.mates
+            for mate in filter(None, [mate() for mate in call.mates]):
                 mate.mates = None
-        if any(part.call is call for part in held):
-            raise self.partial_backward()
-        waiting.discard(call)
+        for part in held:
+            if part.call is call:
+                raise self.partial_backward()
+        waiting[:] = map(ref, self.others(call))
         if call.layout.whole.size:
             held.append(_Held(call, rows))
         return {} if waiting else self.flush(call.nested)
@@ -187,10 +195,13 @@ class ModuleHandle:
             )
         if held:
             self._sent.add(nested)
-        mates = WeakSet(part.call for part in held)
-        out = {}
+        mates = [ref(part.call) for part in held]
         for part in held:
             part.call.mates = mates
+        if len(held) == 1:
+            ((call, only),) = held
+            return {x: self.handles[x].gradient(only[x], call.layout) for x in only}
+        out = {}
         for attribute in dict.fromkeys(key for part in held for key in part.rows):
             parts = [part for part in held if attribute in part.rows]
             layouts = [part.call.layout for part in parts]
@@ -205,6 +216,16 @@ class ModuleHandle:
     def waiting(self) -> Iterator[bool]:
         """Kinds of calls, nested or not, whose gradients are held back."""
         return (nested for nested in (False, True) if self._held[nested])
+
+
+class _LastInput(NamedTuple):
+    """The input that the linear layers before had, as long as it exists and is not changed."""
+
+    source: ref[Tensor]
+    version: int
+    value: ref[Tensor]  # cast as autocast does
+    shared: SharedInput
+    layers: list[ModuleHandle]
 
 
 class _Held(NamedTuple):
@@ -224,6 +245,7 @@ class Session:
         self.rule = rule
         self.averages = averages
         self.layout: Layout
+        self.groups: Groups
         self.handles: dict[str, ParameterHandle] = {}
         self.module_handles: list[ModuleHandle] = []
         self.closed = True
@@ -234,6 +256,8 @@ class Session:
         self.accepts: dict[int, Callable[..., bool]] = {}  # tests of a module's input, by module id
         self.block = 0
         self._known: tuple[Tensor | None, int] = (None, 0)
+        self._last_input: _LastInput | None = None
+        self.calls: list[Any] = []  # of compiled layers
         self._drawing = 0  # parameters with a row in the table of overlap sets
 
     def open(
@@ -245,14 +269,21 @@ class Session:
         groups: Int[Tensor, " row"] | None = None,
         observer: Observer | None = None,
         shard: Shard | None = None,
+        padded: PaddedRows | None = None,
     ) -> None:
         """Starts a block."""
-        if not capturing():
+        self.padded = padded
+        if padded is not None:
+            self.layout, self._known = Layout.of_rows(sequences, advantages.numel()), (None, 0)
+            self.shape = SequenceShape(tuple(sequences.shape), single=False, leading=True)
+            self.groups = padded.groups
+        elif not capturing():
             self._set_layout(sequences, advantages.numel(), shard)
             single = shard is None and max(self.layout.lengths, default=0) <= 1
             self.shape = SequenceShape(tuple(sequences.shape), single=single)
+            count = advantages.numel()
+            self.groups = Groups.whole(count) if groups is None else Groups.of(groups)
         self.advantages = advantages
-        self.groups = groups
         self.observer = observer
         self.closed = False
         self.block += 1
@@ -263,7 +294,10 @@ class Session:
         else:
             self._generator = seed.generator(device)
         self._table: list[tuple[Tensor, Tensor]] | None = None
+        self._last_input = None
+        self.calls.clear()
         self._numbers: list[tuple[str, Tensor]] = []
+        self._lengths: list[Lengths] = []
         for module_handle in self.module_handles:
             module_handle.reset()
         for handle in self.handles.values():
@@ -340,28 +374,87 @@ class Session:
         multiplying = [h for h in handles if not isinstance(h.module, nn.Embedding)]
         return next(iter(multiplying + handles), None)
 
+    def shared_input(
+        self, x: Tensor, cast: Callable[[Tensor], Tensor], layer: ModuleHandle, weight: str
+    ) -> tuple[Tensor, SharedInput | None]:
+        """The cast input of a linear layer; the layers before may have had the same."""
+        handle = layer.handles.get(weight)
+        if handle is None:
+            return cast(x), None
+        last = self._last_input
+        if last is not None and last.source() is x and last.version == x._version:
+            value = last.value()
+            if value is not None and layer not in last.layers:
+                last.shared.layers += 1
+                last.layers.append(layer)
+                return value, last.shared
+        value, shared = cast(x), SharedInput(handle)
+        self._last_input = _LastInput(ref(x), x._version, ref(value), shared, [layer])
+        return value, shared
+
     def overlap_set(self, handle: ParameterHandle, layout: Layout) -> OverlapSet:
         """The overlap set J of a parameter in this backward."""
         size = self.rule.overlap
         if size is None or size >= layout.whole.size:
             return OverlapSet.all(layout)
         if layout is not self.layout or handle.number < 0:
-            return OverlapSet.at(self._draw(layout.whole, 1, size)[0], layout)
+            return OverlapSet.at(self._drawn(layout.whole, 1, size)[0], layout)
+        full = size <= layout.whole.filled  # padding is drawn last
         if self._table is None:
-            index = self._draw(layout.whole, self._drawing, size)
+            index = self._drawn(layout.whole, self._drawing, size)
             self._table = list(zip(index, layout.whole.valid[index]))
-        return OverlapSet(*self._table[handle.number])
+        return OverlapSet(*self._table[handle.number], full=full)
 
-    def _draw(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "parameter pick"]:
+    def _drawn(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "parameter pick"]:
         """`size` positions without replacement for each of `rows` parameters, padding last."""
-        step = max(1, (1 << 25) // layout.size)
-        drawn = []
-        for start in range(0, rows, step):
-            shape = (min(step, rows - start), layout.size)
-            score = torch.rand(shape, generator=self._generator, device=layout.seq.device)
-            score = score.masked_fill_(~layout.valid, -1.0)
-            drawn.append(score.topk(size, dim=1, sorted=False).indices)
-        return torch.cat(drawn)
+
+        def draw(generator: torch.Generator) -> Int[Tensor, "parameter pick"]:
+            step, padding = max(1, (1 << 25) // layout.size), layout.seq < 0
+            drawn = []
+            for start in range(0, rows, step):
+                shape = (min(step, rows - start), layout.size)
+                score = torch.rand(shape, generator=generator, device=layout.seq.device)
+                score = score.masked_fill_(padding, -1.0)
+                drawn.append(score.topk(size, dim=1, sorted=False).indices)
+            return torch.cat(drawn)
+
+        return self._random(draw)
+
+    def signs(self, *shape: int) -> Int[Tensor, "..."]:
+        """Zeros and ones at random."""
+        device = self.layout.seq.device
+
+        def draw(generator: torch.Generator) -> Int[Tensor, "..."]:
+            return torch.randint(0, 2, shape, generator=generator, device=device)
+
+        return self._random(draw)
+
+    def _random(self, draw: Draw) -> Int[Tensor, "..."]:
+        if self.padded is None:
+            return draw(self._generator)
+        return self.padded.random(self._generator, draw)
+
+    @property
+    def count(self) -> int | Float[Tensor, ""]:
+        """Number of sequences, without rows of padding."""
+        return self.layout.count if self.padded is None else self.padded.count
+
+    def collect(self, key: str, squares: Float[Tensor, "*any"], *, mean: bool = False) -> None:
+        """Keeps x² of some sequences, or their mean, for the trailing averages."""
+        self._lengths.append(Lengths(key, squares.detach(), mean))
+
+    def collected(self) -> list[Collected]:
+        """The lengths of this block, for the trailing averages."""
+        fill = 1 if self.padded is None else self.padded.fill
+        return [
+            Collected((key,), squares, (1 if mean else squares.numel() * fill,))
+            for key, squares, mean in self._lengths
+        ]
+
+    def keep_results(self) -> None:
+        """Ends the recorded part of a block: its results go where replays leave theirs."""
+        assert self.padded is not None
+        self.padded.keep(self._lengths, self._numbers)
 
     def expect_finite(self, handle: ParameterHandle, numbers: Float[Tensor, " some"]) -> None:
         """Queues weights or lengths of a layer for one check when the block ends."""
@@ -373,11 +466,7 @@ class Session:
             return
         if bool(torch.isfinite(torch.cat([numbers for _, numbers in self._numbers])).all()):
             return
-        name = next(n for n, x in self._numbers if not bool(torch.isfinite(x).all()))
-        raise NotFiniteError(
-            f"gradients.applied: the gradient of {name} is not finite: its input or the gradient "
-            "of its output holds NaN or infinity; p.grad must not be used"
-        )
+        raise_not_finite(self._numbers)
 
     @property
     def generator(self) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import nn
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._engine import head, inputs
 from proxpo.gradients._engine.audit import Audit
+from proxpo.gradients._engine.autograd import VectorCall, expand
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.axis_order import AxisOrder
 from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.padded_rows import PaddedRows, check_advantages
 from proxpo.gradients._engine.patching import PatchedModel, fingerprint
 from proxpo.gradients._engine.session import (
     DrawSeed,
@@ -26,7 +28,7 @@ from proxpo.gradients._engine.session import (
     Session,
 )
 from proxpo.logp.head import replaced_backward
-from proxpo.ops.shapes import Shaped, Tensor
+from proxpo.ops.shapes import Float, Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
 
@@ -93,30 +95,92 @@ class Transform:
 
         The block can be recorded in a CUDA graph after one ordinary run with the same tensors. In
         replays each overlap set is drawn anew, values are not checked, `sequences` are those of the
-        ordinary run, and the trailing averages stay as they were.
+        ordinary run, and the trailing averages stay as they were. (The trainer's own recordings,
+        `recorded`, have none of these limits.)
         """
         patched = self._open(model, sequences, advantages, groups, observe, token_group)
+        watch = self._order.watched(sequences)
+        with self._counted(patched.session), self._patching(model, patched, watch):
+            yield patched.session
+
+    @contextmanager
+    def padded(self, model: nn.Module, rows: PaddedRows) -> Iterator[Session]:
+        """`applied` on padded rows in fixed memory.
+
+        Modules see the rows one after the other: every position in the first axis.
+        """
+        check_advantages(rows.advantages)
+        patched = self._open_rows(model, rows, recorded=False)
+        with self._counted(patched.session), self._patching(model, patched):
+            yield patched.session
+
+    @contextmanager
+    def recorded(self, model: nn.Module, rows: PaddedRows) -> Iterator[Session]:
+        """Opens a block whose forward and backward are recorded, for `replayed`.
+
+        The block before it must have been an ordinary one on these rows, with trailing averages
+        (`settled`) that lie on the device. What the recorded one computes counts for nothing, so
+        that a recorder may execute it or not. The recording of the backward ends with
+        `session.keep_results()`.
+        """
+        patched = self._open_rows(model, rows, recorded=True)
+        with self._patching(model, patched):
+            yield patched.session
+        if any(True for handle in patched.session.module_handles for _ in handle.waiting):
+            raise RuntimeError("a gradient of the recorded block was not sent")
+
+    @contextmanager
+    def replayed(self, model: nn.Module, rows: PaddedRows) -> Iterator[None]:
+        """A block in which a recording of these rows is replayed, forward and backward."""
+        self._begin(model)
+        rows.redraw(self._draw_seed(None).generator(rows.sequences.device))
+        with self._counted(rows):
+            yield
+
+    @property
+    def settled(self) -> bool:
+        """True once an update has been made, so that every trailing average in use exists."""
+        return self._steps > 0
+
+    @contextmanager
+    def _patching(
+        self,
+        model: nn.Module,
+        patched: PatchedModel,
+        watch: AbstractContextManager[None] | None = None,
+    ) -> Iterator[None]:
+        """Patches the model, and checks that each parameter receives what is sent to it."""
         session = patched.session
         _OPEN.append((model, session))
         audit = Audit(session.handles)
-        collected = self._collected()
         try:
             with (
                 patched.installed(),
                 session.audited(audit),
-                self._order.watched(sequences),
+                watch or nullcontext(),
                 replaced_backward(partial(head.head_transform, session)),
             ):
-                yield session
+                yield
             audit.check()
-            _finish_waiting(session)
+        finally:
+            session.closed = True
+            _OPEN.remove((model, session))
+
+    @contextmanager
+    def _counted(self, results: Session | PaddedRows) -> Iterator[None]:
+        """One more block of this update; its lengths are collected, unless it fails."""
+        self._blocks += 1
+        collected = self._collected()
+        try:
+            yield
+            if isinstance(results, Session):
+                _finish_waiting(results)
+            results.check_finite()
+            self.averages.collect(results.collected())
         except BaseException as error:
             self._not_finite |= isinstance(error, NotFiniteError)
             self._restore(self._nothing() if self._not_finite else collected)
             raise
-        finally:
-            session.closed = True
-            _OPEN.remove((model, session))
 
     def step(self, *, skipped: bool = False) -> None:
         """Ends an update: moves the trailing averages by what its blocks have collected.
@@ -135,7 +199,7 @@ class Transform:
 
     def _nothing(self) -> dict[str, Any]:
         """`_collected` of an update without blocks."""
-        return {"averages": {}, "blocks": 0}
+        return {"averages": 0, "blocks": 0}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         """Restores what `_collected` returned."""
@@ -173,17 +237,7 @@ class Transform:
         token_group: Any,
     ) -> PatchedModel:
         """Checks the inputs and starts a block on the patched model."""
-        device = _device(model)
-        if self._not_finite and _finite_gradients(model):  # they belong to another update
-            self._not_finite = False
-            self._restore(self._nothing())
-        if _OPEN:
-            own = {id(module) for module in model.modules()}
-            if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
-                raise ProxpoError(
-                    "gradients.applied: a transform is already applied to this model; close its "
-                    "`with` block first"
-                )
+        device = self._begin(model)
         groups = groups if inputs.by_prompt(self.rule) else None
         shard = None
         if not capturing():
@@ -202,15 +256,45 @@ class Transform:
         kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
         patched = self._patch(model)
         patched.session.open(
-            seed=DrawSeed(self.seed, self._steps, self._blocks, inputs.first_rank(token_group)),
+            seed=self._draw_seed(token_group),
             sequences=sequences.to(device),
             advantages=advantages.detach().to(device, kind, copy=True),
             groups=None if groups is None else groups.to(device, copy=True),
             observer=observe,
             shard=shard,
         )
-        self._blocks += 1
         return patched
+
+    def _open_rows(self, model: nn.Module, rows: PaddedRows, *, recorded: bool) -> PatchedModel:
+        """Starts a block on padded rows."""
+        self._begin(model)
+        rows.open(recorded=recorded)
+        patched = self._patch(model)
+        patched.session.open(
+            seed=self._draw_seed(None),
+            sequences=rows.sequences.view(-1),
+            advantages=rows.advantages,
+            padded=rows,
+        )
+        return patched
+
+    def _draw_seed(self, token_group: Any) -> DrawSeed:
+        return DrawSeed(self.seed, self._steps, self._blocks, inputs.first_rank(token_group))
+
+    def _begin(self, model: nn.Module) -> torch.device:
+        """Forgets a failed update that lies behind, and refuses a block within a block."""
+        device = _device(model)
+        if self._not_finite and _finite_gradients(model):  # they belong to another update
+            self._not_finite = False
+            self._restore(self._nothing())
+        if _OPEN:
+            own = {id(module) for module in model.modules()}
+            if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
+                raise ProxpoError(
+                    "gradients.applied: a transform is already applied to this model; close its "
+                    "`with` block first"
+                )
+        return device
 
     def _patch(self, model: nn.Module) -> PatchedModel:
         """Handles for the parameters the model trains now; the old ones if it has not changed."""
@@ -243,6 +327,20 @@ def active_handle(parameter: Tensor) -> ParameterHandle | None:
     return next((handle for handle in handles if handle is not None), None)
 
 
+def position_vector(parameter: Tensor, lead: tuple[int, ...]) -> Float[Tensor, "*lead wide"]:
+    """A vector that is multiplied or added at every position outside its module.
+
+    In a block that trains it, it is repeated for the positions, whose axes are `lead`, so that the
+    gradient of each arrives. Otherwise it is the parameter itself.
+    """
+    handle = active_handle(parameter)
+    if handle is None:
+        return parameter
+    session, attribute = handle.session, handle.attribute
+    owner = next(m for m in session.module_handles if m.handles.get(attribute) is handle)
+    return expand(parameter, lead, attribute, VectorCall(session, {attribute: owner}, lead))
+
+
 def _device(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -266,7 +364,6 @@ def _finish_waiting(session: Session) -> None:
             _check_late(module_handle)
             for attribute, gradient in module_handle.flush(nested).items():
                 _accumulate(module_handle.handles[attribute].parameter, gradient)
-    session.check_finite()
 
 
 def _check_late(module_handle: ModuleHandle) -> None:

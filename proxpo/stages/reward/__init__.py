@@ -2,6 +2,7 @@
 
 from proxpo.stages.reward.dither import dither
 from proxpo.stages.reward.episode import episode_targets
+from proxpo.stages.reward.feasible import feasible_only
 from proxpo.stages.reward.novelty import gradient_novelty
 from proxpo.stages.reward.progress import progress_reward
 from proxpo.stages.reward.shaping import clip_reward, kl_in_reward, overlong_penalty
@@ -14,6 +15,7 @@ __all__ = [
     "dither",
     "episode_targets",
     "fail_truncated",
+    "feasible_only",
     "find_span",
     "gradient_novelty",
     "kl_in_reward",

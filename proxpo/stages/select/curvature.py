@@ -10,11 +10,13 @@ probability π among themselves, e the one it drew, has v = e - π and the gradi
 CAPO, arXiv:2510.00819.
 """
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.ops.blocks import row_blocks
 from proxpo.ops.masked import masked_mean, row_sum, spread
 from proxpo.ops.prompt_memory import find
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
@@ -62,6 +64,14 @@ def candidates(batch: Batch, *, k: int) -> Candidates:
     pull = (ids == batch.tokens[..., None]).to(kind).sub_(share)
     hidden = batch.hidden.detach().to(kind)
     return Candidates(values.to(kind), hidden, ids, share, pull)
+
+
+def in_blocks(batch: Batch, *, k: int) -> Iterator[Candidates]:
+    """`candidates` of some responses after the other: arrays as wide as K are dear to make."""
+    rows, tokens = batch.mask.shape
+    width = tokens * min(k, batch.vocab_logp.shape[-1])
+    for part in row_blocks(rows, width, batch.mask.device):
+        yield candidates(batch.rows(part), k=k)
 
 
 def _likeliest(
@@ -194,16 +204,19 @@ def curvature_mask(
             return learning_rate
         return OFFICIAL_RATE if ctx.clock.learning_rate is None else ctx.clock.learning_rate
 
-    def judge(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, "seq tok"], Candidates, Shifts]:
-        """The valid tokens that stay, with what was computed on the way."""
-        tokens = candidates(batch, k=k)
-        if optimizer == "sgd" or not ctx.state or not float(ctx.state["steps"]):
-            shift = sgd_shifts(
-                tokens, rate=rate(ctx)
-            )  # before the first moments Δ = G for Adam too
-        else:
+    def judge(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, "seq tok"], Shifts]:
+        """The valid tokens that stay, and the shifts."""
+        eta = rate(ctx)
+        # Before the first moments Δ = G for Adam too.
+        plain = optimizer == "sgd" or not ctx.state or not float(ctx.state["steps"])
+
+        def foreseen(tokens: Candidates) -> Shifts:
+            if plain:
+                return sgd_shifts(tokens, rate=eta)
             u = adam_step(tokens, ctx.state, beta1=beta1, beta2=beta2, eps=eps)
-            shift = shifts(tokens, u, rate=rate(ctx))
+            return shifts(tokens, u, rate=eta)
+
+        shift = Shifts(*map(torch.cat, zip(*(foreseen(c) for c in in_blocks(batch, k=k)))))
         keep = batch.mask
         if tau_policy:
             keep = keep & (shift.policy < tau_policy)
@@ -211,19 +224,19 @@ def curvature_mask(
             two = sides == "two"
             keep = keep & ((shift.objective.abs() if two else shift.objective) < tau_objective)
             keep = keep if two else keep & (shift.objective >= 0)
-        return keep, tokens, shift
+        return keep, shift
 
     def step(batch: Batch, metrics: Metrics, ctx: Context) -> State:
         """Moments after a step: each row takes the mean of its kept gradients."""
         if optimizer == "sgd":
             return ctx.state
-        keep, tokens, _ = judge(batch, ctx)
+        keep, _ = judge(batch, ctx)
         vocabulary = batch.require("vocab_logp", by="select=curvature_mask").shape[-1]
-        ids, mean = mean_gradients(tokens.at(keep), vocabulary, ctx)
+        ids, mean = mean_gradients(candidates(batch, k=k).at(keep), vocabulary, ctx)
         return next_moments(ctx.state, ids, mean, beta1=beta1, beta2=beta2)
 
     def select(batch: Batch, ctx: Context) -> PerToken:
-        keep, _, shift = judge(batch, ctx)
+        keep, shift = judge(batch, ctx)
         weight = keep.to(batch.logp.dtype)
         if normalize == "sequence":
             kept = row_sum(keep, batch.mask).clamp(min=1)

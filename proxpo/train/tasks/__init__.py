@@ -13,6 +13,7 @@ from typing import Any
 
 from proxpo.errors import ProxpoError, fold, resolve
 from proxpo.stages._options import bind
+from proxpo.train.domains import DOMAINS
 from proxpo.train.tasks._types import (
     Effect,
     Environment,
@@ -79,7 +80,10 @@ def _make(name: str, reward: str | None, options: dict[str, Any]) -> Task:
     if re.search(r"\.jsonl?$|[/\\]", name.split(":")[0]):
         return own(**bind(own, {"path": name, "reward": reward, **options}, what=f"task {name}"))
     head, colon, rest = name.partition(":")
-    head = resolve(head, TASKS, what="task")
+    known = [*TASKS, *(prefix for domain in DOMAINS for prefix in domain.prefixes)]
+    head = resolve(head, known, what="task")
+    if head not in TASKS:
+        raise ProxpoError(f"task {name} is none of language models")
     factory, option = TASKS[head]
     if colon:
         choices = LEVELS.get(head)

@@ -49,7 +49,7 @@ REFUSED = ("decoupled-ppo", "dpo", "entropy-80-20", "isopo", "isopo-ntk", "p3o-2
 REFUSED = (*REFUSED, "scalerl", "tis")
 LOSSES = [
     slug
-    for slug, entry in methods().items()
+    for slug, entry in methods("language").items()
     if not loss_refusal(proxpo.make_recipe(slug, OPTIONS.get(slug, {})), engine=False)
 ]
 

@@ -1,0 +1,107 @@
+"""Our PPO and that of stable-baselines3 on CartPole-v1 and Pendulum-v1, with equal settings.
+
+    python benchmarks/control_ppo.py --out benchmarks/control_ppo.json
+
+Both have the same networks, initial weights of the same distribution, rollouts, epochs,
+mini-batches, rate, clip and discount; advantages are normalised over the rollout here and over the
+mini-batch there. The score is the mean return of 20 episodes of the deterministic policy after
+training. Ours counts as equal where its mean lies within the range of the other's seeds.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+EPISODES = 20
+TASKS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {
+        **{"envs": 8, "steps": 256, "rollouts": 20, "parts": 4, "epochs": 6},
+        **{"lr": 1e-3, "gamma": 0.98, "lam": 0.9},
+    },
+    "Pendulum-v1": {
+        **{"envs": 8, "steps": 256, "rollouts": 40, "parts": 8, "epochs": 8},
+        **{"lr": 1e-3, "gamma": 0.9, "lam": 0.95},
+    },
+}
+
+
+def ours(task: str, seed: int) -> float:
+    """The mean return after `proxpo train --method ppo --task gym:TASK`."""
+    from proxpo.train.config import load_config
+    from proxpo.train.loop import train
+
+    s = TASKS[task]
+    sets = [
+        *(f"prompts_per_step={s['envs']}", "samples_per_prompt=1", f"max_tokens={s['steps']}"),
+        *(f"train.steps={s['rollouts']}", f"mini_batches={s['parts']}", f"train.lr={s['lr']}"),
+        *(f"updates_per_rollout={s['parts'] * s['epochs']}", f"gamma={s['gamma']}"),
+        *(f"lam={s['lam']}", f"evaluate.size={EPISODES}", "evaluate.every=0"),
+        *("checkpoint.every=0", "grad_clip=0.5"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = {"out": f"{folder}/run", "task": f"gym:{task}", "method": "ppo", "seed": seed}
+        return float(train(load_config(None, sets, overrides=overrides))["reward_after"])
+
+
+def theirs(task: str, seed: int) -> float:
+    """The mean return after the same training by stable-baselines3."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+
+    s = TASKS[task]
+    model = PPO(
+        "MlpPolicy",
+        make_vec_env(task, n_envs=s["envs"], seed=seed),
+        n_steps=s["steps"],
+        batch_size=s["envs"] * s["steps"] // s["parts"],
+        n_epochs=s["epochs"],
+        learning_rate=s["lr"],
+        gamma=s["gamma"],
+        gae_lambda=s["lam"],
+        clip_range=0.2,
+        vf_coef=0.5,
+        ent_coef=0.0,
+        max_grad_norm=0.5,
+        seed=seed,
+        device="cpu",
+    )
+    model.learn(s["rollouts"] * s["envs"] * s["steps"])
+    test = make_vec_env(task, n_envs=4, seed=10_000)
+    return float(evaluate_policy(model, test, n_eval_episodes=EPISODES)[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/control_ppo.json"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    asked = parser.parse_args()
+    results: dict[str, Any] = {}
+    for task in asked.tasks:
+        scores: dict[str, list[float]] = {}
+        seconds: dict[str, float] = {}
+        for name, run in (("proxpo", ours), ("stable-baselines3", theirs)):
+            start = time.perf_counter()
+            scores[name] = [round(run(task, seed), 2) for seed in range(asked.seeds)]
+            seconds[name] = round((time.perf_counter() - start) / asked.seeds, 1)
+            print(task, name, scores[name], f"{seconds[name]} s a run", flush=True)
+        low, high = min(scores["stable-baselines3"]), max(scores["stable-baselines3"])
+        mean = statistics.mean(scores["proxpo"])
+        results[task] = {
+            "settings": TASKS[task],
+            "returns": scores,
+            "seconds": seconds,
+            "within": low <= mean <= high,
+        }
+    asked.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all(result["within"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Control: policies of Gymnasium environments, trained by recipes and by learners of their own."""

@@ -1,0 +1,353 @@
+"""Jobs of language models: built from a config; rollouts and evaluation with their sampler."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from proxpo.errors import ProxpoError
+from proxpo.models import Policy, load_policy, save_policy
+from proxpo.ops.streams import derive, generator
+from proxpo.optimizers import make_optimizer
+from proxpo.rewards import RewardPool
+from proxpo.sampler import Sampler, agreement, make_sampler
+from proxpo.settings import at_length
+from proxpo.train.collect import Collected, Collector, SamplingOptions, Source, collect
+from proxpo.train.config import Config
+from proxpo.train.cuts import TokenBudget, fitted_tokens
+from proxpo.train.evaluate import Examination, evaluate
+from proxpo.train.graphs import CudaRecorder, PolicyGraphs, unsuited
+from proxpo.train.job import Examined
+from proxpo.train.observer import SILENT, Observer
+from proxpo.train.refusals import check_fields, remarks
+from proxpo.train.rollouts import RolloutJob
+from proxpo.train.scoring import Learner
+from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
+from proxpo.types import Recipe
+
+MOVED = "proxpo/budget/moved"
+
+
+@dataclass(kw_only=True)
+class LanguageJob(RolloutJob):
+    """A language model that answers the problems of a task."""
+
+    task: Task
+    sampler: Sampler
+    pool: RewardPool
+    exam: Examination
+    source: Source
+    initial: nn.Module
+
+    @property
+    def policy(self) -> Policy:
+        return self.learner.policy
+
+    @property
+    def trainer_state(self) -> dict[str, int | float]:
+        """Progress of training, under the names of TRL's `trainer_state`."""
+        return {
+            "global_step": self.step,
+            "max_steps": self.config.train.steps,
+            "epoch": self.source.cursor / len(self.source.problems),
+        }
+
+    def observe(self, observer: Observer) -> None:
+        self.learner.budget.on_notice = observer.on_notice
+
+    def check(self, observer: Observer) -> None:
+        """Reports the splits; refuses a sampler that runs another model than the trainer."""
+        for line in splits(self):
+            observer.on_notice(line)
+        prompts = [self.task.encode(p, self.policy.tokenizer) for p in self.exam.problems[:16]]
+        tokens = min(self.config.rollout.max_tokens, 64)
+        gap = agreement(self.policy, self.sampler, prompts, max_tokens=tokens)
+        observer.on_notice(
+            f"sampler and trainer differ by {gap.largest:.1e} at most, {gap.mean:.1e} on average"
+        )
+        if not gap.mean < 0.1:
+            raise ProxpoError(
+                f"the sampler's log-probs differ from the trainer's by {gap.mean:.2g} on average: "
+                "they do not run the same model"
+            )
+
+    def remarks(self) -> list[str]:
+        return remarks(self.config, self.learner.recipe)
+
+    def collect(self, number: int, observer: Observer = SILENT) -> Collected:
+        rollout, learner, cursor = self.config.rollout, self.learner, self.source.cursor
+        collector = Collector(
+            policy=self.policy,
+            sampler=self.sampler,
+            task=self.task,
+            pool=self.pool,
+            recipe=learner.recipe,
+            options=SamplingOptions(
+                samples=rollout.samples_per_prompt,
+                max_tokens=rollout.max_tokens,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                max_prompt=rollout.max_prompt,
+            ),
+            seed=self.config.seed,
+            state=learner.state,
+            clock=self.clock,
+            trainer_state=self.trainer_state,
+            observer=observer,
+        )
+        try:
+            return collect(
+                collector,
+                self.source,
+                prompts=rollout.prompts_per_step,
+                step=number,
+                version=learner.version,
+            )
+        except BaseException:
+            self.source.cursor = cursor
+            raise
+
+    def sync(self) -> None:
+        self.sampler.sync()
+
+    def examine(self, observer: Observer) -> Examined:
+        return evaluate(
+            policy=self.policy,
+            initial=self.initial,
+            sampler=self.sampler,
+            task=self.task,
+            pool=self.pool,
+            exam=self.exam,
+            budget=self.learner.budget,
+            observer=observer,
+            trainer_state=self.trainer_state,
+        )
+
+    def info(self) -> dict[str, Any]:
+        return super().info() | {"cursor": self.source.cursor}
+
+    def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
+        super().load(parts, info)
+        self.source.cursor = info["cursor"]
+
+    @property
+    def write_model(self) -> Callable[[Path], None]:
+        return partial(save_policy, self.policy)
+
+    def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+        return {
+            "accuracy_before": before.get("eval/accuracy"),
+            "accuracy_after": after.get("eval/accuracy"),
+            "reward_before": before.get("eval/reward"),
+            "reward_after": after["eval/reward"],
+            "sampled_before": _sampled(before),
+            "sampled_after": _sampled(after),
+            "kl": after.get("eval/kl"),
+            "entropy": after["eval/entropy"],
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+        }
+
+    def closing_notes(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Lines on parts of the method that had no effect: this run never met their condition."""
+        method, lines = self.config.method, list[str]()
+        if "prompt_id" not in self.learner.recipe.needs():
+            return lines
+        if self.source.cursor <= len(self.source.problems):
+            lines.append(
+                f"{method} learns from problems that come again, and none did: more train.steps, "
+                "or a smaller task.problems"
+            )
+        moved = [row[MOVED] for row in rows if row.get(MOVED) is not None]
+        if moved and not any(moved):
+            lines.append(
+                f"{method}: its budget never departed from the even share, so this run is that of "
+                "the method without it"
+            )
+        return lines
+
+    def close(self) -> None:
+        self.pool.close()
+        self.sampler.close()
+
+
+def build_language_job(config: Config) -> LanguageJob:
+    """Builds a job: loads the model and the task, starts sampler and reward workers."""
+    recipe = config.make_recipe()
+    _check_blocks(config)
+    policy = load_policy(
+        config.model.name,
+        device=_device(config.model.device),
+        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        lora=config.model.lora,
+        seed=derive(config.seed, "init"),
+    )
+    if config.model.gradient_checkpointing:
+        policy.model.gradient_checkpointing_enable()
+    task = make_task(
+        config.task.name,
+        reward=config.task.reward,
+        correct_above=config.task.correct_above,
+        **config.task.options,
+    )
+    recipe = fitted(recipe, config, task)
+    check_fields(recipe, task)
+    if config.task.problems is not None:
+        task = take_pool(task, config.task.problems)
+    task = fit_prompts(
+        task, policy.tokenizer, limit=config.rollout.max_prompt, drop=config.task.drop_long
+    )
+    for split, problems in (("train", task.train), ("test", task.test)):
+        if not len(problems):
+            raise ProxpoError(f"task {task.name}: the {split} split is empty")
+    initial = copy.deepcopy(policy.model).requires_grad_(False)
+    return LanguageJob(
+        config=config,
+        task=task,
+        learner=_learner(config, policy, recipe, initial),
+        sampler=make_sampler(config.rollout.backend, policy, **config.rollout.options),
+        pool=RewardPool(
+            task.reward,
+            workers=config.task.reward_workers,
+            timeout=config.task.reward_timeout,
+            max_failed=config.task.reward_max_failed,
+            memory=config.task.reward_memory,
+        ),
+        exam=_exam(config, task),
+        source=Source(problems=task.train, seed=config.seed, held_out=task.held_out),
+        initial=initial,
+    )
+
+
+def splits(job: LanguageJob) -> list[str]:
+    """Lines on the sizes of the training and held-out splits and on their overlap."""
+    task, pool, size = job.task, job.config.task.problems, job.config.evaluate.size
+    lines = []
+    if pool is not None:
+        fewer = "" if len(task.train) >= pool else f", all there are (task.problems is {pool})"
+        lines.append(f"training on {len(task.train)} different problems{fewer}")
+    common, asked = task.overlap(), len(task.held_out)
+    lines.append(f"held out: {asked} questions, {common} of them also in training")
+    if len(job.exam.problems) < size:
+        lines.append(
+            f"evaluating on {len(job.exam.problems)} problems, all there are (evaluate.size is "
+            f"{size})"
+        )
+    if common:
+        lines.append(
+            f"warning: {common} of {asked} held-out questions are trained on, so their score says "
+            "nothing about new ones"
+        )
+    return lines
+
+
+def fitted(recipe: Recipe, config: Config, task: Task) -> Recipe:
+    """The recipe with its open lengths set to the longest response of this run."""
+    turns = task.max_turns if task.tool is not None else 1
+    return at_length(recipe, config.rollout.max_tokens * turns)
+
+
+# Names in a block of options that are settings of their own, or belong to the caller.
+RESERVED = {
+    "task.options": {
+        "name": "task.name",
+        "reward": "task.reward",
+        "correct_above": "task.correct_above",
+    },
+    "rollout.options": {"name": "rollout.backend", "policy": "model.name"},
+    "train.optimizer_options": {
+        "name": "train.optimizer",
+        "model": "model.name",
+        "lr": "train.lr",
+        "weight_decay": "train.weight_decay",
+    },
+}
+
+
+def _check_blocks(config: Config) -> None:
+    """Refuses options that are settings of their own: one of the two would be ignored."""
+    for path, names in RESERVED.items():
+        section, name = path.split(".")
+        for option in getattr(getattr(config, section), name):
+            if option in names:
+                raise ProxpoError(f"{path} takes no '{option}': it is the setting {names[option]}")
+
+
+def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) -> Learner:
+    wanted = recipe.needs()
+    critic = None
+    if wanted & {"values", "old_values"} or recipe.value is not None:
+        critic = nn.Linear(policy.model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(critic.weight)  # starts by expecting nothing; no draw of random numbers
+        nn.init.zeros_(critic.bias)
+        critic.to(policy.device)
+    trained = (
+        policy.model
+        if critic is None
+        else nn.ModuleDict({"policy": policy.model, "critic": critic})
+    )
+    transform = recipe.gradient.apply() if recipe.gradient is not None else None
+    if transform is not None:
+        own = recipe.gradient.options.get("seed")  # 0 is its default: the run's seed alone
+        transform.seed = derive(config.seed, "overlap", *([own] if own else [])) % 2**31
+    return Learner(
+        policy=policy,
+        recipe=recipe,
+        optimizer=make_optimizer(
+            config.train.optimizer,
+            trained,
+            config.train.lr,
+            weight_decay=config.train.weight_decay,
+            **config.train.optimizer_options,
+        ),
+        reference=initial if wanted & {"ref_logp", "ref_kl"} else None,
+        critic=critic,
+        transform=transform,
+        graphs=_graphs(config, policy, recipe, critic=critic is not None, transform=transform),
+        state=recipe.init_state(),
+        budget=TokenBudget(fitted_tokens(policy, transform=transform is not None)),
+    )
+
+
+def _graphs(
+    config: Config, policy: Policy, recipe: Recipe, *, critic: bool, transform: Any
+) -> PolicyGraphs | None:
+    reason = unsuited(policy, recipe, critic=critic, transform=transform)
+    if config.train.graphs == "on" and reason:
+        raise ProxpoError(f"train.graphs=on cannot record the policy's passes: {reason}")
+    if config.train.graphs == "off" or reason:
+        return None
+    return PolicyGraphs(policy, transform=transform, record=CudaRecorder())
+
+
+def _exam(config: Config, task: Task) -> Examination:
+    """The same held-out problems for every run with this task, whatever its seed."""
+    order = torch.randperm(len(task.test), generator=generator(0, "exam"))
+    size = config.train.micro_batch
+    chosen = [task.test[int(i)] for i in order[: config.evaluate.size]]
+    return Examination(
+        problems=chosen,
+        samples=config.evaluate.k,
+        max_tokens=config.rollout.max_tokens,
+        temperature=config.train_temperature,
+        micro_batch=None if size == "auto" else size or 256,
+        seed=0,
+    )
+
+
+def _sampled(metrics: dict[str, float]) -> float | None:
+    return next((value for name, value in metrics.items() if name.startswith("eval/avg@")), None)
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+__all__ = ["LanguageJob", "build_language_job", "fitted", "splits"]

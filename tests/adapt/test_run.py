@@ -1,0 +1,140 @@
+"""`proxpo adapt`: rows, budget, resuming, the page, and input that cannot be used."""
+
+import json
+
+import pytest
+
+from proxpo.adapt.run import ROWS, adapt, sign_test
+from proxpo.adapt.settings import load_settings, resumed_settings
+from proxpo.cli import main
+from proxpo.errors import ProxpoError
+from proxpo.runs.jsonlines import read_rows
+
+METHODS = {"rosa": ["parameters=hidden", "turns=3"], "latentseek": ["fraction=0.6", "lr=0.3"]}
+
+
+def timeless(rows):
+    """Rows without the seconds that they took."""
+    return [
+        row | {"arms": {k: arm | {"seconds": None} for k, arm in row["arms"].items()}}
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_goes_on_with_the_next_problem(tmp_path, method):
+    """Equal rows, whether made in one go or resumed after a kill in the middle of a line."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = load_settings(method, METHODS[method], problems=4, task="arithmetic:hard")
+    summary = adapt(settings, out=whole)
+    rows = read_rows(whole / ROWS)
+    assert [row["step"] for row in rows] == list(range(4))
+    check_arms(rows)
+
+    lines = (whole / ROWS).read_bytes().splitlines(keepends=True)
+    parts.mkdir()
+    (parts / ROWS).write_bytes(b"".join(lines[:3]) + lines[3][:40])
+    (parts / "config.yaml").write_bytes((whole / "config.yaml").read_bytes())
+    with pytest.raises(ProxpoError, match="--resume continues it"):
+        adapt(settings, out=parts)
+    again = resumed_settings(parts, method, [])
+    assert again == settings
+    done = []
+    resumed = adapt(again, out=parts, resume=True, on_row=lambda n, total, row: done.append(n))
+    assert done == [4]
+    assert timeless(read_rows(parts / ROWS)) == timeless(rows)
+    for key in ("accuracy_before", "accuracy_after", "against", "steps"):
+        assert resumed[key] == summary[key]
+    assert (parts / "summary.json").exists()
+    changed = resumed_settings(parts, method, ["temperature=0.5"])
+    with pytest.raises(ProxpoError, match=r"temperature: 1\.0 -> 0\.5"):
+        adapt(changed, out=parts, resume=True)
+
+
+def check_arms(rows):
+    """Baselines stay within the method's tokens; a right first answer is everyone's answer."""
+    for row in rows:
+        own, *_ = row["arms"].values()
+        for arm in row["arms"].values():
+            assert arm["right"] or not row["before"]["right"]
+            assert arm["tokens"] <= own["tokens"]
+            assert (arm["ended"] in ("right", "reward")) == arm["right"]
+            assert arm["attempts"] == 1 or not row["before"]["right"]
+    assert any(arm["attempts"] > 1 for row in rows for arm in row["arms"].values())
+
+
+def test_the_command_prints_every_arm_and_writes_a_page(tmp_path, capsys):
+    out = tmp_path / "run"
+    arguments = ["--problems", "2", "--out", str(out), "--set", "parameters=hidden"]
+    assert main(["adapt", "rosa", *arguments]) == 0
+    shown = capsys.readouterr().out
+    for word in ("first answer", "resample", "sgd", "at equal tokens", "passes of a token"):
+        assert word in shown
+    page = (out / "report.html").read_text()
+    assert "rosa on arithmetic, tiny" in page
+    assert "{{" not in page
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert set(summary["arms"]) == {"rosa", "resample", "sgd"}
+    assert main(["adapt", "rosa", "--out", str(out), "--resume", "--problems", "1"]) == 2
+    assert "has done 2 problems already" in capsys.readouterr().err
+
+
+def test_sign_test():
+    assert sign_test(0, 0) == 1.0
+    assert sign_test(5, 0) == pytest.approx(2 / 32)
+    assert sign_test(3, 9) == pytest.approx(2 * (1 + 12 + 66 + 220) / 4096)
+
+
+def test_a_method_without_effect_says_so(tmp_path):
+    """A tenth of an answer of four tokens is no block."""
+    notices = []
+    adapt(load_settings("latentseek", problems=2), out=tmp_path, on_notice=notices.append)
+    (line,) = notices
+    assert "latentseek made no update (answers ended by" in line
+    assert "no block" not in line or "a larger fraction" in line
+
+
+REFUSED = {
+    "adapt: unknown method 'rossa'; did you mean 'rosa'": ["rossa"],
+    "did you mean 'beta'": ["rosa", "--set", "betta=1"],
+    "its reward does not say what is right": ["rosa", "--set", "task.reward={reward}"],
+    "calls a tool": ["rosa", "--task", "calculator"],
+    "500 held-out problems": ["rosa", "--problems", "501"],
+    "context=dialogue needs chat messages": ["rosa", "--set", "context=dialogue"],
+    "judge=self asks the model in chat": ["latentseek", "--set", "judge=self"],
+    "unknown model 'tinny'": ["rosa", "--model", "tinny"],
+    "takes float32, float64": ["rosa", "--set", "dtype=3"],
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused_in_one_line(tmp_path, capsys, line):
+    """Exit code 2, one line, and no folder left behind."""
+    reward, out = tmp_path / "mine.py", tmp_path / "run"
+    reward.write_text("def score(solution_str, ground_truth):\n    return 0.5\n")
+    arguments = [word.format(reward=f"{reward}:score") for word in REFUSED[line]]
+    assert main(["adapt", *arguments, "--out", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert line in err
+    assert err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_training_with_them_is_refused(capsys):
+    assert main(["train", "--method", "rosa"]) == 2
+    assert "rosa is a method for test time (proxpo adapt rosa)" in capsys.readouterr().err
+
+
+def test_a_model_without_a_known_head_is_refused(tmp_path, monkeypatch):
+    from proxpo.adapt import run
+    from proxpo.models import load_policy
+
+    def headless(*args, **options):
+        policy = load_policy(*args, **options)
+        monkeypatch.setattr(type(policy.bare), "get_output_embeddings", lambda self: None)
+        return policy
+
+    monkeypatch.setattr(run, "load_policy", headless)
+    with pytest.raises(ProxpoError, match="output layer must be a plain linear layer, got none"):
+        adapt(load_settings("latentseek"), out=tmp_path / "run")

@@ -25,9 +25,9 @@ class Experience:
 
     group numbers are unique over the run, so that rows of several rollouts can be mixed.
     `version` is the number of optimizer steps the sampling policy had made. A tool's reply is in
-    `attention_mask` and not in `mask`. In an environment each turn is a row: `prompt` numbers the
-    different prompts of a group, and `history` is the prompt without folding, empty where that does
-    not fit the context.
+    `attention_mask` and not in `mask`. In an environment of texts each turn is a row: `prompt`
+    numbers the different prompts of a group, and `history` is the prompt without folding, empty
+    where that does not fit the context.
 
     In control a token is a step of the environment: there is no prompt, `input_ids` are the actions
     of a list, and `observations` and `actions` hold the vectors.
@@ -48,6 +48,10 @@ class Experience:
     span_rewards: Float[Tensor, "seq tok"] | None = None
     void: Bool[Tensor, " seq"] | None = None
     duration: Float[Tensor, " seq"] | None = None
+    feasible: Bool[Tensor, " seq"] | None = None
+    token_rewards: Float[Tensor, "seq tok"] | None = None
+    observations: Float[Tensor, "seq tok obs"] | None = None
+    actions: Float[Tensor, "seq tok action"] | None = None
     prompt: Int[Tensor, " seq"] | None = None
     episode: Int[Tensor, " seq"] | None = None
     step: Int[Tensor, " seq"] | None = None
@@ -59,10 +63,6 @@ class Experience:
     segment_draw: Float[Tensor, " seq"] | None = None
     history_ids: Int[Tensor, "seq hist"] | None = None
     history_mask: Bool[Tensor, "seq hist"] | None = None
-    feasible: Bool[Tensor, " seq"] | None = None
-    token_rewards: Float[Tensor, "seq tok"] | None = None
-    observations: Float[Tensor, "seq tok obs"] | None = None
-    actions: Float[Tensor, "seq tok action"] | None = None
 
     @property
     def shared_prompt(self) -> Int[Tensor, " seq"]:

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -114,6 +115,32 @@ def test_segments_bootstrap_and_end(tmp_path: Path) -> None:
         total = sum(0.9**t for t in range(n)) + 0.9 ** (n - 1) * extra
         assert float(prepared.returns[i, 0]) == pytest.approx(total, rel=1e-9)
     assert 0 < ended < len(rows.mask)
+    job.close()
+
+
+def test_advantages_are_those_of_stable_baselines(tmp_path: Path) -> None:
+    buffers = pytest.importorskip("stable_baselines3.common.buffers")
+    one = ("prompts_per_step=1", "samples_per_prompt=1", "rollout.max_tokens=60")
+    config = config_of(tmp_path, CARTPOLE, "ppo", *one, "whitening=false", "dtype=float64")
+    job = build_recipe_job(config, config.make_recipe())
+    rows = job.collect(0).experience
+    with torch.no_grad():
+        values = job.learner.critic(rows.observations)[..., 0]
+        last = job.learner.critic(
+            torch.cat([job._inputs(job.play.environments.observations, job.play.memory)])
+        )[:, 0]
+    ours = update_fields(job, rows, values)
+    box, choice = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
+    buffer = buffers.RolloutBuffer(60, box, choice, device="cpu", gae_lambda=0.95, gamma=0.99)
+    for i, mask in enumerate(rows.mask):
+        for t in range(int(mask.sum())):
+            zero, nothing = torch.zeros(1), np.zeros(1)
+            buffer.add(np.zeros((1, 4)), nothing[None], np.ones(1), [t == 0], values[i, t], zero)
+    ended = bool(job.play.lengths[0] == 0)
+    buffer.compute_returns_and_advantage(last.float(), dones=torch.tensor([ended]).numpy())
+    expected = torch.from_numpy(buffer.advantages[:, 0])
+    assert len(rows.mask) > 1  # an episode ended within the segment
+    torch.testing.assert_close(ours.advantages[rows.mask].float(), expected, rtol=1e-4, atol=1e-4)
     job.close()
 
 

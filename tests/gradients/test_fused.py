@@ -25,6 +25,7 @@ from proxpo.gradients._engine import fused  # needs Triton
 pytestmark = pytest.mark.gpu
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
 LAYOUTS = {
     "aligned": [0] * 40 + [1] * 40 + [2] * 40,
@@ -117,6 +118,7 @@ def test_linear_layers_and_vectors(name, kind, shape, rule, history):
         assert_close(grad.double() / exact.norm(), exact / exact.norm(), **close)
 
 
+@needs_gpu
 @pytest.mark.parametrize("numbers", [[0], [0] * 3, [0] * 33, [0] * 64, [0, 1] * 5, [5, 1, 5, 2]])
 @pytest.mark.parametrize("scale", ["c", "paper"])
 @pytest.mark.parametrize("known", [None, 2.5])
@@ -131,10 +133,10 @@ def test_solving_for_the_weights_of_ntk(numbers, scale, known):
         kernel = groups.blocks((sums @ sums.T).to(device))
         return [x.cpu() for x in rule.solve(kernel, advantages.to(device), average, groups)]
 
-    assert_close(solved(DEVICE), solved("cpu"), rtol=1e-4, atol=1e-6)
+    assert_close(solved("cuda"), solved("cpu"), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("numbers", [[0] * 12, [0] * 300, [0] * 5 + [1] * 7, [2, 0, 2, 1, 0, 2]])
 @pytest.mark.parametrize("length", [5, 40])
 def test_kernels_of_bfloat16(numbers, length):
@@ -157,7 +159,7 @@ def test_kernels_of_bfloat16(numbers, length):
     assert ((kernel - want) / scale).abs().max() < 1e-5
 
 
-@pytest.mark.skipif(INTERPRETED, reason="bfloat16 on the CPU is slow")
+@needs_gpu
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("method", ["isopo", "ntk", "euclidean", "nearest-npg"])
 def test_a_model_in_bfloat16_against_the_same_in_float64(tie, method):

@@ -31,8 +31,9 @@ def feasible_share():
     reports them), REINFORCE on the rest descends another objective than E[r | V] unless
     ∇ log P(V) is subtracted. Its unbiased estimate for response i is the mean of ∇ log π over the
     other feasible responses to the prompt; collected by response that is Ā_{-k}, the mean advantage
-    of the others. A response without others gets no gradient. Advantages must be per response. A
-    baseline that is the mean of the feasible group (grpo) makes the term 0: it is the correction.
+    of the others. A response without others gets no gradient. Advantages are per response. Where
+    they add up to 0 over the feasible group (grpo, rloo) nothing is biased: the term then only
+    scales the gradient by n/(n-1).
     """
 
     def prepare(batch: Batch) -> dict[str, Tensor]:

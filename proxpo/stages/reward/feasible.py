@@ -11,8 +11,8 @@ from proxpo.types import Batch, Context, Metrics
 def feasible_only():
     """Throws infeasible responses away: neither trained on nor in any baseline.
 
-    By itself that is biased unless the baseline is the mean of the group's feasible responses;
-    regularisers=feasible_share corrects it for any other.
+    By itself that is biased unless advantages add up to 0 over the feasible responses of a group;
+    regularisers=feasible_share corrects it for all others.
     """
 
     def reward(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:

@@ -309,6 +309,8 @@ EXPECTED = {
     "p3o-off-temperature",
     "kpo-long-responses",
     "smollm2-arithmetic",
+    "foldact-dialogue",
+    "lamer-arms",
 }
 
 

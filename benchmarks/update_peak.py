@@ -95,6 +95,11 @@ class Updater:
     past: list[Experience] = field(default_factory=list)
 
     @property
+    def most_parts(self) -> int:
+        """Mini-batches that a rollout can be cut into."""
+        return self.config.rollout.prompts_per_step
+
+    @property
     def clock(self) -> Clock:
         rate = self.learner.optimizer.param_groups[0]["lr"]
         return Clock(steps=self.config.train.steps, learning_rate=float(rate))

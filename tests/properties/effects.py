@@ -97,10 +97,15 @@ def rollout(made: Recipe, batch: Batch, state: dict, clock: Clock) -> tuple[dict
 
 
 def hosts(kind: str, name: str) -> list[Recipe]:
-    """Recipes of the catalogue's cases that have the stage; else all that can take it."""
+    """Recipes of the catalogue's cases that have the stage."""
+    return [made for made in cases() if stage_of(made, kind, name) is not None]
+
+
+@functools.cache
+def cases() -> list[Recipe]:
+    """Recipes of the catalogue's cases, and the losses that their schedules take beside them."""
     made = [recipe(case) for case in CASES]
-    made += [part for one in made for part in variants(one) or ()]
-    return [one for one in made if stage_of(one, kind, name) is not None]
+    return made + [part for one in made for part in variants(one) or ()]
 
 
 def stage_of(made: Recipe, kind: str, name: str) -> Stage | None:

@@ -269,7 +269,7 @@ def _verdict(key: str, right: Any) -> bool:
 
 
 def _marks(value: Any) -> dict[str, Any]:
-    """Whether the response is feasible, and spans that the function marked in the text.
+    """Feasibility of the response, and spans that the function marked in the text.
 
     Spans are [[start, end, value], ...] in characters.
     """

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,6 @@ from proxpo.train.loop import train
 from proxpo.train.observer import Observer
 from proxpo.train.update import update
 
-gym = pytest.importorskip("gymnasium")
 CARTPOLE, PENDULUM = "gym:CartPole-v1", "gym:Pendulum-v1"
 SMALL = [
     *("evaluate.size=1", "evaluate.every=0", "checkpoint.every=1", "train.steps=2"),
@@ -119,7 +119,8 @@ def test_segments_bootstrap_and_end(tmp_path: Path) -> None:
 
 
 def test_advantages_are_those_of_stable_baselines(tmp_path: Path) -> None:
-    buffers = pytest.importorskip("stable_baselines3.common.buffers")
+    from stable_baselines3.common import buffers
+
     one = ("prompts_per_step=1", "samples_per_prompt=1", "rollout.max_tokens=60")
     config = config_of(tmp_path, CARTPOLE, "ppo", *one, "whitening=false", "dtype=float64")
     job = build_recipe_job(config, config.make_recipe())

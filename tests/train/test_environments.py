@@ -257,7 +257,6 @@ GAMES = {
 
 @pytest.mark.parametrize("game", GAMES)
 def test_games_start_and_repeat(game: str) -> None:
-    pytest.importorskip("textarena")
     settings = {"chat": False, "test_size": 2, "attempts": 2, "max_turns": 2}
     task, again = (make_task(f"textarena:{game}", **settings) for _ in range(2))
     problem = task.train[5]
@@ -278,7 +277,6 @@ def test_games_start_and_repeat(game: str) -> None:
 
 
 def test_a_game_is_won_and_lost() -> None:
-    pytest.importorskip("textarena")
     task = make_task("textarena:TowerOfHanoi", chat=False, test_size=1, max_turns=9)
     moves = ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"]
     session = task.environment(task.train[0])
@@ -296,7 +294,6 @@ def test_a_game_is_won_and_lost() -> None:
 
 def test_a_game_trains(tmp_path: Path) -> None:
     """With a copy of the model in the box that has room for a game's rules."""
-    pytest.importorskip("textarena")
     model = tmp_path / "model"
     model.mkdir()
     for file in TINY.iterdir():
@@ -322,7 +319,6 @@ def test_a_game_trains(tmp_path: Path) -> None:
 
 
 def test_unknown_games_and_missing_packages(monkeypatch) -> None:
-    pytest.importorskip("textarena")
     with pytest.raises(ProxpoError, match=r"unknown game of textarena 'Sokobann'; did you mean"):
         make_task("textarena:Sokobann")
     with pytest.raises(ProxpoError, match=r"textarena:TicTacToe-v0 cannot start a game for one"):

@@ -162,7 +162,7 @@ class Session:
         self.moves, self.phase = 0, "play"
 
     def _memory(self) -> list[Line]:
-        """What is left of the attempts before this one."""
+        """Lines of the prompt on earlier attempts: their course, the reflections, or both."""
         lines = self.earlier if self.script.memory in ("history", "both") else []
         if self.script.memory != "history":
             kept = self.notes[-self.script.notes :]

@@ -1,5 +1,6 @@
 """Options of stages and recipes: keyword arguments checked against the factory's signature."""
 
+import functools
 import inspect
 import math
 import types
@@ -12,7 +13,8 @@ from proxpo.errors import ProxpoError, fold, nearest, resolve
 _READ_AS_VALUE = {"None": "none", "True": "on", "False": "off"}  # by YAML and --set
 
 
-def parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+@functools.cache  # every recipe reads some ten signatures
+def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Parameters of a factory's signature by name; annotations are types, Any where there is none.
 
     A method's signature also has the options that it passes on, which are not in its annotations.
@@ -20,12 +22,13 @@ def parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     # The annotations of a class are those of its fields, not of its arguments.
     called: Any = typing.cast(Any, factory).__init__ if isinstance(factory, type) else factory
     kinds = typing.get_type_hints(inspect.unwrap(called))
-    return {
+    found = {
         name: p.replace(
             annotation=kinds.get(name, Any if p.annotation is p.empty else p.annotation)
         )
         for name, p in inspect.signature(factory).parameters.items()
     }
+    return types.MappingProxyType(found)
 
 
 def bind(factory: Callable[..., Any], settings: Mapping[str, Any], *, what: str) -> dict[str, Any]:

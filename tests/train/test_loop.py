@@ -76,19 +76,19 @@ SPECIAL = {
 @pytest.mark.long
 @pytest.mark.parametrize("slug", methods("language"))
 def test_every_recipe_trains_the_model_in_the_box(slug, tmp_path):
-    # The rate is small enough that 16 steps on 16 samples cannot undo what the model knows.
+    # The rate is small enough that 8 steps on 16 samples cannot undo what the model knows.
     file = tmp_path / "marks.py"
     file.write_text(MARKS)
     marks = (f"task.reward={file}:score",) if slug == "text2grad" else ()
     rate = () if slug == "trpo" else ("train.lr=1e-5",)  # TRPO has a radius instead
     special = (*SPECIAL.get(slug, ()), *marks, *rate)
-    train(config_of(tmp_path, *special, "train.steps=16", method=slug))
+    train(config_of(tmp_path, *special, "train.steps=8", method=slug))
     rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == list(range(17))
+    assert [row["step"] for row in rows] == list(range(9))
     assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows[1:])
     rewards = [row["reward"] for row in rows[1:]]
-    assert sum(rewards[8:]) >= sum(rewards[:8]) - 8 * 0.16  # the noise of 128 samples
-    weights = weights_of(tmp_path, 16)
+    assert sum(rewards[4:]) >= sum(rewards[:4]) - 4 * 0.23  # the noise of 64 samples
+    weights = weights_of(tmp_path, 8)
     assert all(bool(torch.isfinite(value).all()) for value in weights.values())
     start = weights_of_start()
     assert any(not torch.equal(value, start[name]) for name, value in weights.items())
@@ -165,8 +165,8 @@ def test_killed_many_times_nothing_is_lost(tmp_path):
     assert run(tmp_path / "straight", None) == 0
     whole = time.monotonic() - started
     moments = random.Random(0)
-    codes = [run(tmp_path / "killed", moments.uniform(0.1, 0.5) * whole) for _ in range(12)]
-    assert codes.count(-signal.SIGKILL) >= 3  # once it is done, later starts just end
+    codes = [run(tmp_path / "killed", moments.uniform(0.15, 0.6) * whole) for _ in range(6)]
+    assert codes.count(-signal.SIGKILL) >= 2  # once it is done, later starts just end
     assert run(tmp_path / "killed", None) == 0
     expected, found = weights_of(tmp_path / "straight", 12), weights_of(tmp_path / "killed", 12)
     assert all(torch.equal(found[name], value) for name, value in expected.items())

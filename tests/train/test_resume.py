@@ -385,17 +385,19 @@ def test_a_signal_inside_the_first_evaluation_leaves_nothing(tmp_path):
 def test_an_update_that_does_not_end_is_given_up_after_the_grace(tmp_path):
     """The last checkpoint counts, and the steps since come again."""
 
+    waited_out: list[str] = []
+
     def on_progress(phase: str, *_: int) -> None:
         if phase == "updating" and (tmp_path / "checkpoints/step-1").exists():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
+            waited_out.append(phase)
 
     sets = ("steps=3", "checkpoint.every=1", "checkpoint.grace=0.2")
     notes: list[str] = []
-    started = time.monotonic()
     observer = Observer(on_progress=on_progress, on_notice=notes.append)
     ended = train(config_of(tmp_path, *sets, **GRPO), observer=observer)
-    assert time.monotonic() - started < 40
+    assert not waited_out
     assert ended == {"stopped": "SIGTERM", "steps": 1, "out": str(tmp_path)}
     assert notes[-1] == (
         "stopped by SIGTERM after step 1, in the update of step 2; --resume continues from there"

@@ -1,21 +1,24 @@
 """Our PPO and that of stable-baselines3 on CartPole-v1 and Pendulum-v1, with equal settings.
 
-    python benchmarks/control_ppo.py --out benchmarks/control_ppo.json
+    python benchmarks/control_ppo.py --json docs/speed/control-ppo.json
 
 Both have the same networks, initial weights of the same distribution, rollouts, epochs,
 mini-batches, rate, clip and discount; advantages are normalised over the rollout here and over the
 mini-batch there. The score is the mean return of 20 episodes of the deterministic policy after
-training. Ours counts as equal where its mean lies within the range of the other's seeds.
+training. Ours counts as equal where its mean lies within the range of the other's seeds. The arms
+take turns, one thread each; seconds are those of training, without evaluation and files.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+from record import Record
 
 EPISODES = 20
 TASKS: dict[str, dict[str, Any]] = {
@@ -30,8 +33,8 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(task: str, seed: int) -> float:
-    """The mean return after `proxpo train --method ppo --task gym:TASK`."""
+def ours(task: str, seed: int) -> tuple[float, float]:
+    """Mean return and seconds of `proxpo train --method ppo --task gym:TASK`."""
     from proxpo.train.config import load_config
     from proxpo.train.loop import train
 
@@ -45,11 +48,12 @@ def ours(task: str, seed: int) -> float:
     ]
     with tempfile.TemporaryDirectory() as folder:
         overrides = {"out": f"{folder}/run", "task": f"gym:{task}", "method": "ppo", "seed": seed}
-        return float(train(load_config(None, sets, overrides=overrides))["reward_after"])
+        summary = train(load_config(None, sets, overrides=overrides))
+    return summary["reward_after"], summary["seconds"]
 
 
-def theirs(task: str, seed: int) -> float:
-    """The mean return after the same training by stable-baselines3."""
+def theirs(task: str, seed: int) -> tuple[float, float]:
+    """Mean return and seconds of the same training by stable-baselines3."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
@@ -71,36 +75,35 @@ def theirs(task: str, seed: int) -> float:
         seed=seed,
         device="cpu",
     )
+    start = time.perf_counter()
     model.learn(s["rollouts"] * s["envs"] * s["steps"])
+    seconds = time.perf_counter() - start
     test = make_vec_env(task, n_envs=4, seed=10_000)
-    return float(evaluate_policy(model, test, n_eval_episodes=EPISODES)[0])
+    return float(evaluate_policy(model, test, n_eval_episodes=EPISODES)[0]), seconds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/control_ppo.json"))
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     asked = parser.parse_args()
-    results: dict[str, Any] = {}
+    torch.set_num_threads(1)
+    record, arms = Record(asked.json), {"proxpo": ours, "stable-baselines3": theirs}
     for task in asked.tasks:
-        scores: dict[str, list[float]] = {}
-        seconds: dict[str, float] = {}
-        for name, run in (("proxpo", ours), ("stable-baselines3", theirs)):
-            start = time.perf_counter()
-            scores[name] = [round(run(task, seed), 2) for seed in range(asked.seeds)]
-            seconds[name] = round((time.perf_counter() - start) / asked.seeds, 1)
-            print(task, name, scores[name], f"{seconds[name]} s a run", flush=True)
-        low, high = min(scores["stable-baselines3"]), max(scores["stable-baselines3"])
-        mean = statistics.mean(scores["proxpo"])
-        results[task] = {
-            "settings": TASKS[task],
-            "returns": scores,
-            "seconds": seconds,
-            "within": low <= mean <= high,
-        }
-        asked.out.write_text(json.dumps(results, indent=1) + "\n")
-    return 0 if all(result["within"] for result in results.values()) else 1
+        entry: dict[str, Any] = {"settings": TASKS[task]}
+        entry |= {key: {name: [] for name in arms} for key in ("returns", "seconds")}
+        for seed in range(asked.seeds):
+            for name, run in arms.items():
+                score, seconds = run(task, seed)
+                entry["returns"][name].append(round(score, 2))
+                entry["seconds"][name].append(round(seconds, 2))
+                print(task, seed, name, f"{score:.1f}, {seconds:.1f} s", flush=True)
+        other = entry["returns"]["stable-baselines3"]
+        mean = statistics.mean(entry["returns"]["proxpo"])
+        entry["within"] = min(other) <= mean <= max(other)
+        record.add(task, entry)
+    return 0 if all(entry["within"] for _, entry in record.items()) else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     measured, one command each (benchmarks/README.md)   docs/speed/*.json, docs/isopo/results/*.json
     pages                                               docs/speed.md, docs/isopo/overhead.md,
-                                                        docs/isopo/growth.md
+                                                        docs/isopo/growth.md, docs/control.md
 
 A page is written by hand but for its blocks, `<!-- NAME: written from JSON -->` to `<!-- end -->`.
 A figure carries the digest of its file, so that `build_docs.py --check` sees one that is out of
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/speed.md", "docs/isopo/overhead.md", "docs/isopo/growth.md")
+PAGES = ("docs/speed.md", "docs/isopo/overhead.md", "docs/isopo/growth.md", "docs/control.md")
 SPEED, ISOPO = ROOT / "docs/speed", ROOT / "docs/isopo/results"
 BLOCK = re.compile(r"(<!-- ([\w-]+): written from JSON -->\n).*?(<!-- end -->)", re.S)
 PAPER = "the paper's loop, 250"
@@ -304,7 +304,25 @@ def growth_block(device: str) -> str:
     )
 
 
+def control_block() -> str:
+    entries = (load(SPEED / "control-ppo.json") or {}).get("entries", {})
+    if not entries:
+        return "Not measured yet.\n"
+    rows = []
+    for task, e in entries.items():
+        ratios = [a / b for a, b in zip(*e["seconds"].values(), strict=True)]
+        for name, scores in e["returns"].items():
+            own = f" ({statistics.median(ratios):.2f}x)" if name == "proxpo" else ""
+            rows.append((
+                task, name, f"{statistics.mean(scores):.1f}",
+                f"{min(scores):.1f} to {max(scores):.1f}",
+                f"{statistics.median(e['seconds'][name]):.1f}{own}",
+            ))  # fmt: skip
+    return table(("task", "PPO of", "mean return", "seeds", "seconds"), rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "control": control_block,
     "goals": goal_block,
     "steps": step_block,
     "rollouts": rollout_block,

@@ -9,6 +9,7 @@ from helpers import close, f64, loss_and_gradients, make_batch, method, policy_g
 import proxpo
 from proxpo import ProxpoError, Recipe, compose
 from proxpo.compose import count
+from proxpo.ops.pairs import roles
 from proxpo.stages import Parts, stage
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.filter import not_truncated
@@ -71,7 +72,9 @@ def test_counts() -> None:
     counts = count(batch)
     assert counts.tokens == batch.mask.sum()
     assert counts.prompts == 3
-    assert counts.pairs == sum(group.unique().numel() > 1 for group in batch.rewards.view(3, 3))
+    assert counts.pairs is None
+    pairs = sum(group.unique().numel() > 1 for group in batch.rewards.view(3, 3))
+    assert count(batch.replace(**roles(batch))).pairs == pairs
     assert count(batch.replace(group=None)).prompts is None
 
 

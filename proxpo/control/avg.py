@@ -16,14 +16,11 @@ from torch import nn
 
 from proxpo.control.environments import Actions, Environments, Normaliser, read_options
 from proxpo.control.networks import LOG_STD, in_box, orthogonal, seeded, tanh_correction
-from proxpo.control.play import Play, examine, result
+from proxpo.control.online import OnlineJob
+from proxpo.control.play import Play, policy_inputs
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.ops.streams import derive, generator
 from proxpo.train.config import Config
-from proxpo.train.job import Examined, Job, StepWatch
-from proxpo.train.observer import Observer
-from proxpo.train.refusals import unused
 
 SMALLEST = 1e-8  # of a feature vector's norm
 
@@ -194,57 +191,50 @@ def avg_losses(
     alpha: float,
     gamma: float,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Losses of critic and actor for one transition.
+    """Losses of critic and actor for one transition, from one value Q(s, a).
 
-    The actor's has gradients in the critic too, which are to be discarded.
+    Each has gradients in the other network too, which are not to be taken.
     """
     with torch.no_grad():
         value = critic(following, drawn_next.action) - alpha * drawn_next.logp
         target = reward + (0.0 if terminated else gamma) * value
-    delta = (target - critic(x, drawn.action.detach())) / sigma
-    return delta.square(), alpha * drawn.logp - critic(x, drawn.action)
+    q = critic(x, drawn.action)
+    return ((target - q) / sigma).square(), alpha * drawn.logp - q
 
 
 @dataclass(kw_only=True)
-class AvgJob(Job):
-    """One environment, one actor, one critic; a step of the run is many of the environment's."""
+class AvgJob(OnlineJob):
+    """One environment, one actor, one critic, and an update after every transition.
 
-    options: Mapping[str, Any]
-    play: Play
-    exam: Environments
-    actor: AvgActor
+    x: the present observation, counted in the running statistics; None after an episode's end
+    """
+
     critic: AvgCritic
-    normaliser: Normaliser | None
     scale: TdScale
-    steps: int = 0
+    x: Float[Tensor, " obs"] | None = None
+
+    STREAM = "avg"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.networks["critic"], self.memories["scale"] = self.critic, self.scale
         rates = (self.options["lr_actor"], self.options["lr_critic"])
         betas = (self.options["beta1"], 0.999)
         self.optimizers = [
-            torch.optim.Adam(network.parameters(), lr=rate, betas=betas)
+            torch.optim.Adam(network.parameters(), lr=rate, betas=betas, fused=True)
             for network, rate in zip((self.actor, self.critic), rates)
         ]
 
-    def make_step(self, watch: StepWatch) -> dict[str, float]:
-        """Learns from the next `rollout.max_tokens` transitions, one at a time."""
-        watch.observer.on_progress("sampling", 0, 1)
-        watch.enter("update")
-        draws = generator(self.config.seed, "avg", self.step)
-        count, losses = self.config.rollout.max_tokens, [0.0, 0.0]
+    def learn(self, count: int, draws: torch.Generator) -> dict[str, float]:
+        losses = [0.0, 0.0]
         for _ in range(count):
             for i, loss in enumerate(self._transition(draws)):
                 losses[i] += loss / count
-        watch.lap("update")
-        self.step += 1
-        self.steps += count
         return {
-            **self.play.metrics(),
             "loss": losses[0],
             "proxpo/avg/actor_loss": losses[1],
             "proxpo/avg/sigma": self.scale.sigma,
             "grad_norm": math.sqrt(sum(self._squares())),
-            "num_tokens": self.steps,
         }
 
     def _squares(self) -> list[float]:
@@ -254,15 +244,20 @@ class AvgJob(Job):
 
     def _transition(self, draws: torch.Generator) -> tuple[float, float]:
         play, options = self.play, self.options
-        if play.over[0]:
-            play.begin(0, derive(self.config.seed, "episode", 0, play.begun[0]) % 2**31)
-        x = self._seen(update=True)
+        if self.x is None:
+            self.begin()
+            self._count()
+            self.x = self._seen()
+        x = self.x
         drawn = self.actor(x, self.actor.noise(draws))
         executed = self.actor.action(drawn.action.detach()[None])
         outcome = play.environments.step(executed.double().numpy())
-        reward, terminated = float(outcome.reward[0]), bool(outcome.terminated[0])
-        play.count(0, reward, over=terminated or bool(outcome.truncated[0]))
-        following = self._seen(update=False)
+        reward, terminated = outcome.reward[0], outcome.terminated[0]
+        play.count(0, reward, over=outcome.over[0])
+        self.steps += 1
+        self._count()
+        following = self._seen()
+        self.x = None if play.over[0] else following
         with torch.no_grad():
             drawn_next = self.actor(following, self.actor.noise(draws))
         gamma, alpha = options["gamma"], options["alpha"]
@@ -290,59 +285,26 @@ class AvgJob(Job):
         networks = ((self.actor, actor_loss), (self.critic, critic_loss))
         for network, loss in networks:
             parameters = list(network.parameters())
-            for p, grad in zip(parameters, torch.autograd.grad(loss, parameters)):
+            for p, grad in zip(
+                parameters, torch.autograd.grad(loss, parameters, retain_graph=True)
+            ):
                 p.grad = grad
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def _seen(self, *, update: bool) -> Float[Tensor, " obs"]:
-        """The present observation; `update` counts it in the running statistics first."""
-        x = torch.from_numpy(self.play.environments.observations[0].copy())
+    def _count(self) -> None:
+        """Counts the present observation in the running statistics."""
         if self.normaliser is not None:
-            if update:
-                self.normaliser.update(x[None])
-            x = self.normaliser(x)
-        return x.to(self.actor.mean.weight.dtype)
+            self.normaliser.update(torch.from_numpy(self.play.environments.observations))
 
-    # --- evaluation and checkpoints
-
-    def examine(self, observer: Observer) -> Examined:
-        return examine(self.actor, self.normaliser, self.exam, self.config.evaluate.size, observer)
-
-    def parts(self) -> dict[str, Any]:
-        normaliser = {} if self.normaliser is None else {"normaliser": self.normaliser.state()}
-        return {
-            "weights": dict(self.actor.named_parameters()),
-            "critic": self.critic.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "scale": self.scale.state(),
-            "play": self.play.state(),
-            **normaliser,
-        }
-
-    def info(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+    def _seen(self) -> Float[Tensor, " obs"]:
+        """The present observation as the networks see it."""
+        observations, memory = self.play.environments.observations, self.play.memory
+        return policy_inputs(self.actor, self.normaliser, observations, memory)[0]
 
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
-        self.actor.load_state_dict(parts["weights"])
-        self.critic.load_state_dict(parts["critic"])
-        for optimizer, state in zip(self.optimizers, parts["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        self.scale.load(parts["scale"])
-        self.play.load(parts["play"])
-        if self.normaliser is not None:
-            self.normaliser.load(parts["normaliser"])
-        self.steps = info["steps"]
-
-    def remarks(self) -> list[str]:
-        return list(unused(self.config, self.config.make_method()).values())
-
-    def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-        return result(before, after, steps=self.steps, seconds=self.seconds)
-
-    def close(self) -> None:
-        self.play.environments.close()
-        self.exam.close()
+        super().load(parts, info)
+        self.x = None if self.play.over[0] else self._seen()
 
 
 def build_avg_job(config: Config, options: Mapping[str, Any]) -> AvgJob:

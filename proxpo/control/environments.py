@@ -4,7 +4,8 @@ An episode is the seed of its reset and the actions since then, so that a checkp
 `load` plays them again: exact for every environment whose randomness follows its seed.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -97,12 +98,11 @@ def actions_of(environment: Any, name: str) -> Actions:
 
 
 class Outcomes(NamedTuple):
-    """One step of every environment; `after` is the observation that the action led to."""
+    """One step of some environments; `over`: their episode has ended, by itself or at a limit."""
 
-    after: np.ndarray
-    reward: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
+    reward: list[float]
+    terminated: list[bool]
+    over: list[bool]
 
 
 class Environments:
@@ -118,8 +118,10 @@ class Environments:
                 raise ProxpoError(
                     f"task gym:{name}: task.options.hide={index} is no component of {width}"
                 )
-        self._seen = [i for i in range(width) if i not in options.hide]
-        self.width = len(self._seen)
+        shown = [i for i in range(width) if i not in options.hide]
+        self._seen: list[int] | slice = shown if options.hide else slice(None)
+        self._dtype = self._copies[0].action_space.dtype
+        self.width = len(shown)
         self.observations = np.zeros((count, self.width))
         self._seeds = [0] * count
         self._played: list[list[np.ndarray]] = [[] for _ in range(count)]
@@ -130,27 +132,34 @@ class Environments:
     def reset(self, index: int, seed: int) -> None:
         """Begins an episode of the environment `index`."""
         seen, _ = self._copies[index].reset(seed=seed)
-        self.observations[index] = np.asarray(seen, dtype=np.float64)[self._seen]
+        self.observations[index] = np.asarray(seen)[self._seen]
         self._seeds[index], self._played[index] = seed, []
 
     def step(self, actions: np.ndarray, which: Sequence[int] | None = None) -> Outcomes:
         """Steps the environments `which`, by default all, with these actions."""
         chosen = range(len(self)) if which is None else which
-        outcomes = [self._step(i, action) for i, action in zip(chosen, actions)]
-        return Outcomes(*(np.array(column) for column in zip(*outcomes)))
+        outcomes = Outcomes([], [], [])
+        for index, action, executed in zip(chosen, actions, self._executed(actions)):
+            self._played[index].append(action)
+            reward, terminated, over = self._step(index, executed)
+            outcomes.reward.append(reward)
+            outcomes.terminated.append(terminated)
+            outcomes.over.append(over)
+        return outcomes
 
-    def _step(self, index: int, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool]:
-        self._played[index].append(action)
-        given: Any = int(action[0])
-        if not self.actions.discrete:
-            dtype = self._copies[index].action_space.dtype
-            given = np.clip(action, self.actions.low, self.actions.high).astype(dtype)
-        seen, reward, terminated, truncated, _ = self._copies[index].step(given)
-        if not np.isfinite(reward):
+    def _executed(self, actions: np.ndarray) -> Iterable[Any]:
+        """Actions as the environment takes them: whole numbers, or vectors within the box."""
+        if self.actions.discrete:
+            return actions[:, 0].astype(int).tolist()
+        return np.clip(actions, self.actions.low, self.actions.high).astype(self._dtype)
+
+    def _step(self, index: int, executed: Any) -> tuple[float, bool, bool]:
+        seen, reward, terminated, truncated, _ = self._copies[index].step(executed)
+        reward, terminated = float(reward), bool(terminated)
+        if not math.isfinite(reward):
             raise ProxpoError(f"task gym:{self.name} gave the reward {reward}")
-        after = np.asarray(seen, dtype=np.float64)[self._seen]
-        self.observations[index] = after
-        return after, float(reward), bool(terminated), bool(truncated)
+        self.observations[index] = np.asarray(seen)[self._seen]
+        return reward, terminated, terminated or bool(truncated)
 
     def state(self) -> dict[str, Any]:
         """Seeds and actions of the episodes that go on."""
@@ -162,7 +171,7 @@ class Environments:
         for index, (seed, played) in enumerate(zip(state["seeds"], state["played"])):
             self.reset(index, seed)
             for action in played.numpy():
-                self._step(index, action)
+                self.step(action[None], [index])
 
     def close(self) -> None:
         for environment in self._copies:

@@ -97,7 +97,8 @@ def policy_inputs(
     x = torch.from_numpy(observations)
     x = x if normaliser is None else normaliser(x)
     dtype = next(actor.parameters()).dtype
-    return torch.cat([x.to(dtype), memory.to(dtype)], dim=1)
+    x = x.to(dtype, copy=True)  # the array is written to at the next step
+    return torch.cat([x, memory.to(dtype)], dim=1) if memory.shape[1] else x
 
 
 def examine(
@@ -122,11 +123,10 @@ def examine(
             actions = actor.action(drawn).double().numpy()
             outcomes = environments.step(actions[active], active)
             memory = actor.remember(drawn)
-            for place, index in enumerate(active):
-                returns[first + index] += float(outcomes.reward[place])
+            for index, reward in zip(active, outcomes.reward):
+                returns[first + index] += reward
                 lengths[first + index] += 1
-            over = outcomes.terminated | outcomes.truncated
-            active = [index for place, index in enumerate(active) if not over[place]]
+            active = [index for index, over in zip(active, outcomes.over) if not over]
             if not active:
                 break
     scores = torch.tensor(returns)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from proxpo.control.networks import Actor, RecurrentActor
-from proxpo.control.recipe_job import ControlJob, Piece, build_recipe_job
+from proxpo.control.recipe_job import ControlJob, Steps, build_recipe_job
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.recipes.ppo import ppo
@@ -106,25 +106,24 @@ class PropsJob(ControlJob):
         metrics |= {"proxpo/props/moved": self.moved}
         return Collected(join(data), metrics, lines)
 
-    def _sampling_policy(self, pieces: list[Piece], draws: torch.Generator, t: int) -> Any:
+    def _sampling_policy(self, done: Steps, draws: torch.Generator, t: int) -> Any:
         """π_φ, anew every `period` steps of all environments together."""
         period = max(1, round(self.options["period"] / len(self.play.environments)))
         if self.behaviour is None or t % period == 0:
-            x, drawn = self._held(pieces)
+            x, drawn = self._held(done)
             self.behaviour, self.moved = behaviour_policy(
                 self.learner.policy.model, x, drawn, self.options, draws
             )
         return self.behaviour
 
-    def _held(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
+    def _held(self, done: Steps) -> tuple[Tensor, Tensor]:
         """Inputs and draws of the buffer and of the batch that is being collected."""
         earlier = [
             (part.observations[part.mask], part.actions[part.mask])
             for part in self.buffer
             if part.observations is not None and part.actions is not None
         ]
-        present = [(torch.stack(piece.x), torch.stack(piece.drawn)) for piece in pieces if piece.x]
-        both = [*earlier, *present]
+        both = [*earlier, *zip(done.x, done.drawn)]
         if not both:
             return torch.zeros(0, 1), torch.zeros(0, 1)
         return torch.cat([x for x, _ in both]), torch.cat([drawn for _, drawn in both])

@@ -8,7 +8,7 @@ end. Others train on whole episodes: `rollout.samples_per_prompt` from each of
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from proxpo.control.checks import by_step, check_recipe
 from proxpo.control.environments import Environments, Normaliser, read_options
 from proxpo.control.networks import Actor, RecurrentActor, make_actor, make_critic
 from proxpo.control.play import Play, examine, policy_inputs, result
-from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.settings import at_length
@@ -49,22 +49,47 @@ class ControlPolicy:
 
 
 @dataclass(kw_only=True)
-class Piece:
-    """Consecutive steps of one episode.
-
-    seen: observations as they are; x: inputs of the policy
-    after: the policy's input behind the last step; ended: the episode is over there; truncated: it
-    was cut by a limit
-    """
+class Steps:
+    """The steps of a rollout, each of all environments: observations, policy inputs, draws."""
 
     seen: list[Tensor] = field(default_factory=list)
     x: list[Tensor] = field(default_factory=list)
     drawn: list[Tensor] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Piece:
+    """Consecutive steps of one episode: `length` from step `first` on, in environment `index`.
+
+    after: the policy's input behind the last step; ended: the episode is over there; truncated: it
+    was cut by a limit
+    """
+
+    index: int
+    first: int = 0
+    length: int = 0
     after: Tensor | None = None
     ended: bool = False
     truncated: bool = False
     group: int = 0
+
+
+class Rollout(NamedTuple):
+    """Pieces of episodes, and the steps that they are cut from."""
+
+    steps: Steps
+    pieces: list[Piece]
+
+    def mask(self) -> Bool[Tensor, "seq tok"]:
+        """True at the steps of each piece."""
+        lengths = torch.tensor([piece.length for piece in self.pieces])
+        return torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def rows(self, values: list[Tensor]) -> Float[Tensor, "step ..."]:
+        """The values of all pieces, one after the other."""
+        stacked = torch.stack(values)
+        return torch.cat([stacked[p.first : p.first + p.length, p.index] for p in self.pieces])
 
 
 @dataclass(kw_only=True)
@@ -103,88 +128,92 @@ class ControlJob(RolloutJob):
     def collect(self, number: int, observer: Observer = SILENT) -> Collected:
         before = self.play.state()
         try:
-            pieces = (self._segments if self.segments else self._episodes)(number, observer)
+            rollout = (self._segments if self.segments else self._episodes)(number, observer)
         except BaseException:
             self.play.load(before)
             raise
         if self.normaliser is not None:  # of the next rollout on
-            self.normaliser.update(torch.stack([x for piece in pieces for x in piece.seen]))
-        experience = self._experience(pieces, number)
-        return Collected(experience, self._metrics(pieces), _lines(pieces, number))
+            self.normaliser.update(rollout.rows(rollout.steps.seen))
+        experience, returns = self._experience(rollout, number)
+        lines = _lines(rollout.pieces, returns.tolist(), number)
+        return Collected(experience, self._metrics(rollout.pieces), lines)
 
-    def _segments(self, number: int, observer: Observer) -> list[Piece]:
+    def _segments(self, number: int, observer: Observer) -> Rollout:
         """The next steps of every environment, as pieces of episodes."""
         play, draws = self.play, generator(self.config.seed, "sample", number)
         count, steps = len(play.environments), self.config.rollout.max_tokens
-        pieces: list[Piece] = []
-        current = [Piece() for _ in range(count)]
-        for index in range(count):
+        done, pieces, every = Steps(), list[Piece](), list(range(count))
+        current = [Piece(index=index) for index in every]
+        for index in every:
             if play.over[index]:
                 play.begin(index, self._seed(index))
         for t in range(steps):
             if t % 64 == 0:
                 observer.on_progress("sampling", t, steps)
-            policy = self._sampling_policy([*pieces, *current], draws, t)
-            ended = self._step(current, draws, list(range(count)), policy)
-            for index in range(count):
-                if index in ended or t == steps - 1:
-                    pieces.append(current[index])
-                    current[index] = Piece()
-                if index in ended:
-                    play.begin(index, self._seed(index))
-        return pieces
+            policy = self._sampling_policy(done, draws, t)
+            ended = self._step(done, current, draws, every, policy)
+            for index in every if t == steps - 1 else ended:
+                current[index].after = self._inputs(
+                    play.environments.observations[index, None], play.memory[index, None]
+                )[0]
+                pieces.append(current[index])
+                current[index] = Piece(index=index, first=t + 1)
+            for index in ended:
+                play.begin(index, self._seed(index))
+        return Rollout(done, pieces)
 
-    def _episodes(self, number: int, observer: Observer) -> list[Piece]:
+    def _episodes(self, number: int, observer: Observer) -> Rollout:
         """Whole episodes: some from each start, with groups in the order of the starts."""
         play, draws = self.play, generator(self.config.seed, "sample", number)
         samples, steps = self.config.rollout.samples_per_prompt, self.config.rollout.max_tokens
-        count = len(play.environments)
-        pieces = [Piece(group=index // samples) for index in range(count)]
+        count, done = len(play.environments), Steps()
+        pieces = [Piece(index=index, group=index // samples) for index in range(count)]
         for index in range(count):
             play.begin(index, derive(self.config.seed, "start", number, index // samples) % 2**31)
         active = list(range(count))
         for t in range(steps):
             if t % 64 == 0:
                 observer.on_progress("sampling", t, steps)
-            ended = self._step(pieces, draws, active, self.actor)
+            ended = self._step(done, pieces, draws, active, self.actor)
             active = [index for index in active if index not in ended]
             if not active:
                 break
         for index in active:
             pieces[index].truncated = True
             play.end(index)
-        return pieces
+        return Rollout(done, pieces)
 
-    def _sampling_policy(self, pieces: list[Piece], draws: torch.Generator, t: int) -> Any:
-        """The policy that draws step t of a segment, after these pieces: the one that learns."""
+    def _sampling_policy(self, done: Steps, draws: torch.Generator, t: int) -> Any:
+        """The policy that draws step t of a segment, after these steps: the one that learns."""
         return self.actor
 
     def _step(
-        self, pieces: list[Piece], draws: torch.Generator, active: list[int], actor: Any
-    ) -> set[int]:
+        self,
+        done: Steps,
+        pieces: list[Piece],
+        draws: torch.Generator,
+        active: list[int],
+        actor: Any,
+    ) -> list[int]:
         """One step of the active environments with a policy; those whose episode is over."""
         play = self.play
-        seen = torch.from_numpy(play.environments.observations.copy())
+        if self.normaliser is not None:
+            done.seen.append(torch.from_numpy(play.environments.observations.copy()))
         x = self._inputs(play.environments.observations, play.memory)
         drawn = actor.draw(x, draws)
         actions = actor.action(drawn).double().numpy()
         outcomes = play.environments.step(actions[active], active)
         play.memory = actor.remember(drawn)
-        after = self._inputs(play.environments.observations, play.memory)
-        over: set[int] = set()
-        for place, index in enumerate(active):
-            piece = pieces[index]
-            piece.seen.append(seen[index])
-            piece.x.append(x[index])
-            piece.drawn.append(drawn[index])
-            piece.rewards.append(float(outcomes.reward[place]))
-            piece.after = after[index]
-            piece.ended = bool(outcomes.terminated[place])
-            piece.truncated = bool(outcomes.truncated[place]) and not piece.ended
-            play.count(index, piece.rewards[-1], over=piece.ended or piece.truncated)
-            if play.over[index]:
-                over.add(index)
-        return over
+        rewards = [0.0] * len(pieces)
+        for index, reward, terminated, over in zip(active, *outcomes):
+            piece, rewards[index] = pieces[index], reward
+            piece.length += 1
+            piece.ended, piece.truncated = terminated, over and not terminated
+            play.count(index, reward, over=over)
+        done.x.append(x)
+        done.drawn.append(drawn)
+        done.rewards.append(torch.tensor(rewards, dtype=torch.float64))
+        return [index for index in active if play.over[index]]
 
     def _inputs(self, observations: np.ndarray, memory: Tensor) -> Float[Tensor, "env obs"]:
         return policy_inputs(self.actor, self.normaliser, observations, memory)
@@ -192,13 +221,17 @@ class ControlJob(RolloutJob):
     def _seed(self, index: int) -> int:
         return derive(self.config.seed, "episode", index, self.play.begun[index]) % 2**31
 
-    def _experience(self, pieces: list[Piece], number: int) -> Experience:
+    def _experience(self, rollout: Rollout, number: int) -> tuple[Experience, Tensor]:
+        """The rollout as rows of steps, and the sum of the rewards of each."""
         actor, learner = self.actor, self.learner
-        x = _padded([torch.stack(piece.x) for piece in pieces])
-        drawn = _padded([torch.stack(piece.drawn) for piece in pieces])
-        lengths = torch.tensor([len(piece.rewards) for piece in pieces])
-        mask = torch.arange(x.shape[1]) < lengths[:, None]
-        rewards = _padded([torch.tensor(piece.rewards, dtype=x.dtype) for piece in pieces])
+        pieces, steps, mask = rollout.pieces, rollout.steps, rollout.mask()
+
+        def padded(values: list[Tensor]) -> Tensor:
+            rows = rollout.rows(values)
+            return rows.new_zeros(*mask.shape, *rows.shape[1:]).index_put_((mask,), rows)
+
+        x, drawn = padded(steps.x), padded(steps.drawn)
+        rewards = padded(steps.rewards).to(x.dtype)
         returns = rewards.sum(dim=1)
         first = derive(self.config.seed, "group", number) % 2**40
         group = [piece.group for piece in pieces] if not self.segments else range(len(pieces))
@@ -208,7 +241,7 @@ class ControlJob(RolloutJob):
                 rewards = rewards + self._bootstrap(pieces, mask)
         ids = drawn[..., 0].long() if actor.actions.discrete else torch.zeros_like(mask).long()
         by_token = self.segments or takes_token_rewards(learner.recipe)
-        return Experience(
+        experience = Experience(
             input_ids=ids,
             attention_mask=mask,
             mask=mask,
@@ -221,6 +254,7 @@ class ControlJob(RolloutJob):
             observations=x,
             actions=drawn,
         )
+        return experience, returns
 
     def _bootstrap(self, pieces: list[Piece], mask: Tensor) -> Float[Tensor, "seq tok"]:
         """γV(what follows) on the last step of pieces that did not end, 0 elsewhere."""
@@ -234,7 +268,7 @@ class ControlJob(RolloutJob):
         return torch.where(last, values[:, None], 0.0)
 
     def _metrics(self, pieces: list[Piece]) -> dict[str, float]:
-        steps = sum(len(piece.rewards) for piece in pieces)
+        steps = sum(piece.length for piece in pieces)
         counts = {"proxpo/samples": float(len(pieces)), "proxpo/tokens": float(steps)}
         return {
             **counts,
@@ -290,19 +324,15 @@ def step_fields(
     return fields
 
 
-def _padded(parts: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(parts, batch_first=True)
-
-
-def _lines(pieces: list[Piece], number: int) -> list[dict[str, Any]]:
+def _lines(pieces: list[Piece], returns: list[float], number: int) -> list[dict[str, Any]]:
     """A few pieces of the rollout, for samples.jsonl."""
     return [
         {
             "step": number,
             "prompt": f"row {i}",
-            "completion": f"{len(piece.rewards)} steps, {'ended' if piece.ended else 'cut'}",
+            "completion": f"{piece.length} steps, {'ended' if piece.ended else 'cut'}",
             "answer": "",
-            "reward": sum(piece.rewards),
+            "reward": returns[i],
         }
         for i, piece in enumerate(pieces[:8])
     ]

@@ -20,17 +20,15 @@ from proxpo.control.networks import (
     seeded,
     tanh_correction,
 )
-from proxpo.control.play import Play, examine, policy_inputs, result
+from proxpo.control.online import OnlineJob
+from proxpo.control.play import Play, policy_inputs
 from proxpo.control.recipe_job import ControlJob, build_recipe_job
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.ops.streams import derive, generator
 from proxpo.recipes.reinforce import reinforce
 from proxpo.train.config import Config
 from proxpo.train.experience import Experience
-from proxpo.train.job import Examined, Job, StepWatch
-from proxpo.train.observer import Observer
-from proxpo.train.refusals import unused
+from proxpo.train.job import Job
 from proxpo.train.update import optimizer_step, set_learning_rate
 
 
@@ -79,7 +77,7 @@ class ReinforceJob(ControlJob):
 class StateActor(nn.Module):
     """SAC's policy: tanh of a Gaussian action and a Gaussian next state, with learned widths.
 
-    The trunk and the means are those of `RecurrentActor`.
+    The trunk and the means are those of `RecurrentActor`; the log-widths are linear in the inputs.
     """
 
     def __init__(self, trunk: RecurrentActor) -> None:
@@ -156,55 +154,55 @@ class Transitions:
 
 
 @dataclass(kw_only=True)
-class SacJob(Job):
-    """One environment, a stateful actor, two critics with targets, and a temperature each."""
+class SacJob(OnlineJob):
+    """One environment, a stateful actor, two critics with targets, and a temperature each.
 
-    options: Mapping[str, Any]
-    play: Play
-    exam: Environments
-    actor: StateActor
+    Critics have two layers of `model.options.hidden` units (64 by default, the paper's networks
+    128), as wide as the actor's.
+    """
+
     critics: nn.ModuleList
     buffer: Transitions
-    steps: int = 0
+
+    STREAM = "sac"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.zeros(2))  # of the action, of the state
         trained = (self.actor.parameters(), self.critics.parameters(), [self.log_alpha])
         self.optimizers = [torch.optim.Adam(list(p), lr=self.options["sac_lr"]) for p in trained]
+        self.networks |= {
+            "critics": self.critics,
+            "targets": self.targets,
+            "log_alpha": nn.ParameterList([self.log_alpha]),
+        }
+        self.memories["buffer"] = self.buffer
 
-    def make_step(self, watch: StepWatch) -> dict[str, float]:
-        """`rollout.max_tokens` steps of the environment, an update after each."""
-        watch.observer.on_progress("sampling", 0, 1)
-        watch.enter("update")
-        draws = generator(self.config.seed, "sac", self.step)
-        count, metrics = self.config.rollout.max_tokens, dict[str, float]()
+    def learn(self, count: int, draws: torch.Generator) -> dict[str, float]:
+        metrics = {"loss": 0.0, "grad_norm": 0.0}
         for _ in range(count):
             self._act(draws)
             if self.steps >= self.options["sac_start"]:
                 metrics = self._update(draws)
-        watch.lap("update")
-        self.step += 1
-        filled = {"loss": 0.0, "grad_norm": 0.0, **metrics}
-        return {**self.play.metrics(), **filled, "num_tokens": self.steps}
+        return metrics
 
     def _act(self, draws: torch.Generator) -> None:
         play, environments = self.play, self.play.environments
         if play.over[0]:
-            play.begin(0, derive(self.config.seed, "episode", 0, play.begun[0]) % 2**31)
+            self.begin()
         x = policy_inputs(self.actor, None, environments.observations, play.memory)
         drawn = self.actor.draw(x, draws)
         outcome = environments.step(self.actor.action(drawn).double().numpy())
         play.memory = self.actor.remember(drawn)
         after = policy_inputs(self.actor, None, environments.observations, play.memory)
-        terminated = bool(outcome.terminated[0])
-        play.count(0, float(outcome.reward[0]), over=terminated or bool(outcome.truncated[0]))
+        play.count(0, outcome.reward[0], over=outcome.over[0])
         self.buffer.add(
             x=x[0],
             drawn=drawn[0],
-            reward=torch.tensor(float(outcome.reward[0])),
+            reward=torch.tensor(outcome.reward[0]),
             after=after[0],
-            going=torch.tensor(float(not terminated)),
+            going=torch.tensor(float(not outcome.terminated[0])),
         )
         self.steps += 1
 
@@ -245,46 +243,6 @@ class SacJob(Job):
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
         optimizer.step()
         return norm
-
-    # --- evaluation and checkpoints
-
-    def examine(self, observer: Observer) -> Examined:
-        return examine(self.actor, None, self.exam, self.config.evaluate.size, observer)
-
-    def parts(self) -> dict[str, Any]:
-        return {
-            "weights": dict(self.actor.named_parameters()),
-            "critics": self.critics.state_dict(),
-            "targets": self.targets.state_dict(),
-            "log_alpha": self.log_alpha.detach(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "buffer": self.buffer.state(),
-            "play": self.play.state(),
-        }
-
-    def info(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
-        self.actor.load_state_dict(parts["weights"])
-        self.critics.load_state_dict(parts["critics"])
-        self.targets.load_state_dict(parts["targets"])
-        self.log_alpha.data.copy_(parts["log_alpha"])
-        for optimizer, state in zip(self.optimizers, parts["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        self.buffer.load(parts["buffer"])
-        self.play.load(parts["play"])
-        self.steps = info["steps"]
-
-    def remarks(self) -> list[str]:
-        return list(unused(self.config, self.config.make_method()).values())
-
-    def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-        return result(before, after, steps=self.steps, seconds=self.seconds)
-
-    def close(self) -> None:
-        self.play.environments.close()
-        self.exam.close()
 
 
 def smallest(

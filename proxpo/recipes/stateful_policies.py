@@ -35,7 +35,7 @@ def stateful_policies(
     with model.name=gru; model.options.state is the size of z, 0 of which is the method without it.
     The joint ratio is noisier than the action's alone, which is why the paper's ε is small (0.05 to
     0.2). sac has two critics with targets (sac_tau), a replay buffer, and temperatures for a and
-    z with the targets -dim(a) and -dim(z).
+    z with the targets -dim(a) and -dim(z). model.options.hidden is the width of actor and critics.
 
     Departures: the previous action is cleared at the start of an episode, also when sampling (the
     released code keeps the last one there). The paper's settings are 2000 steps, 128 units, a rate

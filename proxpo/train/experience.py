@@ -139,18 +139,18 @@ def join(parts: Sequence[Experience]) -> Experience:
     return Experience(**merged)
 
 
-def mini_batch_rows(
-    experience: Experience, shuffle: torch.Generator, parts: int, part: int
-) -> Int[Tensor, " row"]:
-    """Rows of mini-batch `part` of the shuffled prompts; responses to a prompt stay together."""
+def mini_batches(
+    experience: Experience, shuffle: torch.Generator, parts: int
+) -> list[Int[Tensor, "_"]]:
+    """Rows of each part of the shuffled prompts; responses to a prompt stay together."""
     _, index = experience.group.unique(return_inverse=True)
     index = index.cpu()
     order = torch.randperm(int(index.max()) + 1, generator=shuffle)
     place = torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
     ranks = place[index]
-    share = ranks * parts // len(order)
-    chosen = (share == part).nonzero()[:, 0]
-    return chosen[ranks[chosen].argsort(stable=True)].to(experience.group.device)
+    sizes = (ranks * parts // len(order)).bincount(minlength=parts)
+    rows = ranks.argsort(stable=True).to(experience.group.device)
+    return list(rows.split(sizes.tolist()))
 
 
 def random_prompts(
@@ -232,7 +232,7 @@ __all__ = [
     "Experience",
     "join",
     "kept_rollouts",
-    "mini_batch_rows",
+    "mini_batches",
     "mixture",
     "random_prompts",
     "used_columns",

@@ -78,7 +78,8 @@ def _accumulated(
     present: list[dict[str, Tensor]] = []
     for number, part in enumerate(parts):
         own = replace(ctx, generator=_generator(seed, number))
-        _, loss, fields = _backward(learner, recipe, data.rows(part), options, own, policy_sum)
+        rows = data if len(parts) == 1 else data.rows(part)
+        _, loss, fields = _backward(learner, recipe, rows, options, own, policy_sum)
         present.append(_read_after_step(recipe, fields, mask.shape[1]))
         share = tokens[number] / max(sum(tokens), 1.0)
         metrics = combined(recipe, metrics, {**loss.metrics, "loss": loss.value}, share=share)

@@ -29,7 +29,7 @@ from proxpo.train.experience import (
     Experience,
     join,
     kept_rollouts,
-    mini_batch_rows,
+    mini_batches,
     mixture,
     random_prompts,
     with_replayed_share,
@@ -122,6 +122,7 @@ class RolloutUpdates:
         self.room = {"samples": 0, "rollouts": 0}
         self._exact = False
         self._done = self._others = self._replayed = 0
+        self._epoch, self._shuffled = (-1, 0), list[Tensor]()
         self._extra: dict[str, Tensor] = {}
         self._prepared: PreparedRollout | None = None
         self._variants: list[RolloutUpdates] = []
@@ -184,15 +185,19 @@ class RolloutUpdates:
 
     @property
     def _plan(self) -> UpdatePlan:
-        fields, rows = self.job.learner.recipe.needs(), len(self.experience.mask)
+        learner, mask = self.job.learner, self.experience.mask
+        rows = int(mask.sum()) if learner.by_step else len(mask)
+        fields = learner.recipe.needs()
         return UpdatePlan.of(self.recipe, self.job.config, rows=rows, fields=fields)
 
     def _mini_batch(self, number: int, parts: int) -> tuple[Int[Tensor, " row"], int]:
         """Rows of the next mini-batch of the shuffled prompts, and the seed of its draws."""
         epoch, part = divmod(number, parts)
-        shuffle = generator(self.job.config.seed, *self.path, epoch)
-        index = mini_batch_rows(self._prepare().data.experience, shuffle, parts, part)
-        return index, derive(self.job.config.seed, *self.path, "noise", number)
+        if self._epoch != (epoch, parts):
+            shuffle = generator(self.job.config.seed, *self.path, epoch)
+            self._shuffled = mini_batches(self._prepare().data.experience, shuffle, parts)
+            self._epoch = (epoch, parts)
+        return self._shuffled[part], derive(self.job.config.seed, *self.path, "noise", number)
 
     def _chosen(self, rows: Int[Tensor, " row"]) -> tuple[Int[Tensor, " row"], int]:
         """The rows that a schedule chose, and the seed of their draws."""

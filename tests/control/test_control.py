@@ -98,6 +98,21 @@ def test_losses_by_step_are_found() -> None:
     assert {name: by_step(make_recipe(name)) for name in wanted} == wanted
 
 
+def test_a_mini_batch_of_steps_is_one_pass(tmp_path: Path) -> None:
+    job, passes = build_job(config_of(tmp_path, CARTPOLE, "ppo")), []
+    fields_of = job.learner.fields_of
+
+    def counted(model, critic, rows, wanted):
+        passes.append(rows.mask.shape)
+        return fields_of(model, critic, rows, wanted)
+
+    job.learner.fields_of = counted
+    rows = job.collect(0).experience
+    update(job, rows)
+    assert passes == [rows.mask.shape, (96, 1), (96, 1)]  # before the updates, and one for each
+    job.close()
+
+
 def test_segments_bootstrap_and_end(tmp_path: Path) -> None:
     """Returns of a segment are discounted rewards to its end, plus γ^n V where it goes on."""
     config = config_of(tmp_path, CARTPOLE, "ppo", "lam=1.0", "gamma=0.9", "dtype=float64")
@@ -215,6 +230,15 @@ def test_avg_learns(tmp_path: Path) -> None:
     summary = train(config)
     assert summary["reward_before"] < -1.5
     assert summary["reward_after"] > -0.9
+
+
+def test_avg_counts_every_observation_once(tmp_path: Path) -> None:
+    job = build_job(config_of(tmp_path, PENDULUM, "avg", "hidden=8"))
+    job.learn(230, torch.Generator().manual_seed(0))
+    assert job.play.begun == [2]
+    assert job.normaliser.count == 230 + 2
+    assert torch.equal(job.x, job._seen())
+    job.close()
 
 
 REFUSED = {

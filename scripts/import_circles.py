@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("optimizers", "models", "sampler", "rewards"),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),
-    ("train", "control", "adapt", "adapters"),
+    ("train", "control", "generative", "adapt", "adapters"),
     ("compare",),
     ("report",),
     ("doctor",),

@@ -106,6 +106,8 @@ def _further_fields(mask: Tensor, group: Tensor, g: torch.Generator) -> dict[str
         "prev_logp": -3 * uniform(rows, tokens) - 0.05,
         "ref_kl": uniform(rows, tokens),
         **_turns_of_episodes(mask, group, uniform),
+        "predicted_noise": uniform(rows, tokens, WIDTH),
+        "ref_predicted_noise": uniform(rows, tokens, WIDTH),
     }
 
 

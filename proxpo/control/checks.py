@@ -5,6 +5,7 @@ import torch
 from proxpo.compose import count, policy_loss, prepare
 from proxpo.control.environments import Environments
 from proxpo.errors import ProxpoError
+from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.experience import Experience
 from proxpo.types import FIELDS, Batch, Context, Recipe, local
@@ -74,10 +75,15 @@ def by_step(recipe: Recipe) -> bool:
         name: random(*mask.shape)
         for name in ("logp", "old_logp", "prox_logp", "rollout_logp", "ref_logp", "values")
     }
+    vectors = {
+        field.name: random(*mask.shape, *([2] if field.last else [])).abs() + 0.1
+        for field in GAUSSIAN
+    }
     rewards, group = random(4), torch.tensor([0, 0, 1, 1])
     batch = Batch(
         mask=mask,
         **fields,
+        **vectors,
         old_values=random(*mask.shape),
         entropy=random(*mask.shape).abs(),
         vocab_logp=random(*mask.shape, 3).log_softmax(-1),

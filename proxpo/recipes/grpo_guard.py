@@ -11,7 +11,12 @@ from proxpo.stages.weights import inverse_step
 from proxpo.types import Recipe
 
 
-@register("grpo-guard", paper="arXiv:2510.22319", confidence="framework code")
+@register(
+    "grpo-guard",
+    paper="arXiv:2510.22319",
+    confidence="framework code",
+    domains=("language", "generative models"),
+)
 def grpo_guard(
     *,
     policy: Literal["gaussian", "tokens"] = "gaussian",

@@ -57,7 +57,20 @@ class Loaded(NamedTuple):
 
 
 def load(where: str) -> Loaded:
-    """Loads the function named "module:function" or "file.py:function"."""
+    """Loads the reward function named "module:function" or "file.py:function"."""
+    function = load_function(where)
+    if takes_batch(function, where):
+        return Loaded(
+            True, lambda message: call_batch(function, message["items"], message["state"])
+        )
+    score = per_sample(function, where)
+    return Loaded(
+        False, lambda message: {"outcomes": [call(score, item) for item in message["items"]]}
+    )
+
+
+def load_function(where: str) -> Callable[..., Any]:
+    """The function named "module:function" or "file.py:function", or `Unusable`."""
     place, _, name = where.rpartition(":")
     try:
         function = getattr(_module(place), name, None)
@@ -67,14 +80,7 @@ def load(where: str) -> Loaded:
         raise Unusable(f"{place} cannot be imported: {describe(error)}") from None
     if not callable(function):
         raise Unusable(f"{place} has no function '{name}'")
-    if takes_batch(function, where):
-        return Loaded(
-            True, lambda message: call_batch(function, message["items"], message["state"])
-        )
-    score = per_sample(function, where)
-    return Loaded(
-        False, lambda message: {"outcomes": [call(score, item) for item in message["items"]]}
-    )
+    return function
 
 
 def call(score: Callable[[Mapping[str, Any]], Any], item: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from proxpo.compose import prepare
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.train.config import Config
 from proxpo.train.experience import Experience
 from proxpo.train.scoring import (
@@ -15,6 +16,7 @@ from proxpo.train.scoring import (
     LogpOptions,
     features,
     other_logp,
+    reference_fields,
     reference_kl,
     score,
     widened,
@@ -33,6 +35,13 @@ SCORED = {
 SEPARATE = {"old_logp", "features", "full_logp"} | {
     name for name, field in FIELDS.items() if field.source in ("reference", "schedule")
 }
+# Fields of the policy's pass before the first update that are taken as they are.
+PASSED_ON = (
+    *("entropy", "hidden"),
+    *(field.name for field in GAUSSIAN if field.source == "policy"),
+)
+# Vectors of a frozen policy that is no language model.
+REFERENCE_MEANS = frozenset(field.name for field in GAUSSIAN if field.source == "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +202,7 @@ def start_fields(
     }
     if defer_old and not stale and not current:
         fields["old_logp"] = None
-    fields |= {name: current[name] for name in ("entropy", "hidden") if name in current}
+    fields |= {name: current[name] for name in PASSED_ON if name in current}
     if "values" in current:
         fields["old_values"] = fields["values"] = current["values"]
     if "vocab_logp" in current:
@@ -202,6 +211,8 @@ def start_fields(
         fields["ref_kl"] = reference_kl(learner, experience, options)
     if "ref_logp" in wanted:
         fields["ref_logp"] = other_logp(learner, learner.reference, experience, options)
+    if means := wanted & REFERENCE_MEANS:
+        fields |= reference_fields(learner, experience, means)
     if "full_logp" in wanted:
         fields["full_logp"] = _full_logp(learner, experience, options)
     if "features" in wanted:

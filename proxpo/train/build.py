@@ -21,6 +21,10 @@ def build_job(config: Config) -> Job:
         from proxpo.control.job import build_control_job
 
         return build_control_job(config)
+    if domain in ("generative models", "energies"):
+        from proxpo.generative.job import build_generative_job
+
+        return build_generative_job(config)
     from proxpo.train.language import build_language_job
 
     return build_language_job(config)
@@ -47,6 +51,14 @@ def check_task(task: Mapping[str, Any]) -> None:
         from proxpo.control.environments import Environments, read_options
 
         Environments(name, 1, read_options(name, task["options"])).close()
+    elif domain == "generative models":
+        from proxpo.generative.tasks import make_sample_task
+
+        make_sample_task(task["name"])
+    elif domain == "energies":
+        from proxpo.generative.energies import make_energy
+
+        make_energy(name, task["options"])
     else:
         chosen = {key: task[key] for key in ("reward", "correct_above")}
         make_task(task["name"], **chosen, **task["options"])

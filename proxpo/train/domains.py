@@ -10,6 +10,7 @@ from typing import Any
 
 from proxpo.control.domain import ARCHITECTURE, CONTROL
 from proxpo.errors import ProxpoError, fold
+from proxpo.generative.domain import ENERGIES, GENERATIVE
 from proxpo.recipes import Method, Procedure, method
 from proxpo.train._domain import Domain
 from proxpo.train._schema import Config
@@ -34,7 +35,7 @@ LANGUAGE = Domain(
     unread=lambda made: {"model.options": "a language model takes none"},
     check=_check_language,
 )
-DOMAINS = (LANGUAGE, CONTROL, ARCHITECTURE)
+DOMAINS = (LANGUAGE, CONTROL, ARCHITECTURE, GENERATIVE, ENERGIES)
 TEST_TIME = "test time"  # methods of proxpo/adapt, which train nothing that outlives a problem
 
 

@@ -30,7 +30,8 @@ class Experience:
     where that does not fit the context.
 
     In control a token is a step of the environment: there is no prompt, `input_ids` are the actions
-    of a list, and `observations` and `actions` hold the vectors.
+    of a list, and `observations` and `actions` hold the vectors. In generative models it is a
+    denoising step: the observation is x_t and the number of the step, the action x_{t-1}.
     """
 
     input_ids: Int[Tensor, "seq pos"]
@@ -52,6 +53,10 @@ class Experience:
     token_rewards: Float[Tensor, "seq tok"] | None = None
     observations: Float[Tensor, "seq tok obs"] | None = None
     actions: Float[Tensor, "seq tok action"] | None = None
+    old_mean: Float[Tensor, "seq tok action"] | None = None
+    noise: Float[Tensor, "seq tok"] | None = None
+    step_size: Float[Tensor, "seq tok"] | None = None
+    time: Float[Tensor, "seq tok"] | None = None
     prompt: Int[Tensor, " seq"] | None = None
     episode: Int[Tensor, " seq"] | None = None
     step: Int[Tensor, " seq"] | None = None

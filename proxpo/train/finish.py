@@ -45,7 +45,7 @@ def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) 
         on_notice(line)
     title += f" (no rows of step {gap})" if gap else ""
     try:
-        write_pictures(out, rows, title=title, summary=summary, samples=pairs)
+        write_pictures(out, rows, title=title, summary=summary, samples=pairs, made=job.figure())
     except ImportError:
         on_notice(
             "no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'"

@@ -108,6 +108,10 @@ class Job(ABC):
         """Lines on the run at its end, from the rows of metrics.jsonl."""
         return []
 
+    def figure(self) -> Any | None:
+        """A matplotlib figure of what the run has made, beside its curves."""
+        return None
+
     def observe(self, observer: Observer) -> None:  # noqa: B027
         """Takes the observer of the whole run."""
 

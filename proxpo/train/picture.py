@@ -36,6 +36,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[tuple
         ("Validation reward", "", [] if accuracy else rewards),
         ("Training reward", "", [("reward", "mean of the batch")]),
         ("Drift from the start", "nats per response", [("proxpo/eval/kl", "KL(π‖π₀)")]),
+        ("Diversity of samples", "", [("proxpo/eval/diversity", "held out")]),
         ("Entropy", "nats per token", [("proxpo/eval/entropy", "held out")]),
         (
             "Ratios",
@@ -104,15 +105,24 @@ def write_pictures(
     title: str,
     summary: Mapping[str, Any],
     samples: Sequence[Mapping],
+    made: Any = None,
 ) -> None:
-    """Writes curves.png and report.html to the run's folder."""
+    """Writes curves.png and report.html to the run's folder; samples.png with a figure `made`."""
     figure = draw_run(rows, title=title)
     write_whole(run / "curves.png", _image(figure, "png", dpi=150))
-    write_whole(run / "report.html", run_page(figure, title, summary, samples).encode())
+    if made is not None:
+        write_whole(run / "samples.png", _image(made, "png", dpi=150))
+    page = run_page(figure, title, summary, samples, made=made)
+    write_whole(run / "report.html", page.encode())
 
 
 def run_page(
-    figure: Any, title: str, summary: Mapping[str, Any], samples: Sequence[Mapping]
+    figure: Any,
+    title: str,
+    summary: Mapping[str, Any],
+    samples: Sequence[Mapping],
+    *,
+    made: Any = None,
 ) -> str:
     """One self-contained page: works offline, in light and dark, and on paper."""
     numbers = "".join(
@@ -127,12 +137,18 @@ def run_page(
     )
     markup = {
         "notes": "".join(f"<p>{_text(note)}</p>" for note in resume_notes(summary)),
-        "drawing": base64.b64encode(_image(figure, "svg")).decode(),
+        "drawing": _embedded(figure, "Curves of the run"),
+        "made": "" if made is None else _embedded(made, "Samples before and after"),
         "numbers": numbers,
         "answers": answers,
     }
     config = json.dumps(summary.get("config", {}), indent=1)
     return fill_page("run", text={"title": title, "config": config}, markup=markup)
+
+
+def _embedded(figure: Any, words: str) -> str:
+    code = base64.b64encode(_image(figure, "svg")).decode()
+    return f'<img alt="{words}" src="data:image/svg+xml;base64,{code}">'
 
 
 def resume_notes(summary: Mapping[str, Any]) -> list[str]:

@@ -116,6 +116,8 @@ class RolloutJob(Job):
             parts["transform"] = learner.transform.state_dict()
         if learner.critic is not None:
             parts["critic"] = learner.critic.state_dict()
+        if learner.critic_optimizer is not None:
+            parts["critic_optimizer"] = learner.critic_optimizer.state_dict()
         return parts
 
     def info(self) -> dict[str, Any]:
@@ -130,6 +132,8 @@ class RolloutJob(Job):
             learner.transform.load_state_dict(parts["transform"])
         if learner.critic is not None:
             learner.critic.load_state_dict(parts["critic"])
+        if learner.critic_optimizer is not None:
+            learner.critic_optimizer.load_state_dict(parts["critic_optimizer"])
         self.waiting = [self.experience(saved).to(device) for saved in parts["waiting"]]
         self.past = [self.experience(saved).to(device) for saved in parts["past"]]
         learner.version, self.tokens, self.skipped = (

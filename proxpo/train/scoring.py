@@ -1,6 +1,6 @@
 """The learner, and its models' log-probabilities and other numbers for sampled sequences."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ class Learner:
 
     policy: a `models.Policy`, or an object with the same `model`, `device` and `autocast`
     fields_of: the forward pass of a policy that is no language model
+    critic_optimizer: of a critic that the recipe's loss does not train
     by_step: mini-batches are drawn from single tokens of the prepared rollout, not from responses
     graphs: replayed forward and backward passes of the policy, in place of its modules
     version: optimizer steps made so far
@@ -43,6 +44,7 @@ class Learner:
     by_step: bool = False
     reference: nn.Module | None = None
     critic: nn.Module | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
     transform: Any = None
     graphs: PolicyGraphs | None = None
     state: Mapping[str, State] = field(default_factory=dict)
@@ -171,6 +173,17 @@ def other_logp(
         return {"logp": widened(fields["logp"], width)}
 
     return _scored(learner, experience, options, run)["logp"]
+
+
+@torch.no_grad()
+def reference_fields(
+    learner: Learner, experience: Experience, names: Collection[str]
+) -> dict[str, Tensor]:
+    """Fields ref_X of a reference that is no language model: the X of its forward pass."""
+    assert learner.fields_of is not None
+    own = {name: name.removeprefix("ref_") for name in names}
+    fields = learner.fields_of(learner.reference, None, experience, frozenset(own.values()))
+    return {name: fields[own[name]] for name in names}
 
 
 @torch.no_grad()
@@ -345,6 +358,7 @@ __all__ = [
     "forward",
     "in_micro_batches",
     "other_logp",
+    "reference_fields",
     "reference_kl",
     "score",
     "vocabulary_logp",

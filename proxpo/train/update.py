@@ -290,6 +290,38 @@ class RolloutUpdates:
         draw = generator(self.job.config.seed, "mix", self.job.step)
         self.experience = mixture(self.experience, self.job.past[-rollouts:], share, draw)
 
+    def gather(self, *, tokens: int) -> None:
+        if self._prepared is not None:
+            raise ProxpoError("a schedule may gather earlier rollouts before its first step only")
+        joined = join([*self.job.past, self.experience])
+        lengths = joined.mask.sum(dim=1)
+        newest = lengths.flip(0).cumsum(0).flip(0) <= tokens
+        fresh = torch.arange(len(newest), device=newest.device) >= len(newest) - len(
+            self.experience.mask
+        )
+        rows = (newest | fresh).nonzero()[:, 0]
+        self.experience = joined.rows(rows)
+        self.keep(samples=len(rows))
+
+    def fit_critic(self, *, draws: int, batch: int, lr: float) -> float:
+        learner, rows = self.job.learner, self.experience
+        assert learner.critic is not None
+        assert learner.critic_optimizer is not None
+        assert rows.observations is not None
+        states, rewards = rows.observations[rows.mask], rows.rewards[rows.mask.nonzero()[:, 0]]
+        draw = generator(self.job.config.seed, *self.path, "critic")
+        for group in learner.critic_optimizer.param_groups:
+            group["lr"] = lr
+        error = 0.0
+        for _ in range(draws):
+            index = torch.randperm(len(states), generator=draw)[:batch]
+            loss = (learner.critic(states[index])[:, 0] - rewards[index]).square().mean() / draws
+            loss.backward()
+            error += float(loss.detach())
+        learner.critic_optimizer.step()
+        learner.critic_optimizer.zero_grad(set_to_none=True)
+        return error
+
     def keep(self, *, samples: int = 0, rollouts: int = 0) -> None:
         self.room = {"samples": samples, "rollouts": rollouts}
 

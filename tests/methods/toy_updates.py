@@ -30,6 +30,7 @@ class ToyUpdates:
         self.recipe = recipe or method("grpo")
         self.rollout = batch or make_batch(1)
         self.calls: list[tuple] = []
+        self.chosen: list[int] = []
         self.added: dict[str, Tensor] = {}
         self.moments = 0
         self.rescales: list[Rescale] = []
@@ -39,6 +40,8 @@ class ToyUpdates:
         self, n=1, *, parts=None, recipe=None, rows=None, only=False, rescale=None
     ) -> dict[str, Tensor]:
         self.calls.append(("step", n, parts, only))
+        if rows is not None:
+            self.chosen.append(len(rows))
         if rescale is not None:
             self.rescales.append(rescale)
         for _ in range(n):
@@ -59,6 +62,13 @@ class ToyUpdates:
 
     def keep(self, *, samples: int = 0, rollouts: int = 0) -> None:
         self.calls.append(("keep", samples, rollouts))
+
+    def gather(self, *, tokens: int) -> None:
+        self.calls.append(("gather", tokens))
+
+    def fit_critic(self, *, draws: int, batch: int, lr: float) -> float:
+        self.calls.append(("fit_critic", draws, batch, lr))
+        return 0.0
 
     def batch(self) -> Batch:
         return self.rollout

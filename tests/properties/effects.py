@@ -184,7 +184,9 @@ def of_schedule(stage: Stage) -> Iterator[Any]:
         ctx = Context(state=state, generator=drawn, clock=clock)
         state, seen = stage.apply(updates, ctx)
         added = {name: float(value.sum()) for name, value in updates.added.items()}
-        yield plain([updates.calls, updates.theta, updates.moments, added, state, seen])
+        yield plain(
+            [updates.calls, updates.chosen, updates.theta, updates.moments, added, state, seen]
+        )
         yield [str(one) for recipe in updates.variants for _, one in recipe.stages()[:-1]]
         for rescale in updates.rescales:
             yield from of_loss(rescale.loss)

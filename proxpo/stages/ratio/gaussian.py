@@ -29,6 +29,18 @@ GAUSSIAN = (  # fields of a Gaussian policy, which a language model does not hav
     declare_field(
         "time", "seq tok", source="sampler", doc=f"time in (0, 1) of {_STEP}, from the sampler"
     ),
+    declare_field(
+        "predicted_noise",
+        "seq tok latent",
+        source="policy",
+        doc=f"noise that the denoiser predicts at {_STEP}, from the current model",
+    ),
+    declare_field(
+        "ref_predicted_noise",
+        "seq tok latent",
+        source="reference",
+        doc=f"noise that the denoiser predicts at {_STEP}, from the frozen reference",
+    ),
 )
 
 

@@ -6,7 +6,7 @@ from proxpo.stages.regularisers.dual import kl_dual
 from proxpo.stages.regularisers.entropy import covariance_penalty, entropy_bonus
 from proxpo.stages.regularisers.ess import ess_kl_from_old, ess_kl_full, two_anchor_kl
 from proxpo.stages.regularisers.feasible import feasible_share
-from proxpo.stages.regularisers.gaussian import gaussian_kl
+from proxpo.stages.regularisers.gaussian import gaussian_kl, noise_distance
 from proxpo.stages.regularisers.kl import kl_from_old, kl_to_ref
 from proxpo.stages.regularisers.mirror import mirror_kl
 
@@ -23,5 +23,6 @@ __all__ = [
     "kl_from_old",
     "kl_to_ref",
     "mirror_kl",
+    "noise_distance",
     "two_anchor_kl",
 ]

@@ -16,3 +16,17 @@ def gaussian_kl(*, coef: float):
         return coef * kl, {"kl/ref": masked_mean(kl.detach(), batch.mask)}
 
     return penalty
+
+
+@stage("regularisers", needs=("predicted_noise", "ref_predicted_noise"))
+def noise_distance(*, coef: float = 0.01):
+    """coef · mean_D((e - e_ref)²), e the predicted noise. DPOK, arXiv:2305.16381.
+
+    Stands for the KL of the denoising steps, whose weights by time are left out.
+    """
+
+    def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
+        gap = (batch.predicted_noise - batch.ref_predicted_noise.detach()).square().mean(-1)
+        return coef * gap, {"kl/noise": masked_mean(gap.detach(), batch.mask)}
+
+    return penalty

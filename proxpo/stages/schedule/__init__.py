@@ -8,6 +8,7 @@ from proxpo.stages.schedule.fixup import fixup
 from proxpo.stages.schedule.line_search import line_search
 from proxpo.stages.schedule.passes import split_passes
 from proxpo.stages.schedule.reincarnation import reincarnation
+from proxpo.stages.schedule.transitions import transition_buffer
 
 __all__ = [
     "Rescale",
@@ -21,5 +22,6 @@ __all__ = [
     "reincarnation",
     "single_update",
     "split_passes",
+    "transition_buffer",
     "variants",
 ]

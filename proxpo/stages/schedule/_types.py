@@ -69,6 +69,17 @@ class Updates(Protocol):
         """Keeps earlier rollouts: this many, or as many as have this many samples."""
         ...
 
+    def gather(self, *, tokens: int) -> None:
+        """Before the first step: adds the newest earlier samples, up to so many tokens in all."""
+        ...
+
+    def fit_critic(self, *, draws: int, batch: int, lr: float) -> float:
+        """One AdamW step of the critic alone, towards the rewards; the mean squared error.
+
+        Its gradient is the mean over `draws` draws of `batch` tokens each.
+        """
+        ...
+
     def batch(self) -> Batch:
         """The prepared rollout, with the policy's numbers from before the first step."""
         ...

@@ -2,7 +2,7 @@
 
 from proxpo.stages.trust.asymmetric import asymmetric_clip
 from proxpo.stages.trust.balanced import balanced_clip
-from proxpo.stages.trust.clip import clip_cov, ppo_clip, unclipped
+from proxpo.stages.trust.clip import clip_cov, hard_clip, ppo_clip, unclipped
 from proxpo.stages.trust.dynamic import dynamic_clip
 from proxpo.stages.trust.ess import ess, ess_cap, two_anchor_ess_cap
 from proxpo.stages.trust.mixed import mixed_clip
@@ -17,6 +17,7 @@ __all__ = [
     "dynamic_clip",
     "ess",
     "ess_cap",
+    "hard_clip",
     "mixed_clip",
     "plain_log_ratio",
     "ppo_clip",

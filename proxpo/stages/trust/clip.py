@@ -82,6 +82,23 @@ def clip_between(
     return x, clipped
 
 
+@stage("trust", takes=("ratio",), gives="loss")
+def hard_clip(*, low: float = 1e-4, high: float = 1e-4):
+    """x = -A clip(r, 1-low, 1+high), without the minimum of PPO. DPOK, arXiv:2305.16381.
+
+    Outside the range the gradient is 0 for either sign of A, where a step back would help too.
+    """
+    if low < 0 or high < 0:
+        raise ProxpoError(f"hard_clip: the clip range must not be negative, got {low} and {high}")
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
+        outside = (ratio < 1 - low) | (ratio > 1 + high)
+        x = -batch.advantages * ratio.clamp(1 - low, 1 + high)
+        return x, {"trust/clipped": masked_mean(outside, batch.mask)}
+
+    return surrogate
+
+
 @stage("trust", takes=("ratio",), gives="loss", whole_batch=False)
 def clip_cov(
     *,

@@ -6,12 +6,13 @@ from proxpo.stages.weights.denoising import inverse_step
 from proxpo.stages.weights.duration import by_duration
 from proxpo.stages.weights.gate import entropy_gate
 from proxpo.stages.weights.summary import separate_means
-from proxpo.stages.weights.token import probability_reweight, top_entropy
+from proxpo.stages.weights.token import constant, probability_reweight, top_entropy
 
 __all__ = [
     "behaviour",
     "by_duration",
     "conflict_tokens",
+    "constant",
     "entropy_gate",
     "inverse_step",
     "off_policy_mask",

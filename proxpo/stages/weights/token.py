@@ -1,4 +1,4 @@
-"""Weights that single out tokens by probability or entropy."""
+"""Weights that single out tokens by probability or entropy, and one weight for all."""
 
 import math
 from typing import Literal
@@ -11,6 +11,16 @@ from proxpo.ops.quantiles import quantile
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, PerToken
+
+
+@stage("weights")
+def constant(*, factor: float = 1.0):
+    """The same factor on the policy loss of every token; regularisers keep their own."""
+
+    def weights(batch: Batch, ctx: Context) -> PerToken:
+        return torch.full_like(batch.logp, factor), {}
+
+    return weights
 
 
 @stage("weights", needs=("old_logp",))

@@ -106,6 +106,8 @@ def _further_fields(mask: Tensor, group: Tensor, g: torch.Generator) -> dict[str
         "prev_logp": -3 * uniform(rows, tokens) - 0.05,
         "ref_kl": uniform(rows, tokens),
         **_turns_of_episodes(mask, group, uniform),
+        "latent": torch.rand(rows, tokens, generator=g) < 0.4,
+        "thought": old_mean + 0.6 * uniform(rows, tokens, WIDTH) - 0.3,
     }
 
 

@@ -14,6 +14,7 @@ from proxpo.train.scoring import (
     Learner,
     LogpOptions,
     features,
+    other_fields,
     other_logp,
     reference_kl,
     score,
@@ -29,8 +30,8 @@ SCORED = {
     for name, field in FIELDS.items()
     if field.source in ("policy", "start", "reference", "schedule") and name != "logp"
 }
-# Those of them that take a pass of their own.
-SEPARATE = {"old_logp", "features", "full_logp"} | {
+# Those of them that take a pass of their own, or may wait for the update.
+SEPARATE = {"old_logp", "features", "full_logp", "mean"} | {
     name for name, field in FIELDS.items() if field.source in ("reference", "schedule")
 }
 
@@ -165,9 +166,25 @@ def sampled_fields(learner: Learner, experience: Experience) -> dict[str, Any]:
     fields = {name: value for name, value in experience.tensors().items() if name in FIELDS}
     del fields["mask"]
     lag = learner.version - experience.version
+    if "latent" in learner.recipe.needs():
+        fields |= thought_fields(experience)
     return fields | {
         "lag": lag[:, None].expand_as(experience.mask),
         "tokens": experience.input_ids[:, -experience.mask.shape[1] :],
+    }
+
+
+def thought_fields(experience: Experience) -> dict[str, Tensor]:
+    """The fields of latent thoughts; as `mean` stands that of the sampler."""
+    thoughts, means, width = experience.thoughts, experience.thought_means, experience.mask.shape[1]
+    assert thoughts is not None
+    assert means is not None
+    mean = widened(means, width)
+    return {
+        "latent": experience.mask & ~experience.token_mask,
+        "thought": widened(thoughts, width),
+        "mean": mean,
+        "old_mean": mean,
     }
 
 
@@ -193,7 +210,9 @@ def start_fields(
     }
     if defer_old and not stale and not current:
         fields["old_logp"] = None
-    fields |= {name: current[name] for name in ("entropy", "hidden") if name in current}
+    fields |= {name: current[name] for name in ("entropy", "hidden", "mean") if name in current}
+    if "mean" in current and not stale:
+        fields["old_mean"] = current["mean"]
     if "values" in current:
         fields["old_values"] = fields["values"] = current["values"]
     if "vocab_logp" in current:
@@ -201,7 +220,9 @@ def start_fields(
     if "ref_kl" in wanted:
         fields["ref_kl"] = reference_kl(learner, experience, options)
     if "ref_logp" in wanted:
-        fields["ref_logp"] = other_logp(learner, learner.reference, experience, options)
+        mean = "ref_mean" in wanted
+        frozen = other_fields(learner, learner.reference, experience, options, mean=mean)
+        fields |= {f"ref_{name}": value for name, value in frozen.items()}
     if "full_logp" in wanted:
         fields["full_logp"] = _full_logp(learner, experience, options)
     if "features" in wanted:

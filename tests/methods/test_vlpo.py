@@ -47,7 +47,8 @@ def vlpo(b: Batch, *, sigma: float = 10.0, high: float = 0.3, dual: float = 3.0,
     x = clipped(r, z_scores(b), 0.2, high, dual=dual)
     if kl:
         e = {k: ref[k] - now[k] for k in now}
-        x = plus(x, (kl, {k: exp(bounded(v, -10, 10)) - 1 - v for k, v in e.items()}))
+        held = {k: bounded(v, -10, 10) for k, v in e.items()}
+        x = plus(x, (kl, {k: exp(v) - 1 - v for k, v in held.items()}))
     return token_mean(x, b)
 
 
@@ -57,6 +58,9 @@ CASES = {
         SLUG,
         {"sigma": 0.3, "noise": 1.0, "kl_coef": 0.0, "clip_high": 0.1, "dual": 1.2},
         lambda b: vlpo(b, sigma=0.3, high=0.1, dual=1.2, kl=0.0),
+    ),
+    "vlpo-ablated": Case(
+        SLUG, {"ablate_latent": True}, lambda b: vlpo(b.replace(mask=b.mask & ~b.latent))
     ),
 }
 

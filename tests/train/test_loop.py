@@ -117,6 +117,7 @@ def weights_of_start() -> dict[str, torch.Tensor]:
         ("method=grpo", "replay_share=0.5", "optimizer=shampoo", "lr_schedule=cosine"),
         ("method=remix", "reset_at=4"),
         ("method=knapsack-rl", "task=calculator", "rollout.max_tokens=8"),
+        ("method=vlpo", "noise=1", "sigma=0.5", "easiest=none", "thoughts=2", "off_policy_lag=1"),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(sets, tmp_path):
@@ -277,6 +278,7 @@ AFTER_THE_PENALTY = ("aggregate=guarded_token_mean", "updates_per_rollout=3")
     [
         ("grpo", ()),
         ("p3o", ()),
+        ("vlpo", ("noise=1", "sigma=0.5", "easiest=none", "thoughts=2")),
         ("reinforce-pp", ("kl_coef=0",)),
         # The overlap set is drawn per micro-batch; without lengths there is none.
         ("isopo", ("p=0",)),

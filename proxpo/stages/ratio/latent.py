@@ -8,7 +8,7 @@ from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
 from proxpo.stages.ratio.gaussian import SMALLEST
 from proxpo.stages.ratio.token import bounded_exp, check_limit
-from proxpo.types import Batch, Context, PerToken
+from proxpo.types import Batch, Context, PerToken, Recipe
 
 LATENT = (  # fields of a policy that thinks in hidden states
     declare_field(
@@ -42,6 +42,12 @@ def thought_logp(
     return -(thought - mean).square().sum(-1) / (2 * sigma**2)
 
 
+def thought_noise(recipe: Recipe) -> float:
+    """Standard deviation of thoughts in a recipe's rollouts: noise·σ of ratio=latent, else 0."""
+    options = recipe.ratio.options
+    return options["noise"] * options["sigma"] if recipe.ratio.name == "latent" else 0.0
+
+
 @stage("ratio", needs=("old_logp", "mean", "old_mean", "latent", "thought"), gives="ratio")
 def latent(*, sigma: float = 10.0, noise: float = 0.0, limit: float = 10.0):
     """exp(log π - log π_old) of tokens, exp((‖z - μ_old‖² - ‖z - μ‖²)/(2σ²)) of latent thoughts.
@@ -64,4 +70,4 @@ def latent(*, sigma: float = 10.0, noise: float = 0.0, limit: float = 10.0):
     return ratio
 
 
-__all__ = ["LATENT", "latent", "thought_logp"]
+__all__ = ["LATENT", "latent", "thought_logp", "thought_noise"]

@@ -42,6 +42,7 @@ OF_THEIR_OWN = {
     "grpo-guard": ["policy=tokens"],
     "lamer": ["task=arms", "rollout.max_tokens=1"],
     "foldact": ["task=dialogue", "rollout.max_tokens=1"],
+    "vlpo": ["easiest=none", "thoughts=2", "task.options.last=2"],
     "trpo": ["cg_iterations=3", "delta=0.001"],
     "mdpo": ["updates=2"],
 }

@@ -108,6 +108,8 @@ def _further_fields(mask: Tensor, group: Tensor, g: torch.Generator) -> dict[str
         **_turns_of_episodes(mask, group, uniform),
         "predicted_noise": uniform(rows, tokens, WIDTH),
         "ref_predicted_noise": uniform(rows, tokens, WIDTH),
+        "latent": torch.rand(rows, tokens, generator=g) < 0.4,
+        "thought": old_mean + 0.6 * uniform(rows, tokens, WIDTH) - 0.3,
     }
 
 

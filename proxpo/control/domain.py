@@ -26,6 +26,7 @@ LANGUAGE_ALONE = {
     "rollout.max_prompt": NO_WORDS,
     "rollout.temperature": "a policy draws from its own distribution",
     "rollout.top_p": "a policy draws from its own distribution",
+    "rollout.thoughts": "a language model alone reads its hidden states",
     "train.train_temperature": "a policy draws from its own distribution",
     "train.graphs": "the network is small",
     "evaluate.k": "episodes of the deterministic policy are evaluated",

@@ -20,6 +20,11 @@ def exact(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return _outcome(solution_str.strip().removesuffix(".").rstrip() == str(ground_truth).strip())
 
 
+def last_digits(solution_str: str, ground_truth: Any, *, count: int) -> dict[str, Any]:
+    """Compares the end of the response with the last `count` characters of the answer."""
+    return _outcome(solution_str.strip().endswith(str(ground_truth).strip()[-count:]))
+
+
 def final_answer(
     solution_str: str, ground_truth: Any, *, verifier: str = "numeric", strict: bool = True
 ) -> dict[str, Any]:

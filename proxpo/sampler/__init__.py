@@ -16,7 +16,7 @@ from proxpo.sampler._types import Sampler, Samples, inputs
 from proxpo.sampler._vllm import VllmSampler
 from proxpo.stages._options import bind
 
-_MAKERS = {"local": LocalSampler, "vllm": VllmSampler}
+_MAKERS: dict[str, Any] = {"local": LocalSampler, "vllm": VllmSampler}
 
 
 def make_sampler(name: str, policy: Policy, **options: Any) -> Sampler:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from proxpo.logp import model_logp
+from proxpo.logp import model_logp, thoughts_fed
 from proxpo.models import Policy
 from proxpo.sampler._types import Sampler, inputs
 
@@ -31,7 +31,9 @@ def agreement(
     seeds = list(range(seed, seed + len(prompts)))
     samples = sampler.sample(prompts, seeds=seeds, max_tokens=max_tokens, temperature=temperature)
     sequences = inputs(samples, policy.pad_id)
-    with policy.autocast():
+    thoughts = samples.thoughts and samples.thoughts.value
+    tokens = samples.mask.shape[1]
+    with policy.autocast(), thoughts_fed(policy.model, thoughts, tokens=tokens):
         logp = model_logp(
             policy.model,
             sequences.input_ids,

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
-from proxpo.ops.shapes import Float, Int, Num, Tensor
+from proxpo.ops.shapes import Int, Num, Tensor
 from proxpo.sampler._decoder import WINDOW, Decoder, pages_of
 from proxpo.sampler._step import PAGE
-from proxpo.sampler._types import Progress
+from proxpo.sampler._types import Drawn, Progress
 from proxpo.sampler._weights import read, refresh
 
 _ADMIT = 8  # waiting rows start when one row in so many is free: prompts run together
@@ -91,8 +91,8 @@ class ContinuousEngine:
         temperature: float,
         top_p: float,
         progress: Progress | None,
-    ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
-        """Tokens and their log-probabilities; what follows a row's end is to be cut."""
+    ) -> Drawn:
+        """A response for each prompt."""
         room, device = u.shape[1], u.device
         tokens = torch.zeros(len(u), room + WINDOW, dtype=torch.int64, device=device)
         logp = torch.zeros(len(u), room + WINDOW, device=device)
@@ -132,7 +132,7 @@ class ContinuousEngine:
                 rows = [rows[i] for i in kept]
             if progress is not None:
                 progress(len(prompts) - len(waiting) - len(rows), len(prompts))
-        return tokens[:, :room], logp[:, :room]
+        return Drawn(tokens[:, :room], logp[:, :room])
 
     def _prepare(self, prompts: list[list[int]], room: int) -> deque[tuple[int, _Prompt]]:
         """Makes room for a request. Returns its rows; those of one prompt stand side by side."""

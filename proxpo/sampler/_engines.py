@@ -5,7 +5,7 @@ model of Hugging Face through its own forward pass.
 """
 
 import copy
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -77,30 +77,43 @@ class LeanEngine:
 
 
 class ModelEngine:
-    """The model's own forward pass with its own kind of cache; a copy of the model is kept."""
+    """The model's own forward pass with its own kind of cache; a copy of the model is kept.
 
-    def __init__(self, bare: nn.Module, dtype: torch.dtype) -> None:
+    keep_states: `states` are the hidden states, as they enter the head, of the last logits
+    """
+
+    def __init__(self, bare: nn.Module, dtype: torch.dtype, *, keep_states: bool = False) -> None:
         self._model: Any = copy.deepcopy(bare).to(dtype).eval().requires_grad_(False)
         self._cache: Any = None
         self._visible = torch.empty(0)
+        self._keeps, self.states = keep_states, torch.empty(0)
+        if keep_states:
+            head: nn.Module = cast(Any, self._model).get_output_embeddings()
+            head.register_forward_pre_hook(self._keep_states)
 
     def start(
         self, prompts: list[list[int]], which: Int[Tensor, " row"], room: int
     ) -> Float[Tensor, "row vocab"]:
         ids, pad = pad_left(prompts, which.device)
         self._visible = torch.arange(ids.shape[1], device=ids.device) >= pad[:, None]
-        logits = self._forward(ids, None)
+        logits = self._forward(None, input_ids=ids)
         if not hasattr(self._cache, "batch_select_indices"):
             raise ProxpoError(
                 f"rollout: {type(self._model).__name__} gives no key-value cache that rows can be"
                 f" taken from (got {type(self._cache).__name__}); use rollout=vllm"
             )
         self.keep(which)
+        self.states = self.states[which] if self._keeps else self.states
         return logits[which]
 
     def step(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row vocab"]:
         self._visible = nn.functional.pad(self._visible, (0, 1), value=True)
-        return self._forward(token[:, None], self._cache)
+        return self._forward(self._cache, input_ids=token[:, None])
+
+    def feed(self, state: Float[Tensor, "row dim"]) -> Float[Tensor, "row vocab"]:
+        """Logits after a hidden state in each row, in place of a token's embedding."""
+        self._visible = nn.functional.pad(self._visible, (0, 1), value=True)
+        return self._forward(self._cache, inputs_embeds=state[:, None])
 
     def keep(self, index: Int[Tensor, " kept"]) -> None:
         self._cache.batch_select_indices(index)
@@ -112,11 +125,15 @@ class ModelEngine:
         for old, new in zip(mine, theirs, strict=True):
             old.copy_(new)
 
-    def _forward(self, ids: Int[Tensor, "row tok"], cache: Any) -> Float[Tensor, "row vocab"]:
+    def _keep_states(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.states = inputs[0][:, -1]
+
+    def _forward(self, cache: Any, **fed: Tensor) -> Float[Tensor, "row vocab"]:
+        columns = next(iter(fed.values())).shape[1]
         visible: Bool[Tensor, "row pos"] = self._visible
-        positions = (visible.long().cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (visible.long().cumsum(dim=1) - 1).clamp(min=0)[:, -columns:]
         output = self._model(
-            input_ids=ids,
+            **fed,
             attention_mask=visible.long(),
             position_ids=positions,
             past_key_values=cache,

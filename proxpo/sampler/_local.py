@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,16 @@ from proxpo.sampler._continuous import ContinuousEngine
 from proxpo.sampler._decoder import paged_kernels
 from proxpo.sampler._draw import draw, uniforms
 from proxpo.sampler._engines import Engine, LeanEngine, ModelEngine
-from proxpo.sampler._types import Progress, Samples, check_request, finish
+from proxpo.sampler._thinking import normals, think
+from proxpo.sampler._types import (
+    Drawn,
+    Progress,
+    Samples,
+    Thoughts,
+    check_request,
+    finish,
+    with_thoughts,
+)
 from proxpo.sampler._weights import readable
 
 
@@ -21,9 +31,19 @@ class LocalSampler:
     """Samples from a copy of the policy's weights, `max_rows` rows at a time.
 
     lean: True and False choose the engine, None takes the lean one where it fits the model.
+    thoughts: hidden states that are fed back before each response, through the model's own forward
+        pass; thought_noise: their standard deviation, but for greedy responses
     """
 
-    def __init__(self, policy: Policy, *, max_rows: int = 512, lean: bool | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_rows: int = 512,
+        lean: bool | None = None,
+        thoughts: int = 0,
+        thought_noise: float = 0.0,
+    ) -> None:
         if max_rows < 1:
             raise ProxpoError(f"rollout 'local': max_rows is {max_rows}, expected at least 1")
         bare = policy.bare
@@ -32,14 +52,20 @@ class LocalSampler:
                 f"rollout 'local': lean=true does not fit this {type(bare).__name__};"
                 " leave it out to use the model's own forward pass"
             )
+        if lean and thoughts:
+            raise ProxpoError(
+                "rollout 'local': lean=true feeds tokens alone; leave it out for latent thoughts"
+            )
         self._policy, self._max_rows = policy, max_rows
+        self._thoughts, self._thought_noise = thoughts, thought_noise
         self._ends = torch.tensor(policy.eos_ids, device=policy.device)
         with torch.inference_mode():
-            self._engine = self._make_engine(readable(bare) if lean is None else lean)
+            fits = readable(bare) and not thoughts
+            self._engine = self._make_engine(fits if lean is None else lean)
 
     @property
     def context(self) -> int:
-        return self._policy.context
+        return self._policy.context - self._thoughts
 
     def sample(
         self,
@@ -62,14 +88,26 @@ class LocalSampler:
         device = self._policy.device
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.inference_mode(), current:
-            tokens, logp = self._engine.sample(
+            drawn = self._engine.sample(
                 prompts,
                 uniforms(seeds, max_tokens, device),
                 temperature=temperature,
                 top_p=top_p,
                 progress=progress,
+                **self._shifts(seeds, greedy=temperature == 0),
             )
-        return finish(prompts, tokens, logp, self._ends, self._policy.pad_id)
+        pad_id = self._policy.pad_id
+        samples = finish(prompts, drawn.tokens, drawn.logp, self._ends, pad_id)
+        return with_thoughts(samples, drawn.thoughts, pad_id) if drawn.thoughts else samples
+
+    def _shifts(self, seeds: list[int], *, greedy: bool) -> dict[str, Any]:
+        """The noise of the thoughts, as the argument of an engine that thinks."""
+        if not self._thoughts:
+            return {}
+        shape = self._thoughts, self._policy.model.config.get_text_config().hidden_size
+        if greedy or not self._thought_noise:
+            return {"noise": torch.zeros(len(seeds), *shape, device=self._policy.device)}
+        return {"noise": self._thought_noise * normals(seeds, shape, self._policy.device)}
 
     def sync(self) -> None:
         with torch.inference_mode():
@@ -81,7 +119,8 @@ class LocalSampler:
     def _make_engine(self, lean: bool) -> "Lockstep | ContinuousEngine":
         policy, bare = self._policy, self._policy.bare
         if not lean:
-            return Lockstep(ModelEngine(bare, policy.dtype), self._ends, self._max_rows)
+            engine = ModelEngine(bare, policy.dtype, keep_states=self._thoughts > 0)
+            return Lockstep(engine, self._ends, self._max_rows)
         if paged_kernels(policy.device):
             return ContinuousEngine(
                 bare, policy.dtype, policy.context, self._ends, max_rows=self._max_rows
@@ -110,15 +149,18 @@ class Lockstep:
         temperature: float,
         top_p: float,
         progress: Progress | None,
-    ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
-        """Tokens and their log-probabilities; what follows a row's end is to be cut."""
+        noise: Float[Tensor, "seq thought dim"] | None = None,
+    ) -> Drawn:
+        """A response for each prompt; `noise` is that of the thoughts before it, if any."""
         parts = []
         for first in range(0, len(prompts), self._max_rows):
             wave = slice(first, first + self._max_rows)
             tell = _from(progress, first, len(prompts))
-            parts.append(self._wave(prompts[wave], u[wave], temperature, top_p, tell))
-        tokens, logp = zip(*parts)
-        return torch.cat(tokens), torch.cat(logp)
+            own = None if noise is None else noise[wave]
+            parts.append(self._wave(prompts[wave], u[wave], temperature, top_p, tell, own))
+        tokens, logp, thoughts = zip(*parts)
+        joined = None if noise is None else Thoughts(*map(torch.cat, zip(*thoughts)))
+        return Drawn(torch.cat(tokens), torch.cat(logp), joined)
 
     def _wave(
         self,
@@ -127,14 +169,18 @@ class Lockstep:
         temperature: float,
         top_p: float,
         progress: Progress | None,
-    ) -> tuple[Int[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
-        engine = self.engine
+        noise: Float[Tensor, "seq thought dim"] | None,
+    ) -> Drawn:
+        engine, thoughts = self.engine, None
         tokens = torch.zeros(u.shape, dtype=torch.int64, device=u.device)
         logp = torch.zeros(u.shape, device=u.device)
         rows = torch.arange(len(u), device=u.device)
         ended = torch.zeros(len(u), dtype=torch.bool, device=u.device)
         distinct, which = _distinct(prompts, u.device)
         logits = engine.start(distinct, which, u.shape[1])
+        if noise is not None:
+            assert isinstance(engine, ModelEngine)
+            logits, thoughts = think(engine, noise)
         for t in range(u.shape[1]):
             token, token_logp = draw(logits, u[:, t], temperature=temperature, top_p=top_p)
             tokens[rows, t], logp[rows, t] = token, token_logp
@@ -150,7 +196,7 @@ class Lockstep:
                 engine.keep(kept)
             if t + 1 < u.shape[1]:
                 logits = engine.step(token)
-        return tokens, logp
+        return Drawn(tokens, logp, thoughts)
 
 
 def _distinct(

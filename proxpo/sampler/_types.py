@@ -1,7 +1,7 @@
 """The protocol of samplers, and the responses that they return."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -13,9 +13,19 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 Progress = Callable[[int, int], None]  # rows finished, rows
 
 
+class Thoughts(NamedTuple):
+    """Latent thoughts as they were fed back, and the hidden states they were drawn around."""
+
+    value: Float[Tensor, "seq thought dim"]
+    mean: Float[Tensor, "seq thought dim"]
+
+
 @dataclass(frozen=True)
 class Samples:
     """Responses, one row per prompt, in the order of the prompts.
+
+    Thoughts, where there are any, come before the tokens of every response and have placeholders in
+    the first columns.
 
     prompts: token ids of each row's prompt
     tokens: response ids, padded on the right
@@ -30,6 +40,29 @@ class Samples:
     logp: Float[Tensor, "seq tok"]
     mask: Bool[Tensor, "seq tok"]
     finished: Bool[Tensor, " seq"]
+    thoughts: Thoughts | None = None
+
+    @property
+    def thought_count(self) -> int:
+        """Number of thoughts before each response."""
+        return 0 if self.thoughts is None else self.thoughts.value.shape[1]
+
+    @property
+    def real(self) -> Bool[Tensor, "seq tok"]:
+        """Columns that the model reads: tokens and thoughts."""
+        before = torch.arange(self.mask.shape[1], device=self.mask.device) < self.thought_count
+        return self.mask | before
+
+
+class Drawn(NamedTuple):
+    """Tokens with their log-probabilities, and the thoughts before them, as an engine draws them.
+
+    What follows a row's end is to be cut.
+    """
+
+    tokens: Int[Tensor, "seq tok"]
+    logp: Float[Tensor, "seq tok"]
+    thoughts: Thoughts | None = None
 
 
 class Inputs(NamedTuple):
@@ -75,7 +108,7 @@ def inputs(samples: Samples, pad_id: int) -> Inputs:
     real = torch.arange(longest) >= torch.tensor(blank)[:, None]
     return Inputs(
         torch.cat([torch.tensor(ids, device=device), samples.tokens], dim=1),
-        torch.cat([real.to(device), samples.mask], dim=1),
+        torch.cat([real.to(device), samples.real], dim=1),
     )
 
 
@@ -136,6 +169,18 @@ def finish(
     )
 
 
+def with_thoughts(samples: Samples, thoughts: Thoughts, pad_id: int) -> Samples:
+    """The samples with columns for the thoughts before their tokens."""
+    room = (thoughts.value.shape[1], 0)
+    return replace(
+        samples,
+        tokens=pad(samples.tokens, room, value=pad_id),
+        logp=pad(samples.logp, room),
+        mask=pad(samples.mask, room),
+        thoughts=Thoughts(*(x.clone() for x in thoughts)),  # as ordinary tensors
+    )
+
+
 def join_samples(parts: list[Samples], pad_id: int) -> Samples:
     """Joins waves of rows."""
     if len(parts) == 1:
@@ -146,12 +191,14 @@ def join_samples(parts: list[Samples], pad_id: int) -> Samples:
         columns = [getattr(part, name) for part in parts]
         return torch.cat([pad(x, (0, width - x.shape[1]), value=value) for x in columns])
 
+    thoughts = [part.thoughts for part in parts if part.thoughts is not None]
     return Samples(
         prompts=[prompt for part in parts for prompt in part.prompts],
         tokens=wide("tokens", pad_id),
         logp=wide("logp", 0.0),
         mask=wide("mask", False),
         finished=torch.cat([part.finished for part in parts]),
+        thoughts=Thoughts(*map(torch.cat, zip(*thoughts))) if thoughts else None,
     )
 
 
@@ -167,4 +214,5 @@ def reorder(samples: Samples, order: list[int]) -> Samples:
         logp=samples.logp[place],
         mask=samples.mask[place],
         finished=samples.finished[place],
+        thoughts=samples.thoughts and Thoughts(*(x[place] for x in samples.thoughts)),
     )

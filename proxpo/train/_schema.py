@@ -139,6 +139,13 @@ class RolloutConfig:
     top_p: float = setting(
         1.0, "nucleus of the sampling distribution", resume="next", above=0, high=1
     )
+    thoughts: int = setting(
+        0,
+        "latent thoughts before each response: hidden states that are fed back as inputs",
+        resume="fixed",
+        low=0,
+        high=1024,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from proxpo.train.scoring import (
     Learner,
     LogpOptions,
     features,
+    other_fields,
     other_logp,
-    reference_fields,
     reference_kl,
     score,
     widened,
@@ -31,8 +31,8 @@ SCORED = {
     for name, field in FIELDS.items()
     if field.source in ("policy", "start", "reference", "schedule") and name != "logp"
 }
-# Those of them that take a pass of their own.
-SEPARATE = {"old_logp", "features", "full_logp"} | {
+# Those of them that take a pass of their own, or may wait for the update.
+SEPARATE = {"old_logp", "features", "full_logp", "mean"} | {
     name for name, field in FIELDS.items() if field.source in ("reference", "schedule")
 }
 # Fields of the policy's pass before the first update that are taken as they are.
@@ -40,8 +40,8 @@ PASSED_ON = (
     *("entropy", "hidden"),
     *(field.name for field in GAUSSIAN if field.source == "policy"),
 )
-# Vectors of a frozen policy that is no language model.
-REFERENCE_MEANS = frozenset(field.name for field in GAUSSIAN if field.source == "reference")
+# Fields ref_X that are X of the frozen policy's pass.
+REFERENCE = {"ref_logp"} | {field.name for field in GAUSSIAN if field.source == "reference"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +174,27 @@ def sampled_fields(learner: Learner, experience: Experience) -> dict[str, Any]:
     fields = {name: value for name, value in experience.tensors().items() if name in FIELDS}
     del fields["mask"]
     lag = learner.version - experience.version
+    if "latent" in learner.recipe.needs():
+        fields |= thought_fields(experience)
+    elif "old_mean" in fields:
+        fields["mean"] = fields["old_mean"]  # until the policy's own pass
     return fields | {
         "lag": lag[:, None].expand_as(experience.mask),
         "tokens": experience.input_ids[:, -experience.mask.shape[1] :],
+    }
+
+
+def thought_fields(experience: Experience) -> dict[str, Tensor]:
+    """The fields of latent thoughts; as `mean` stands that of the sampler."""
+    thoughts, means, width = experience.thoughts, experience.thought_means, experience.mask.shape[1]
+    assert thoughts is not None
+    assert means is not None
+    mean = widened(means, width)
+    return {
+        "latent": experience.mask & ~experience.token_mask,
+        "thought": widened(thoughts, width),
+        "mean": mean,
+        "old_mean": mean,
     }
 
 
@@ -203,16 +221,17 @@ def start_fields(
     if defer_old and not stale and not current:
         fields["old_logp"] = None
     fields |= {name: current[name] for name in PASSED_ON if name in current}
+    if "mean" in current and experience.thoughts is not None and not stale:
+        fields["old_mean"] = current["mean"]
     if "values" in current:
         fields["old_values"] = fields["values"] = current["values"]
     if "vocab_logp" in current:
         fields["vocab_logp"] = fields["old_vocab_logp"] = current["vocab_logp"]
     if "ref_kl" in wanted:
         fields["ref_kl"] = reference_kl(learner, experience, options)
-    if "ref_logp" in wanted:
-        fields["ref_logp"] = other_logp(learner, learner.reference, experience, options)
-    if means := wanted & REFERENCE_MEANS:
-        fields |= reference_fields(learner, experience, means)
+    if names := {name.removeprefix("ref_") for name in wanted & REFERENCE}:
+        frozen = other_fields(learner, learner.reference, experience, options, names)
+        fields |= {f"ref_{name}": frozen[name] for name in names}
     if "full_logp" in wanted:
         fields["full_logp"] = _full_logp(learner, experience, options)
     if "features" in wanted:

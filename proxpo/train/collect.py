@@ -216,7 +216,7 @@ def _experience(
     path: tuple,
     version: int,
 ) -> Experience:
-    policy, samples = collector.policy, episodes.samples
+    policy, samples, thoughts = collector.policy, episodes.samples, episodes.samples.thoughts
     inputs, device = episodes.inputs(policy.pad_id), policy.device
     owner = episodes.owner
     number = torch.tensor(which, device=device)[owner]
@@ -226,7 +226,7 @@ def _experience(
     return Experience(
         input_ids=inputs.input_ids,
         attention_mask=inputs.attention_mask,
-        mask=samples.mask,
+        mask=samples.real if "latent" in collector.recipe.needs() else samples.mask,
         rollout_logp=samples.logp.float(),
         rewards=rewards,
         correct=None if right is None else torch.tensor(right, device=device)[owner],
@@ -234,6 +234,8 @@ def _experience(
         group=derive(*path, "group") % 2**40 + number,
         version=torch.full_like(rewards, version, dtype=torch.long),
         prompt_id=numbers[number],
+        thoughts=thoughts and thoughts.value,
+        thought_means=thoughts and thoughts.mean,
         **_extras(collector, problems, which, episodes, outcomes),
         **turn_fields(episodes, path, device),
     )

@@ -26,7 +26,9 @@ Seeds = Callable[[int, int], int]  # row, turn
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """Finished episodes. `samples.mask` marks the policy's tokens, `real` the tool's as well.
+    """Finished episodes.
+
+    `samples.mask` marks the policy's tokens, `real` those of tools and latent thoughts as well.
 
     Tensors have a row for each sequence, lists an entry for each episode, which is one sequence
     but in an environment, where it has as many as turns.
@@ -179,12 +181,12 @@ def _single(policy: Policy, samples: Samples) -> Episodes:
     count = len(texts)
     return Episodes(
         samples=samples,
-        real=samples.mask,
+        real=samples.real,
         turn=torch.zeros_like(samples.tokens),
         void=torch.zeros_like(samples.finished),
         texts=texts,
         answers=texts,
-        begins=[0] * count,
+        begins=[samples.thought_count] * count,
         last=list(range(count)),
         seconds=[0.0] * count,
         owner=torch.arange(count, device=samples.mask.device),
@@ -327,10 +329,10 @@ def _cut(samples: Samples, limits: list[int], pad_id: int) -> Samples:
         return samples
     most = torch.tensor(limits, device=samples.mask.device)
     lengths = samples.mask.sum(dim=1)
-    inside = torch.arange(samples.mask.shape[1], device=most.device) < most[:, None]
-    mask = samples.mask & inside
-    return Samples(
-        prompts=samples.prompts,
+    column = torch.arange(samples.mask.shape[1], device=most.device) - samples.thought_count
+    mask = samples.mask & (column < most[:, None])
+    return replace(
+        samples,
         tokens=samples.tokens.masked_fill(~mask, pad_id),
         logp=samples.logp.masked_fill(~mask, 0.0),
         mask=mask,

@@ -9,7 +9,7 @@ from itertools import repeat
 import torch
 from torch import nn
 
-from proxpo.logp import KlEntropy, model_states, token_kl
+from proxpo.logp import HeadInput, KlEntropy, model_states, thoughts_fed, token_kl
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.streams import turn_seed
@@ -154,18 +154,25 @@ def distance(
 ) -> tuple[float, float]:
     """KL(π‖π_initial) in nats per episode and entropy per token, exact over the vocabulary.
 
-    The contexts are those the current policy has just sampled. Logits exist one tile at a time.
+    The contexts are those the current policy has just sampled, latent thoughts included, which
+    count neither as tokens nor in the KL. Logits exist one tile at a time.
     """
     (ids, attention), mask = episodes.inputs(policy.pad_id), episodes.samples.mask
+    thoughts = episodes.samples.thoughts
 
     def sums(rows: Tensor) -> KlEntropy:
         columns, used = used_columns(mask[rows], attention[rows])
-        states = partial(
-            model_states,
-            input_ids=ids[rows, columns],
-            mask=mask[rows, :used],
-            attention_mask=attention[rows, columns],
-        )
+        fed = thoughts and thoughts.value[rows]
+
+        def states(model: nn.Module) -> HeadInput:
+            with thoughts_fed(model, fed, tokens=used):
+                return model_states(
+                    model,
+                    ids[rows, columns],
+                    mask[rows, :used],
+                    attention_mask=attention[rows, columns],
+                )
+
         with policy.autocast():
             own = states(policy.model)
             start = own if initial is None else states(initial)

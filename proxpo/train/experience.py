@@ -17,6 +17,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 FULL_SEQUENCE = ("input_ids", "attention_mask")  # fields over the prompt and the response
 HISTORY = ("history_ids", "history_mask")  # fields over another prompt alone
+THOUGHTS = ("thoughts", "thought_means")  # fields over the first columns of the response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,9 @@ class Experience:
     `version` is the number of optimizer steps the sampling policy had made. A tool's reply is in
     `attention_mask` and not in `mask`. In an environment of texts each turn is a row: `prompt`
     numbers the different prompts of a group, and `history` is the prompt without folding, empty
-    where that does not fit the context.
+    where that does not fit the context. Latent thoughts come before the tokens of a response, of
+    which they are the first columns: `thoughts` as they were fed back, `thought_means` as they were
+    computed. They are in `mask` where the recipe trains on them.
 
     In control a token is a step of the environment: there is no prompt, `input_ids` are the actions
     of a list, and `observations` and `actions` hold the vectors. In generative models it is a
@@ -68,11 +71,21 @@ class Experience:
     segment_draw: Float[Tensor, " seq"] | None = None
     history_ids: Int[Tensor, "seq hist"] | None = None
     history_mask: Bool[Tensor, "seq hist"] | None = None
+    thoughts: Float[Tensor, "seq thought dim"] | None = None
+    thought_means: Float[Tensor, "seq thought dim"] | None = None
 
     @property
     def shared_prompt(self) -> Int[Tensor, " seq"]:
         """Equal for rows with the same prompt: their group, but in an environment."""
         return self.group if self.prompt is None else self.prompt
+
+    @property
+    def token_mask(self) -> Bool[Tensor, "seq tok"]:
+        """The mask without latent thoughts."""
+        if self.thoughts is None:
+            return self.mask
+        column = torch.arange(self.mask.shape[1], device=self.mask.device)
+        return self.mask & (column >= self.thoughts.shape[1])
 
     def unfolded(self) -> "Experience":
         """The responses after their whole histories, or the folded prompt where there is none."""
@@ -127,7 +140,7 @@ def join(parts: Sequence[Experience]) -> Experience:
     history = max(0 if part.history_ids is None else part.history_ids.shape[1] for part in parts)
 
     def padded(part: Experience, name: str, value: Tensor) -> Tensor:
-        if value.dim() == 1:
+        if value.dim() == 1 or name in THOUGHTS:
             return value
         if name in HISTORY:
             return pad(value, (history - value.shape[1], 0))

@@ -17,6 +17,7 @@ from proxpo.optimizers import make_optimizer
 from proxpo.rewards import RewardPool
 from proxpo.sampler import Sampler, agreement, make_sampler
 from proxpo.settings import at_length
+from proxpo.stages.ratio.latent import thought_noise
 from proxpo.train.collect import Collected, Collector, SamplingOptions, Source, collect
 from proxpo.train.config import Config
 from proxpo.train.cuts import TokenBudget, fitted_tokens
@@ -24,7 +25,7 @@ from proxpo.train.evaluate import Examination, evaluate
 from proxpo.train.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
-from proxpo.train.refusals import check_fields, remarks
+from proxpo.train.refusals import check_fields, check_thoughts, remarks
 from proxpo.train.rollouts import RolloutJob
 from proxpo.train.scoring import Learner
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
@@ -196,7 +197,8 @@ def build_language_job(config: Config) -> LanguageJob:
         **config.task.options,
     )
     recipe = fitted(recipe, config, task)
-    check_fields(recipe, task)
+    check_fields(recipe, task, thoughts=config.rollout.thoughts)
+    check_thoughts(config, recipe, task)
     if config.task.problems is not None:
         task = take_pool(task, config.task.problems)
     task = fit_prompts(
@@ -210,7 +212,7 @@ def build_language_job(config: Config) -> LanguageJob:
         config=config,
         task=task,
         learner=_learner(config, policy, recipe, initial),
-        sampler=make_sampler(config.rollout.backend, policy, **config.rollout.options),
+        sampler=_sampler(config, policy, recipe),
         pool=RewardPool(
             task.reward,
             workers=config.task.reward_workers,
@@ -259,7 +261,12 @@ RESERVED = {
         "reward": "task.reward",
         "correct_above": "task.correct_above",
     },
-    "rollout.options": {"name": "rollout.backend", "policy": "model.name"},
+    "rollout.options": {
+        "name": "rollout.backend",
+        "policy": "model.name",
+        "thoughts": "rollout.thoughts",
+        "thought_noise": "recipe.noise",
+    },
     "train.optimizer_options": {
         "name": "train.optimizer",
         "model": "model.name",
@@ -276,6 +283,14 @@ def _check_blocks(config: Config) -> None:
         for option in getattr(getattr(config, section), name):
             if option in names:
                 raise ProxpoError(f"{path} takes no '{option}': it is the setting {names[option]}")
+
+
+def _sampler(config: Config, policy: Policy, recipe: Recipe) -> Sampler:
+    rollout = config.rollout
+    options = dict(rollout.options)
+    if rollout.thoughts:
+        options |= {"thoughts": rollout.thoughts, "thought_noise": thought_noise(recipe)}
+    return make_sampler(rollout.backend, policy, **options)
 
 
 def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) -> Learner:
@@ -318,6 +333,8 @@ def _graphs(
     config: Config, policy: Policy, recipe: Recipe, *, critic: bool, transform: Any
 ) -> PolicyGraphs | None:
     reason = unsuited(policy, recipe, critic=critic, transform=transform)
+    if config.rollout.thoughts:
+        reason = "latent thoughts enter the model's own modules"
     if config.train.graphs == "on" and reason:
         raise ProxpoError(f"train.graphs=on cannot record the policy's passes: {reason}")
     if config.train.graphs == "off" or reason:

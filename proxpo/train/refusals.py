@@ -8,6 +8,7 @@ from proxpo.settings import lengths
 from proxpo.stages.advantage.attempts import ATTEMPTS
 from proxpo.stages.ratio.folded import FOLDED
 from proxpo.stages.ratio.gaussian import GAUSSIAN
+from proxpo.stages.ratio.latent import LATENT
 from proxpo.train._schema import Config
 from proxpo.train._settings import changes
 from proxpo.train.domains import default_config, unread
@@ -25,6 +26,8 @@ NOT_PROVIDED = {
     ),
 }
 
+# Fields of a policy that thinks in hidden states, among them the means of its thoughts.
+THOUGHTS = {"mean", "old_mean", "ref_mean", *(field.name for field in LATENT)}
 TURNS = {field.name for field in ATTEMPTS}
 FOLDS = {field.name for field in FOLDED}
 
@@ -96,11 +99,17 @@ def _cut_dependence(config: Config, recipe: Recipe) -> list[str]:
     ]
 
 
-def check_fields(recipe: Recipe, task: Task) -> None:
-    """Refuses a recipe that reads a batch field which nothing in this run provides."""
+def check_fields(recipe: Recipe, task: Task, *, thoughts: int = 0) -> None:
+    """Refuses a recipe that reads a batch field which nothing in this run provides.
+
+    thoughts: rollout.thoughts
+    """
+    thinks = "latent" in recipe.needs()
     for _, stage in recipe.stages():
         for name in stage.needs:
             reason = NOT_PROVIDED.get(name, "")
+            if thinks and name in THOUGHTS:
+                reason = "" if thoughts else "rollout.thoughts is 0: set it, or take grpo"
             if name == "void" and task.tool is None and task.environment is None:
                 reason = f"task {task.name} has no tool; take one with turns, such as calculator"
             if name in TURNS and task.environment is None:
@@ -116,6 +125,24 @@ def check_fields(recipe: Recipe, task: Task) -> None:
                 _refuse(recipe, stage, name, reason)
 
 
+def check_thoughts(config: Config, recipe: Recipe, task: Task) -> None:
+    """Refuses what latent thoughts cannot be combined with."""
+    reason = ""
+    if config.rollout.backend != "local":
+        reason = f"rollout.backend={config.rollout.backend} feeds tokens alone; take local"
+    elif recipe.gradient is not None:
+        reason = (
+            f"gradient={recipe.gradient.name} knows no inputs but tokens; set gradient=none, or "
+            "take a method without a transform, such as vlpo or grpo"
+        )
+    elif task.tool is not None or task.environment is not None:
+        reason = f"they come before a response of one turn, and task {task.name} has several"
+    if config.rollout.thoughts and reason:
+        raise ProxpoError(
+            f"{recipe.name}: rollout.thoughts={config.rollout.thoughts} cannot be: {reason}"
+        )
+
+
 def _refuse(recipe: Recipe, stage: Stage, name: str, reason: str) -> None:
     raise ProxpoError(
         f"{recipe.name}: {stage.kind}={stage.name} needs the batch field '{name}' "
@@ -123,4 +150,4 @@ def _refuse(recipe: Recipe, stage: Stage, name: str, reason: str) -> None:
     )
 
 
-__all__ = ["check_fields", "check_used", "remarks", "unused"]
+__all__ = ["check_fields", "check_thoughts", "check_used", "remarks", "unused"]

@@ -32,7 +32,7 @@ def rollout_metrics(rounds: list[SampledRound]) -> dict[str, float]:
     rewards = torch.tensor([outcome.reward for outcome in outcomes])
     group = torch.cat([part.experience.group[_last(part)] for part in rounds]).cpu()
     scored = rewards[~rewards.isnan()]
-    lengths = torch.cat([part.experience.mask.sum(1) for part in rounds]).float().cpu()
+    lengths = torch.cat([part.episodes.samples.mask.sum(1) for part in rounds]).float().cpu()
     spread = scored.std() if len(scored) > 1 else torch.tensor(0.0)
     return {
         "reward": float(scored.mean()) if len(scored) else float("nan"),

@@ -1,7 +1,7 @@
 """The learner, and its models' log-probabilities and other numbers for sampled sequences."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from proxpo.exact.policy import ActionBatch, FlatPolicy
-from proxpo.logp import model_logp, model_states, score_features, token_kl, token_logp
+from proxpo.logp import (
+    HeadInput,
+    model_logp,
+    model_states,
+    score_features,
+    thoughts_fed,
+    token_kl,
+    token_logp,
+)
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.train.cuts import Cut, Result, Rows, TokenBudget, restored
 from proxpo.train.experience import Experience
@@ -18,8 +26,9 @@ from proxpo.train.graphs import PolicyGraphs
 from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.types import FIELDS, Recipe, State
 
+OLD = {"logp", "mean"}  # fields that a pass brings for the behaviour policy too
 VOCABULARY = {name for name, field in FIELDS.items() if field.last == "vocab"}
-STATES = {"hidden"} | VOCABULARY  # fields read off the states before the head
+STATES = {"hidden", "mean"} | VOCABULARY  # fields read off the states before the head
 # Fields of a policy that is no language model: (model, critic, rows, wanted fields) -> fields.
 FieldsOf = Callable[[Any, Any, Experience, frozenset[str]], dict[str, Tensor]]
 
@@ -114,7 +123,8 @@ def forward(
     """Runs the policy: `logp` of the response tokens, and the other wanted fields that it gives.
 
     Prompts run once for all their responses where that comes to the same; gradient transforms work
-    in the model's own modules, on whole sequences. `without` names fields to leave out.
+    in the model's own modules, on whole sequences, and so do latent thoughts. `without` names
+    fields to leave out.
     """
     model, wanted = learner.policy.model, options.fields - without
     if learner.fields_of is not None:
@@ -124,7 +134,7 @@ def forward(
         entropy = "entropy" in wanted
         fields = learner.graphs.fields(experience, temperature=options.temperature, entropy=entropy)
         return fields | ({"old_logp": fields["logp"].detach()} if options.old_is_current else {})
-    shared = learner.transform is None and shares_prompts(model)
+    shared = _shared(learner, model, experience)
     hidden = learner.critic is not None or bool(wanted & STATES)
     with learner.policy.autocast():
         fields, states = _logp(
@@ -140,8 +150,10 @@ def forward(
         fields["values"] = learner.critic(states.detach().float())[..., 0]
     if "hidden" in wanted:
         fields["hidden"] = states.detach().float()
+    if "mean" in wanted:
+        fields["mean"] = thought_means(states, experience)
     if options.old_is_current:
-        fields["old_logp"] = fields["logp"].detach()
+        fields |= {f"old_{name}": fields[name].detach() for name in OLD & fields.keys()}
     return fields
 
 
@@ -157,33 +169,46 @@ def score(learner: Learner, experience: Experience, options: LogpOptions) -> dic
     return _scored(learner, experience, options, run)
 
 
-@torch.no_grad()
 def other_logp(
     learner: Learner, model: Any, experience: Experience, options: LogpOptions
 ) -> Float[Tensor, "seq tok"]:
     """log π of the response tokens under another model or other weights, for all rows."""
-    width = experience.mask.shape[1]
-    if learner.fields_of is not None:
-        return learner.fields_of(model, None, experience, frozenset())["logp"]
-    shared = learner.transform is None and shares_prompts(model)
-
-    def run(rows: Experience) -> dict[str, Tensor]:
-        with learner.policy.autocast():
-            fields, _ = _logp(model, rows, options, shared=shared)
-        return {"logp": widened(fields["logp"], width)}
-
-    return _scored(learner, experience, options, run)["logp"]
+    return other_fields(learner, model, experience, options, {"logp"})["logp"]
 
 
 @torch.no_grad()
-def reference_fields(
-    learner: Learner, experience: Experience, names: Collection[str]
+def other_fields(
+    learner: Learner,
+    model: Any,
+    experience: Experience,
+    options: LogpOptions,
+    names: Collection[str],
 ) -> dict[str, Tensor]:
-    """Fields ref_X of a reference that is no language model: the X of its forward pass."""
-    assert learner.fields_of is not None
-    own = {name: name.removeprefix("ref_") for name in names}
-    fields = learner.fields_of(learner.reference, None, experience, frozenset(own.values()))
-    return {name: fields[own[name]] for name in names}
+    """Fields of a pass under another model or other weights.
+
+    names: of a language model `logp`, and `mean` of latent thoughts
+    """
+    if learner.fields_of is not None:
+        return learner.fields_of(model, None, experience, frozenset(names))
+    width, mean = experience.mask.shape[1], "mean" in names
+    shared = _shared(learner, model, experience)
+
+    def run(rows: Experience) -> dict[str, Tensor]:
+        with learner.policy.autocast():
+            fields, states = _logp(model, rows, options, shared=shared, hidden=mean)
+        if mean:
+            fields["mean"] = thought_means(states, rows)
+        return {name: widened(value, width) for name, value in fields.items()}
+
+    return _scored(learner, experience, options, run)
+
+
+def thought_means(
+    states: Float[Tensor, "seq tok dim"], experience: Experience
+) -> Float[Tensor, "seq tok dim"]:
+    """μ: the states that latent thoughts are drawn around; 0 at tokens."""
+    assert experience.thoughts is not None
+    return widened(states[:, : experience.thoughts.shape[1]].float(), states.shape[1])
 
 
 @torch.no_grad()
@@ -192,14 +217,15 @@ def features(
 ) -> Float[Tensor, "seq dim"]:
     """d log π/d hidden, averaged over each response, a micro-batch at a time."""
     model, temperature = learner.policy.model, options.temperature
-    shared, head = shares_prompts(model), model.get_output_embeddings()
+    shared = experience.thoughts is None and shares_prompts(model)
+    head = model.get_output_embeddings()
 
     def run(rows: Experience) -> dict[str, Tensor]:
         with learner.policy.autocast():
             _, states = _logp(model, rows, options, shared=shared, hidden=True)
         targets = rows.input_ids[:, -rows.mask.shape[1] :]
         mean = score_features(
-            states, head.weight, targets, rows.mask, bias=head.bias, temperature=temperature
+            states, head.weight, targets, rows.token_mask, bias=head.bias, temperature=temperature
         )
         return {"features": mean}
 
@@ -215,13 +241,16 @@ def reference_kl(
     models, width = (learner.policy.model, learner.reference), experience.mask.shape[1]
 
     def run(rows: Experience) -> dict[str, Tensor]:
+        ids, mask, attention = rows.input_ids, rows.token_mask, rows.attention_mask
+
+        def states(model: nn.Module) -> HeadInput:
+            with _thinking(model, rows):
+                return model_states(model, ids, mask, attention_mask=attention)
+
         with learner.policy.autocast():
-            own, reference = (
-                model_states(model, rows.input_ids, rows.mask, attention_mask=rows.attention_mask)
-                for model in models
-            )
+            own, reference = map(states, models)
             kl = token_kl(own, reference, temperature=options.temperature).kl
-        per_token = kl.new_zeros(rows.mask.shape).masked_scatter(rows.mask, kl)
+        per_token = kl.new_zeros(mask.shape).masked_scatter(mask, kl)
         return {"ref_kl": widened(per_token, width)}
 
     return _scored(learner, experience, options, run)["ref_kl"]
@@ -239,12 +268,13 @@ def vocabulary_logp(
         logits = nn.functional.linear(states, head.weight, head.bias)
     else:
         width = experience.mask.shape[1]
-        logits = model(
-            input_ids=experience.input_ids,
-            attention_mask=experience.attention_mask,
-            position_ids=_positions(experience),
-            use_cache=False,
-        ).logits[:, -width - 1 : -1]
+        with _thinking(model, experience):
+            logits = model(
+                input_ids=experience.input_ids,
+                attention_mask=experience.attention_mask,
+                position_ids=_positions(experience),
+                use_cache=False,
+            ).logits[:, -width - 1 : -1]
     return (logits.float() / temperature).log_softmax(dim=-1)
 
 
@@ -260,7 +290,8 @@ def exact_policy(
     }
 
     def read(model: Any, ids: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # the others know no forward-mode derivative
+        # The other kernels know no forward-mode derivative.
+        with sdpa_kernel(SDPBackend.MATH), _thinking(model, experience):
             logits = model(input_ids=ids, **inputs).logits
         return logits[:, -width - 1 : -1].float() / temperature
 
@@ -327,12 +358,23 @@ def _whole_sequences(
     model: Any, rows: Experience, asked: dict[str, Any], *, hidden: bool
 ) -> tuple[Any, Tensor | None]:
     """Runs the model on every sequence."""
-    with _head_inputs(model.get_output_embeddings(), wanted=hidden) as states:
+    head = model.get_output_embeddings()
+    with _head_inputs(head, wanted=hidden) as states, _thinking(model, rows):
         scored = model_logp(
-            model, rows.input_ids, rows.mask, attention_mask=rows.attention_mask, **asked
+            model, rows.input_ids, rows.token_mask, attention_mask=rows.attention_mask, **asked
         )
     # A token's value belongs to the state before it.
     return scored, states[0][:, -rows.mask.shape[1] - 1 : -1] if hidden else None
+
+
+def _shared(learner: Learner, model: Any, experience: Experience) -> bool:
+    """True if prompts run once for all their responses."""
+    return learner.transform is None and experience.thoughts is None and shares_prompts(model)
+
+
+def _thinking(model: Any, rows: Experience) -> AbstractContextManager[None]:
+    """The block in which the model reads the latent thoughts of these rows."""
+    return thoughts_fed(model, rows.thoughts, tokens=rows.mask.shape[1])
 
 
 @contextmanager
@@ -357,8 +399,8 @@ __all__ = [
     "features",
     "forward",
     "in_micro_batches",
+    "other_fields",
     "other_logp",
-    "reference_fields",
     "reference_kl",
     "score",
     "vocabulary_logp",

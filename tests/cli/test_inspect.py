@@ -20,6 +20,7 @@ NEED_A_MODEL = {
     "g2rl": "features",
     "grpo-guard": "noise",
     "lamer": "episode",
+    "vlpo": "mean",
 }
 SHOWN = [slug for slug in library.methods("language") if slug not in NEED_A_MODEL]
 

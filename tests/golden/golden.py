@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent / "values"
 BATCH = Path(__file__).parent / "batch.json"
 BOOLEAN = (
     *("mask", "step_end", "correct", "truncated", "void"),
-    *("reflect", "summary"),
+    *("reflect", "summary", "latent"),
 )
 INTEGER = (
     *("lag", "tokens", "group", "turn", "prompt_id"),

@@ -311,6 +311,7 @@ EXPECTED = {
     "smollm2-arithmetic",
     "foldact-dialogue",
     "lamer-arms",
+    "vlpo-arithmetic",
 }
 
 

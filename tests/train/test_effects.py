@@ -44,6 +44,7 @@ UPDATES: dict[str, tuple[list[str], list[str]]] = {
     "rollout.max_tokens": (["rollout.max_tokens=2"], []),
     "rollout.temperature": (["temperature=0.5"], []),
     "rollout.top_p": (["top_p=0.3"], []),
+    "rollout.thoughts": (["thoughts=2"], []),
     "train.steps": (["train.steps=9"], ["lr_schedule=linear"]),
     "train.updates_per_rollout": (["updates_per_rollout=2"], []),
     "train.mini_batches": (["mini_batches=2"], []),

@@ -59,6 +59,8 @@ def score(solution_str, ground_truth):
     right = solution_str == ground_truth
     return {"score": float(right), "acc": right, "spans": [[0, 99, 1.0 if right else -1.0]]}
 """
+# Two thoughts stand for digits that the model in the box would write: the last two are asked for.
+THOUGHTS = ("easiest=none", "sigma=0.5", "thoughts=2", "task.options.last=2")
 # What a method needs beyond arithmetic and its defaults: turns, spans, a cheaper solver, or tokens
 # where it was written for Gaussian policies.
 SPECIAL = {
@@ -67,6 +69,7 @@ SPECIAL = {
     "grpo-guard": ("policy=tokens",),
     "lamer": ("task=arms", "rollout.max_tokens=1"),
     "foldact": ("task=dialogue", "task.options.parts=2", "rollout.max_tokens=1", "max_prompt=64"),
+    "vlpo": THOUGHTS,
     "trpo": ("cg_iterations=3", "delta=0.001"),
     "mdpo": ("updates=2",),
     "proma": ("micro_batch=8",),
@@ -117,6 +120,7 @@ def weights_of_start() -> dict[str, torch.Tensor]:
         ("method=grpo", "replay_share=0.5", "optimizer=shampoo", "lr_schedule=cosine"),
         ("method=remix", "reset_at=4"),
         ("method=knapsack-rl", "task=calculator", "rollout.max_tokens=8"),
+        ("method=vlpo", "noise=1", *THOUGHTS, "off_policy_lag=1"),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(sets, tmp_path):
@@ -277,6 +281,7 @@ AFTER_THE_PENALTY = ("aggregate=guarded_token_mean", "updates_per_rollout=3")
     [
         ("grpo", ()),
         ("p3o", ()),
+        ("vlpo", ("noise=1", *THOUGHTS)),
         ("reinforce-pp", ("kl_coef=0",)),
         # The overlap set is drawn per micro-batch; without lengths there is none.
         ("isopo", ("p=0",)),

@@ -81,6 +81,7 @@ OTHER = {
     "rollout.max_tokens": 6,
     "rollout.temperature": 1.5,
     "rollout.top_p": 0.9,
+    "rollout.thoughts": 2,
     "train.steps": 7,
     "train.updates_per_rollout": 2,
     "train.mini_batches": 2,

@@ -9,6 +9,7 @@ from proxpo.fields import CORE
 from proxpo.settings import Settings, make_recipe
 from proxpo.stages import check_stages
 from proxpo.stages.ratio.gaussian import GAUSSIAN
+from proxpo.stages.ratio.latent import LATENT
 from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
 
@@ -46,6 +47,7 @@ NOT_PROVIDED = {
         (field.name for field in GAUSSIAN),
         "a language model's policy is not Gaussian",
     ),
+    **dict.fromkeys((field.name for field in LATENT), "TRL feeds no hidden states back"),
 }
 PROVIDED = CORE - NOT_PROVIDED.keys()
 

@@ -2,6 +2,7 @@
 
 from proxpo.stages.filter.denoising import noisy_steps
 from proxpo.stages.filter.filters import fresh_enough, informative, not_truncated, reject
+from proxpo.stages.filter.latent import without_thoughts
 
 __all__ = [
     "fresh_enough",
@@ -9,4 +10,5 @@ __all__ = [
     "noisy_steps",
     "not_truncated",
     "reject",
+    "without_thoughts",
 ]

@@ -8,7 +8,8 @@ from proxpo.stages.ratio.token import bounded_exp, check_limit
 from proxpo.types import Batch, Context, PerToken
 
 SMALLEST = 1e-6
-_MEAN, _STEP = "mean of the Gaussian policy at each denoising step", "each denoising step"
+_STEP = "each denoising step"
+_MEAN = f"mean of the Gaussian policy at {_STEP} or latent thought"
 GAUSSIAN = (  # fields of a Gaussian policy, which a language model does not have
     declare_field(
         "mean", "seq tok latent", source="policy", doc=f"{_MEAN}, from the current model"

@@ -8,6 +8,7 @@ from proxpo.stages.regularisers.ess import ess_kl_from_old, ess_kl_full, two_anc
 from proxpo.stages.regularisers.feasible import feasible_share
 from proxpo.stages.regularisers.gaussian import gaussian_kl, noise_distance
 from proxpo.stages.regularisers.kl import kl_from_old, kl_to_ref
+from proxpo.stages.regularisers.latent import latent_kl
 from proxpo.stages.regularisers.mirror import mirror_kl
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "kl_dual",
     "kl_from_old",
     "kl_to_ref",
+    "latent_kl",
     "mirror_kl",
     "noise_distance",
     "two_anchor_kl",

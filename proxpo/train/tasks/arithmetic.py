@@ -90,6 +90,7 @@ def arithmetic(
     level: str = "default",
     digits: int | list | None = None,
     operations: str | None = None,
+    last: int | None = None,
     held_out: float = 0.1,
     test_size: int = 500,
     seed: int = 0,
@@ -97,12 +98,15 @@ def arithmetic(
     """`123+456=` -> `579`: text prompts for the model in the box.
 
     digits: how many each operand has, a number or [fewest, most]; operations: "+", "-" or "+-".
+    last: a response is right that ends with the last so many digits of the answer.
     """
     chosen = TEXT_LEVELS[level]
     least, most = _digits(chosen["digits"] if digits is None else digits)
     signs = chosen["operations"] if operations is None else operations
     if not signs or set(signs) - set("+-"):
         raise ProxpoError(f"task arithmetic: operations are '+', '-' or '+-', got '{signs}'")
+    if last is not None and last < 1:
+        raise ProxpoError(f"task arithmetic: last is at least 1, got {last}")
 
     def draw(stream: int) -> Sum:
         stream, sign = divmod(stream, len(signs))
@@ -111,7 +115,8 @@ def arithmetic(
         return _ordered(stream, signs[sign], _range(least + size_a), _range(least + size_b))
 
     name = "arithmetic" if level == "default" else f"arithmetic:{level}"
-    return _task(name, draw, Sum.text, held_out, test_size, seed)
+    task = _task(name, draw, Sum.text, held_out, test_size, seed)
+    return task if last is None else replace(task, reward=_last_digits(last))
 
 
 def arithmetic_chat(
@@ -150,6 +155,11 @@ def arithmetic_chat(
     name = "arithmetic-chat" if level == "default" else f"arithmetic-chat:{level}"
     task = _task(name, draw, Sum.chat, held_out, test_size, seed)
     return task if strict else replace(task, reward=LAST_NUMBER)
+
+
+def _last_digits(count: int) -> RewardSpec:
+    where = "proxpo.rewards.answers:last_digits"
+    return RewardSpec(where=where, kwargs={"count": count}, trusted=True)
 
 
 def _task(

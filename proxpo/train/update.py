@@ -184,7 +184,8 @@ class RolloutUpdates:
 
     @property
     def _plan(self) -> UpdatePlan:
-        fields, rows = self.job.learner.recipe.needs(), len(self.experience.mask)
+        recipe, rows = self.job.learner.recipe, len(self.experience.mask)
+        fields = recipe.needs(self.job.clock)
         return UpdatePlan.of(self.recipe, self.job.config, rows=rows, fields=fields)
 
     def _mini_batch(self, number: int, parts: int) -> tuple[Int[Tensor, " row"], int]:

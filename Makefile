@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Modules are compiled when first imported; most of what the environments hold never is.
 export PIP_NO_COMPILE := 1
 
-.PHONY: train test lint docs check-docs models clean env env-verl env-vllm browser environments
+.PHONY: train test lint docs check-docs models clean env env-verl env-vllm browser
 
 env: $(ENV)/.ready
 env-verl: $(VERL)/.ready
@@ -47,9 +47,6 @@ $(VLLM)/.ready: pyproject.toml requirements/vllm.txt
 browser:
 	command -v chromium || (apt-get update -qq && apt-get install -y -qq chromium)
 
-environments:
-	$(MAKE) -j 2 env env-verl env-vllm browser
-
 lint: env
 	$(ENV)/bin/ruff format --check .
 	$(ENV)/bin/ruff check .
@@ -68,8 +65,8 @@ docs: env
 check-docs: env
 	$(ENV)/bin/python scripts/build_docs.py --check
 
-test: environments
-	$(MAKE) -j 2 lint check-docs
+test:
+	$(MAKE) -j 2 --output-sync env env-verl env-vllm browser lint check-docs
 	OMP_NUM_THREADS=1 \
 	PROXPO_VERL_PYTHON=$(abspath $(VERL)/bin/python) \
 	PROXPO_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) \

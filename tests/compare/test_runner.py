@@ -91,8 +91,10 @@ def test_interrupted_it_stops_its_runs_which_save(tmp_path, capsys):
         _wait_for(lambda: _steps(folder) >= 2)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
     threading.Thread(target=interrupt, daemon=True).start()
     assert main(arguments(out, "grpo", small=small, seeds="1")) == 130
+    signal.signal(signal.SIGINT, before)
     assert "the same command goes on" in capsys.readouterr().out
     assert not _working_in(out)
     saved = [int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("step-*")]

@@ -216,7 +216,8 @@ class _StageRunner:
         self.metrics: Metrics = {}
 
     def __call__(self, place: str, stage: Stage, batch: Batch, *inputs: Tensor) -> Any:
-        require(self.recipe, stage, batch)
+        if stage.active(self.ctx.clock):
+            require(self.recipe, stage, batch)
         own = replace(self.ctx, state=self.states.get(place, {}))
         value, metrics = stage.apply(*inputs, batch, own)
         self.metrics.update(metrics)

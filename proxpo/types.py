@@ -210,6 +210,7 @@ class Stage:
     length: the longest response assumed while the option max_tokens is none; a host has its own
     decides: what a schedule settles whatever the host's settings
     adds: metrics that micro-batches add up, because a count of the step divides them
+    acts: False at a time when the stage does nothing and reads none of its fields
     prepare: returns fields to add to the batch, once per rollout
     init: makes the state of a stage with memory, and one of two makes the next state:
     update: once per rollout, from the state, the batch and its metrics
@@ -230,6 +231,7 @@ class Stage:
     length: float | None = None
     decides: tuple[str, ...] = ()
     adds: tuple[str, ...] = ()
+    acts: Callable[[Clock], bool] | None = field(default=None, compare=False, repr=False)
     prepare: Callable[[Batch], dict[str, Tensor]] | None = field(
         default=None, compare=False, repr=False
     )
@@ -240,6 +242,10 @@ class Stage:
     step: Callable[[Batch, Metrics, Context], State] | None = field(
         default=None, compare=False, repr=False
     )
+
+    def active(self, clock: Clock) -> bool:
+        """True unless the stage does nothing at this time."""
+        return self.acts is None or self.acts(clock)
 
     def __str__(self) -> str:
         shown = ", ".join(f"{key}={value}" for key, value in self.options.items())
@@ -287,9 +293,10 @@ class Recipe:
                 places.append((kind, value))
         return places
 
-    def needs(self) -> set[str]:
-        """Batch fields that the recipe's stages read."""
-        return {name for _, stage in self.stages() for name in stage.needs}
+    def needs(self, clock: Clock | None = None) -> set[str]:
+        """Batch fields that the recipe's stages read, at some time or at that of the clock."""
+        stages = [stage for _, stage in self.stages() if clock is None or stage.active(clock)]
+        return {name for stage in stages for name in stage.needs}
 
     def init_state(self) -> dict[str, State]:
         """Fresh state of every stage that has memory, by place."""

@@ -78,8 +78,8 @@ def adapt(
 @contextmanager
 def _ready(settings: Settings) -> Iterator[tuple[Sequence[Problem], Callable[[int], Row]]]:
     """Problems, and the function that makes the row of one by its number."""
-    adaptation, task = settings.adaptation(), _make_task(settings)
-    problems = task.test[: settings.problems]
+    adaptation, task = settings.adaptation(), adapt_task(settings)
+    problems = task.test[settings.first : settings.first + settings.problems]
     policy = load_policy(
         settings.model,
         device=_device(settings.device),
@@ -258,7 +258,8 @@ def _rows_done(folder: Path, settings: Settings, *, resume: bool) -> list[Row]:
     return [stored[k] for k in range(count)]
 
 
-def _make_task(settings: Settings) -> Task:
+def adapt_task(settings: Settings) -> Task:
+    """The task of a run; refused where it calls a tool or has too few held-out problems."""
     task = make_task(
         settings.task,
         reward=settings.task_reward,
@@ -270,10 +271,11 @@ def _make_task(settings: Settings) -> Task:
             f"task {task.name} calls a tool over several turns; adapt takes tasks that are answered"
             " in one"
         )
-    if settings.problems > len(task.test):
+    last = settings.first + settings.problems
+    if last > len(task.test):
         raise ProxpoError(
-            f"task {task.name} has {len(task.test)} held-out problems; problems="
-            f"{settings.problems} asks for more"
+            f"task {task.name} has {len(task.test)} held-out problems; first={settings.first} and "
+            f"problems={settings.problems} ask for {last}"
         )
     return task
 
@@ -284,4 +286,4 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-__all__ = ["ROWS", "adapt", "finding", "idle_notes", "sign_test", "summarise"]
+__all__ = ["ROWS", "adapt", "adapt_task", "finding", "idle_notes", "sign_test", "summarise"]

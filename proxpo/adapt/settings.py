@@ -26,14 +26,15 @@ TASK_OPTIONS = "task.options."
 class Settings:
     """Everything a run depends on; two runs with equal ones give equal rows on a CPU.
 
-    problems: held-out problems, from the first; temperature: of sampled answers; dtype: of weights
-    and arithmetic; options: those of the method
+    problems: held-out problems, from number `first` on; temperature: of sampled answers
+    dtype: of weights and arithmetic; options: those of the method
     """
 
     method: str
     model: str = "tiny"
     task: str = "arithmetic"
     problems: int = 50
+    first: int = 0
     seed: int = 0
     device: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"
@@ -50,6 +51,8 @@ class Settings:
                 f"adapt: problems and max_tokens are at least 1, got {self.problems} and "
                 f"{self.max_tokens}"
             )
+        if self.first < 0:
+            raise ProxpoError(f"adapt: first is a number of a problem from 0 on, got {self.first}")
         if not self.temperature > 0:
             raise ProxpoError(f"adapt: temperature is above 0, got {self.temperature}")
 

@@ -129,7 +129,8 @@ def adapt_command(
     model: Model = None,
     task: Task = None,
     problems: Annotated[
-        int | None, typer.Option(metavar="N", help="Held-out problems, from the first [50].")
+        int | None,
+        typer.Option(metavar="N", help="Held-out problems of a run, from the first [50]."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -137,11 +138,16 @@ def adapt_command(
             "--set",
             metavar="KEY=VALUE",
             help="An option of the method (see proxpo methods METHOD), or max_tokens, temperature, "
-            "device, dtype, task.options.NAME, task.reward, task.correct_above. May be repeated.",
+            "first, device, dtype, task.options.NAME, task.reward, task.correct_above. May be "
+            "repeated.",
         ),
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the run.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Runs of seeds 0 to K-1, each on problems of its own."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
 ) -> None:
     """Adapt to one problem at a time, against resampling and plain steps with the same tokens."""
@@ -152,6 +158,7 @@ def adapt_command(
         settings or [],
         out=out,
         resume=resume,
+        seeds=seeds,
         model=model,
         task=task,
         problems=problems,

@@ -19,6 +19,7 @@ from proxpo.errors import ProxpoError
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.settings import parse_setting, parse_value
+from proxpo.train._schema import leaves
 from proxpo.train._settings import place
 from proxpo.train.config import Config, as_dict, find, load_config
 
@@ -270,8 +271,10 @@ def _with_file_recipe(source: str | None, arms: list[Arm]) -> tuple[list[Arm], l
     others = [arm.name for arm in arms if arm.method != own]
     text = ", ".join(f"{key}={set_text(value)}" for key, value in recipe.items())
     mixed = recipe and 0 < len(others) < len(arms)
+    words = {path.rpartition(".")[2] for path, *_ in leaves(Config)}  # of other settings too
+    written = {f"recipe.{key}" if key in words else key: value for key, value in recipe.items()}
     changed = [
-        replace(arm, settings={**recipe, **arm.settings}) if arm.method == own else arm
+        replace(arm, settings={**written, **arm.settings}) if arm.method == own else arm
         for arm in arms
     ]
     return changed, [f"recipe of {source} ({text}): for {own} alone"] if mixed else []

@@ -16,7 +16,7 @@ from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.fields import LOADERS
 from proxpo.ops.shapes import Tensor
 from proxpo.stages._options import bind
-from proxpo.types import KINDS, MANY, Batch, Context, Metrics, Recipe, Stage, State
+from proxpo.types import KINDS, MANY, Batch, Clock, Context, Metrics, Recipe, Stage, State
 
 Factory = Callable[..., Stage]
 STAGES: dict[str, dict[str, Factory]] = {kind: {} for kind in KINDS}
@@ -38,6 +38,7 @@ class Parts(NamedTuple):
     instead: Mapping[str, str] | None = None
     takes: tuple[str, ...] | None = None
     whole_batch: bool | None = None
+    acts: Callable[[Clock], bool] | None = None
 
 
 def stage(
@@ -73,7 +74,8 @@ def stage(
     A stage without memory returns its `apply` alone. `apply` takes what its kind is given (see
     CONTRIBUTING.md) and returns (value, metrics). `init` makes the state; `update` makes the next
     one after a rollout, `step` after every optimizer step. `prepare` returns fields to add to the
-    batch once per rollout. The decorator declares what holds for all options:
+    batch once per rollout. `acts` is False for a clock at which the stage does nothing and its
+    fields need not be there. The decorator declares what holds for all options:
 
     needs: the batch fields it reads. instead: a field that does in place of one in `needs`, such as
     {"rewards": "token_rewards"}. takes, gives: the kind of per-token values it works on and makes,

@@ -69,7 +69,7 @@ class TaskConfig:
     name: str = setting(
         "arithmetic",
         "arithmetic[:LEVEL], arithmetic-chat, arms, calculator, dialogue, gsm8k[:PATH], "
-        "reasoning-gym:NAME, textarena:GAME, FILE",
+        "reasoning-gym:NAME, textarena:GAME, verifiers:TASKSET, FILE",
         resume="fixed",
     )
     options: dict = setting({}, "options of the task, such as digits or held_out", resume="fixed")

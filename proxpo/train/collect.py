@@ -148,6 +148,7 @@ def _sample_round(
         temperature=options.temperature,
         top_p=options.top_p,
         problems=[problems[i] for i in which],
+        histories="full_logp" in collector.recipe.needs(),
         progress=lambda done, total: on_progress("sampling", done, total),
     )
     repeated = [problems[i] for i in which]

@@ -46,30 +46,39 @@ class Played:
     """All turns of some episodes in order, with the success of each episode.
 
     crowded: the next prompt of the episode left no room for a response
-    folds: as `Task.folds`
+    histories: turns have their unfolded prompts
     """
 
     turns: list[Turn]
     success: list[bool]
     crowded: list[bool]
-    folds: bool
+    histories: bool
 
 
 def play_turns(
-    policy: Policy, task: Task, problems: list[Problem], draw: Draw, limits: list[int], context: int
+    policy: Policy,
+    task: Task,
+    problems: list[Problem],
+    draw: Draw,
+    limits: list[int],
+    context: int,
+    *,
+    histories: bool = False,
 ) -> Played:
-    """Plays one episode per problem, all of them turn by turn; `limits` bound their responses."""
+    """Plays one episode per problem, all of them turn by turn; `limits` bound their responses.
+
+    histories: turns of a task that folds keep their unfolded prompts
+    """
     assert task.environment is not None
     environments = [task.environment(problem) for problem in problems]
     crowded, turns = [False] * len(problems), []
     rows, step = list(range(len(problems))), 0
     while rows:
+        met = [(row, environments[row].look()) for row in rows]
+        asked = [(row, situation) for row, situation in met if situation is not None]
+        shown = task.encode_prompts([s.prompt for _, s in asked], policy.tokenizer)
         open_rows, situations, prompts = [], [], []
-        for row in rows:
-            situation = environments[row].look()
-            if situation is None:
-                continue
-            ids = task.encode_prompt(situation.prompt, policy.tokenizer)
+        for (row, situation), ids in zip(asked, shown):
             if len(ids) + limits[row] > context:
                 _check_first(task, problems[row], step, len(ids), limits[row], context)
                 crowded[row] = True
@@ -82,12 +91,14 @@ def play_turns(
             break
         samples = draw(rows, prompts, step)
         lengths, ended = samples.mask.sum(dim=1).tolist(), samples.finished.tolist()
-        columns = zip(samples.tokens.tolist(), samples.logp.tolist(), lengths, ended)
-        for row, situation, prompt, (ids, logp, length, finished) in zip(
-            rows, situations, prompts, columns
-        ):
-            history = _history(policy, task, situation, limits[row], context)
-            text = policy.tokenizer.decode(ids[:length], skip_special_tokens=True)
+        tokens, logps = samples.tokens.tolist(), samples.logp.tolist()
+        kept = [context - limits[row] for row in rows]
+        unfolded = _unfolded(policy, task, situations, kept, wanted=histories)
+        texts = policy.tokenizer.batch_decode(
+            [ids[:length] for ids, length in zip(tokens, lengths)], skip_special_tokens=True
+        )
+        columns = zip(rows, situations, prompts, unfolded, tokens, logps, lengths, ended, texts)
+        for row, situation, prompt, history, ids, logp, length, finished, text in columns:
             effect, seconds = _timed(environments[row], text, cut=not finished)
             turns.append(
                 Turn(
@@ -108,7 +119,7 @@ def play_turns(
         step += 1
     turns.sort(key=lambda turn: (turn.episode, turn.step))
     success = [environment.success for environment in environments]
-    return Played(turns=turns, success=success, crowded=crowded, folds=task.folds)
+    return Played(turns=turns, success=success, crowded=crowded, histories=histories)
 
 
 def _check_first(
@@ -123,14 +134,15 @@ def _check_first(
         )
 
 
-def _history(
-    policy: Policy, task: Task, situation: Situation, limit: int, context: int
-) -> list[int]:
-    if not task.folds:
-        return []
-    prompt = situation.prompt if situation.history is None else situation.history
-    ids = task.encode_prompt(prompt, policy.tokenizer)
-    return ids if len(ids) + limit <= context else []
+def _unfolded(
+    policy: Policy, task: Task, situations: list[Situation], most: list[int], *, wanted: bool
+) -> list[list[int]]:
+    """Ids of the unfolded prompts; empty where more than `most`, and where none are wanted."""
+    if not wanted:
+        return [[] for _ in situations]
+    whole = [s.prompt if s.history is None else s.history for s in situations]
+    rows = task.encode_prompts(whole, policy.tokenizer)
+    return [ids if len(ids) <= limit else [] for ids, limit in zip(rows, most)]
 
 
 def _timed(environment: Environment, text: str, *, cut: bool) -> tuple[Effect, float]:

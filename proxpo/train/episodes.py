@@ -91,11 +91,13 @@ def play(
     temperature: float,
     top_p: float = 1.0,
     problems: list[Problem] | None = None,
+    histories: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Episodes:
     """Plays one episode per prompt; `max_tokens` bounds every turn, for all rows or row by row.
 
     problems: those of the prompts, which an environment starts from
+    histories: turns with folded prompts keep the unfolded ones too
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
 
@@ -119,7 +121,9 @@ def play(
     if task.environment is not None:
         if problems is None:
             raise ProxpoError(f"task {task.name}: its environment starts from problems; pass them")
-        played = play_turns(policy, task, problems, draw, limits, sampler.context)
+        played = play_turns(
+            policy, task, problems, draw, limits, sampler.context, histories=histories
+        )
         return _of_turns(policy, played)
     rows = list(range(len(prompts)))
     first = draw(rows, prompts, 0)
@@ -284,7 +288,7 @@ def turn_fields(episodes: Episodes, path: tuple, device: torch.device) -> dict[s
         "summary": summary[:, None].expand(episodes.real.shape).contiguous(),
         "segment_draw": torch.tensor(draws, dtype=torch.float32),
     }
-    if episodes.played.folds:
+    if episodes.played.histories:
         histories = [turn.history for turn in turns]
         longest = max(map(len, histories))
         blank = torch.tensor([longest - len(history) for history in histories])

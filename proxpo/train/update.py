@@ -187,7 +187,7 @@ class RolloutUpdates:
     def _plan(self) -> UpdatePlan:
         learner, mask = self.job.learner, self.experience.mask
         rows = int(mask.sum()) if learner.by_step else len(mask)
-        fields = learner.recipe.needs()
+        fields = learner.recipe.needs(self.job.clock)
         return UpdatePlan.of(self.recipe, self.job.config, rows=rows, fields=fields)
 
     def _mini_batch(self, number: int, parts: int) -> tuple[Int[Tensor, " row"], int]:

@@ -80,6 +80,26 @@ def test_the_command_prints_every_arm_and_writes_a_page(tmp_path, capsys):
     assert "has done 2 problems already" in capsys.readouterr().err
 
 
+def test_seeds_have_problems_of_their_own(tmp_path, capsys):
+    out = tmp_path / "run"
+    arguments = ["adapt", "latentseek", "--problems", "2", "--out", str(out), "--seeds", "2"]
+    assert main([*arguments, "--set", "fraction=0.6"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 problems, 2 seeds" in shown
+    assert "± is the standard deviation" in shown
+    rows = [read_rows(out / f"seed{k}" / ROWS) for k in range(2)]
+    assert len({row["prompt"] for part in rows for row in part}) == 4
+    right = [[row["arms"]["resample"]["right"] for row in part] for part in rows]
+    shares = [sum(part) / 2 for part in right]
+    accuracy = json.loads((out / "summary.json").read_text())["arms"]["resample"]["accuracy"]
+    assert accuracy["mean"] == pytest.approx(sum(shares) / 2)
+    assert accuracy["sd"] == pytest.approx(abs(shares[0] - shares[1]) / 2**0.5)
+    assert main([*arguments, "--seed", "1"]) == 2
+    assert "leave --seed out" in capsys.readouterr().err
+    assert main([*arguments, "--problems", "300", "--resume"]) == 2
+    assert "500 held-out problems; first=300" in capsys.readouterr().err
+
+
 def test_sign_test():
     assert sign_test(0, 0) == 1.0
     assert sign_test(5, 0) == pytest.approx(2 / 32)

@@ -177,7 +177,9 @@ def test_k1_pulls_nowhere() -> None:
     d = batch.logp - batch.full_logp
     close(policy_gradient(pulling, batch), torch.where(inside, d * expected, 0.0))
     later = Context(clock=Clock(step=7))
-    assert not policy_gradient(made, batch, later).any()  # every 100 steps
+    without = batch.replace(full_logp=None)  # every 100 steps, and not read between them
+    assert not policy_gradient(made, without, later).any()
+    assert made.needs() - made.needs(later.clock) == {"full_logp"}
 
 
 @pytest.mark.checks(SLUG, "a ratio above 10 with A < 0 has no gradient, unlike plain PPO's")

@@ -22,13 +22,18 @@ from proxpo.train.tasks.dialogue import Dialogue
 from proxpo.train.update import update
 
 ARMS = ["rollout.max_tokens=1", "max_prompt=8"]
-DIALOGUE = ["rollout.max_tokens=1", "max_prompt=64", "task.options.length=50"]
+DIALOGUE = [
+    "rollout.max_tokens=1",
+    "max_prompt=64",
+    "task.options.parts=6",
+    "task.options.length=50",
+]
 
 
 class Echo:
     """A game that repeats an action until it is `end`."""
 
-    rules, won = "Rules. ", False
+    rules, system, won = "Rules. ", "", False
 
     def start(self) -> str:
         return "Begin. "

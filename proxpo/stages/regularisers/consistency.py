@@ -8,9 +8,9 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import count, masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio.folded import present
-from proxpo.types import Batch, Context, PerToken
+from proxpo.types import Batch, Clock, Context, PerToken
 
 
 @stage("regularisers", needs=("full_logp",))
@@ -21,13 +21,16 @@ def context_consistency(
 
     d = log π - full_logp; I: tokens with a known full_logp. k1: d, whose gradient 1/|I| lowers
     every log-probability whatever full_logp is; k2: d²/2 and k3: e^{-d} - 1 + d pull towards it.
-    every: steps between those that have this term, from step 0 on.
+    every: steps between those that have this term, from step 0 on; the others need no full_logp.
     """
     if every < 1:
         raise ProxpoError(f"context_consistency: every is at least 1, got {every}")
 
+    def acts(clock: Clock) -> bool:
+        return clock.step % every == 0
+
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
-        if ctx.clock.step % every:
+        if not acts(ctx.clock):
             return torch.zeros_like(batch.logp), {}
         inside = batch.mask & present(batch.full_logp)
         kl = kl_estimate(batch.logp, batch.full_logp.detach(), estimator=estimator)
@@ -37,4 +40,4 @@ def context_consistency(
         mean = masked_mean(kl.detach(), inside, all_sum=ctx.all_sum)
         return factor * kl, {"kl/full": mean}
 
-    return penalty
+    return Parts(apply=penalty, acts=acts)

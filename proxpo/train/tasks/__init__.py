@@ -1,5 +1,5 @@
 """Tasks by name: `arithmetic`, `arms`, `calculator`, `dialogue`, `gsm8k`, `reasoning-gym:<name>`,
-`textarena:<game>`, or your own file.
+`textarena:<game>`, `verifiers:<taskset>`, or your own file.
 
 make_task("arithmetic:hard")
 make_task("gsm8k:FOLDER", verifier="numeric")
@@ -34,6 +34,7 @@ from proxpo.train.tasks.gsm8k import gsm8k
 from proxpo.train.tasks.own import own, reward_spec
 from proxpo.train.tasks.reasoning_gym import reasoning_gym
 from proxpo.train.tasks.textarena import textarena
+from proxpo.train.tasks.verifiers import verifiers
 
 # What follows the colon in a task's name is this option of its factory.
 TASKS: dict[str, tuple[Callable[..., Task], str]] = {
@@ -45,6 +46,7 @@ TASKS: dict[str, tuple[Callable[..., Task], str]] = {
     "gsm8k": (gsm8k, "path"),
     "reasoning-gym": (reasoning_gym, "name"),
     "textarena": (textarena, "name"),
+    "verifiers": (verifiers, "name"),
 }
 GENERATED = (
     "arithmetic",

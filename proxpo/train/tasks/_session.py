@@ -28,9 +28,10 @@ class Move(NamedTuple):
 
 @runtime_checkable
 class Game(Protocol):
-    """A game of text. rules: shown at the head of every prompt."""
+    """A game of text. rules: shown at the head of every prompt; system: before them, as such."""
 
     rules: str
+    system: str
 
     @property
     def won(self) -> bool:
@@ -171,9 +172,10 @@ class Session:
 
     def _written(self, lines: list[Line]) -> str | Messages:
         """The lines as text, or as messages whose roles take turns."""
+        system = self.game.system
         if not self.script.chat:
-            return "".join(line.text for line in lines)
-        messages: Messages = []
+            return system + "".join(line.text for line in lines)
+        messages: Messages = [{"role": "system", "content": system}] if system else []
         for line in filter(lambda line: line.text, lines):
             role = "assistant" if line.own else "user"
             if messages and messages[-1]["role"] == role:

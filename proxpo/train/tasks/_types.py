@@ -143,9 +143,16 @@ class Task:
 
     def encode_prompt(self, prompt: str | Messages, tokenizer: Any) -> list[int]:
         """Token ids of a text or of messages."""
-        if isinstance(prompt, str):
-            return _encode_text(prompt, tokenizer)
-        return self._encode_chat(prompt, tokenizer)
+        return self.encode_prompts([prompt], tokenizer)[0]
+
+    def encode_prompts(self, prompts: Sequence[str | Messages], tokenizer: Any) -> list[list[int]]:
+        """Token ids of each prompt; texts go to the tokenizer in one call, equal ones once."""
+        texts = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
+        ids = dict(zip(texts, _encode_texts(texts, tokenizer)))
+        return [
+            ids[prompt] if isinstance(prompt, str) else self._encode_chat(prompt, tokenizer)
+            for prompt in prompts
+        ]
 
     @cached_property
     def held_out(self) -> frozenset[str]:
@@ -178,10 +185,11 @@ class Task:
         )
 
 
-def _encode_text(text: str, tokenizer: Any) -> list[int]:
+def _encode_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
     """Token ids with the tokenizer's own start token and without its end token."""
-    ids = list(tokenizer.encode(text))
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+    end = tokenizer.eos_token_id
+    rows = tokenizer(texts)["input_ids"] if texts else []
+    return [ids[:-1] if ids and ids[-1] == end else ids for ids in rows]
 
 
 def fit_prompts(task: Task, tokenizer: Any, *, limit: int, drop: bool = False) -> Task:

@@ -22,7 +22,7 @@ OPENING = "?"
 class Arms:
     """The game: `right` is the arm that pays, among 1..count."""
 
-    rules = ""
+    rules = system = ""
 
     def __init__(self, count: int, right: int) -> None:
         self.count, self.right, self.won = count, right, False

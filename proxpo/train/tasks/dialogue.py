@@ -2,7 +2,7 @@
 
     turn 0  prompt 0hbgd7fca...?   summary 7    a part of the dialogue; digits are scattered in it
     turn 1  prompt 7cabfhgde...?   summary 7    the policy's summary stands for all parts before
-    turn 6  prompt 7?              action 7     the answer: the last digit of the dialogue
+    turn 12 prompt 7?              action 7     the answer: the last digit of the dialogue
 
 A part comes once; only the summary, one token, is carried from turn to turn. Each turn that gives
 the last digit so far earns an equal share of 1; the answer decides on success.
@@ -53,7 +53,7 @@ class Dialogue:
 
 
 def dialogue(
-    *, parts: int = 6, length: int = 44, share: float = 0.5, test_size: int = 256, seed: int = 0
+    *, parts: int = 12, length: int = 22, share: float = 0.5, test_size: int = 256, seed: int = 0
 ) -> Task:
     """`parts` x `length` letters, read part by part; the policy keeps one token.
 

@@ -20,6 +20,8 @@ RAW = "-raw"  # a game without the package's own wrapping of observations and ac
 class ArenaGame:
     """A game of textarena with its own stream of random numbers, which other games do not share."""
 
+    system = ""
+
     def __init__(self, game: str, seed: int, config: dict[str, Any]) -> None:
         self._first, self._random = _begun(game, seed, json.dumps(config, sort_keys=True))
         self._env, self.won = copy.deepcopy(self._first), False

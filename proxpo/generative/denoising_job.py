@@ -26,7 +26,7 @@ from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.settings import at_length
 from proxpo.stages.ratio.gaussian import GAUSSIAN
-from proxpo.train.batch import REFERENCE_MEANS
+from proxpo.train.batch import REFERENCE
 from proxpo.train.collect import Collected
 from proxpo.train.config import Config
 from proxpo.train.experience import Experience
@@ -228,7 +228,7 @@ def build_denoising_job(config: Config, recipe: Recipe, dtype: torch.dtype) -> D
         ),
         fields_of=step_fields,
         by_step=by_step(recipe.replace(schedule=None) if buffered else recipe),
-        reference=initial if wanted & {"ref_logp", *REFERENCE_MEANS} else None,
+        reference=initial if wanted & REFERENCE else None,
         critic=critic,
         critic_optimizer=critic_optimizer,
         state=recipe.init_state(),

@@ -78,7 +78,8 @@ def pieces(kind: torch.dtype) -> float:
         results = []
         for module, dtype in ((_pieces_triton, kind), (_pieces, torch.float64)):
             leaves = [x.to(kind).to(dtype).detach().requires_grad_() for x in inputs]
-            out = getattr(module, name)(*leaves, *(x.to(dtype) for x in tables))
+            wide = torch.promote_types(dtype, torch.float32)
+            out = getattr(module, name)(*leaves, *(x.to(wide) for x in tables))
             (out.double() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
             results.append([out, *(x.grad for x in leaves)])
         gaps += [gap(a / b.abs().clamp(min=1), b / b.abs().clamp(min=1)) for a, b in zip(*results)]

@@ -26,7 +26,7 @@ ELSEWHERE = {
     f"prompts={name}.{option}": "tests/train/test_effects.py: prompts are drawn in rounds"
     for name in ("informative", "within_reach")
     for option in ("generation_factor", "max_rounds")
-}
+} | {"ratio=latent.noise": "tests/train/test_thoughts.py: the sampler draws the thoughts"}
 # Settings under which most options of a transform or of a search act.
 RICH = {
     "isopo": {"q": -0.5, "r": -0.5, "norm": "sketch", "sketch": 8, "reg": 0.5, "overlap": 5},

@@ -103,7 +103,7 @@ def decode(
 def run(
     weights: Weights, ids: Int[Tensor, " tok"], positions: Int[Tensor, " place"], attend: Attend
 ) -> Float[Tensor, "tok dim"]:
-    """Hidden states, ready for the head; a single position stands for that of all tokens."""
+    """Hidden states, ready for the head; positions are repeated where there are more tokens."""
     x = embedding(ids, weights.embed).to(weights.norm.dtype)
     turn = weights.cos[positions], weights.sin[positions]
     for number, layer in enumerate(weights.layers):
@@ -141,6 +141,18 @@ def attention(
         q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias.repeat(1, 1, groups, 1)
     )
     return o.unflatten(2, (groups, length)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+
+
+def attention_before(
+    q: Float[Tensor, "row tok heads width"],
+    k: Float[Tensor, "row tok kv width"],
+    v: Float[Tensor, "row tok kv width"],
+) -> Float[Tensor, "row*tok out"]:
+    """Attention to all positions before. Padding stands behind a row, where nobody looks."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def places(pad: Int[Tensor, " row"], length: int) -> Int[Tensor, "row tok"]:

@@ -29,6 +29,8 @@ from proxpo.logp._token import scored_logp
 from proxpo.logp.head import HeadCall
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.sampler._lean import attention_before
+from proxpo.sampler._lean import run as run_model
 from proxpo.sampler._weights import read
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
@@ -197,6 +199,28 @@ def prompts_once(
     )
 
 
+def rows_alone(
+    policy: Policy,
+    ids: Int[Tensor, "seq pos"],
+    start: Int[Tensor, " seq"],
+    *,
+    tokens: int,
+    wanted: Scored,
+) -> list[Float[Tensor, "seq tok"]]:
+    """Log-probabilities of the responses, from a run of whole sequences in few large products."""
+    count, length = ids.shape
+    weights = read(policy.model, policy.dtype, length)
+
+    def attend(_: int, *qkv: Tensor) -> Tensor:
+        return attention_before(*(x.unflatten(0, (count, length)) for x in qkv))
+
+    states = run_model(weights, ids.flatten(), torch.arange(length, device=ids.device), attend)
+    at = response_places(ids, start, tokens)
+    states = states.index_select(0, at.flatten() - 1).unflatten(0, at.shape)
+    call = HeadCall(weights.head, None, at.shape, None)
+    return _scored(states.to(weights.head.dtype), ids.take(at), call, wanted)
+
+
 def whole_rows(
     policy: Policy,
     ids: Int[Tensor, "seq pos"],
@@ -209,13 +233,21 @@ def whole_rows(
     count, length = ids.shape
     with policy.autocast():
         states = states_of_rows(policy.model, ids, policy.dtype)
-        first = torch.arange(count, device=ids.device) * length + start
-        at = first[:, None] + torch.arange(tokens, device=ids.device)  # of the response tokens
+        at = response_places(ids, start, tokens)
         before = at.flatten() - 1
         head = policy.model.get_output_embeddings()
         call = HeadCall(head.weight, head.bias, torch.Size([count * length]), before)
         states = states.index_select(0, before).unflatten(0, at.shape)
         return _scored(states, ids.take(at), call, wanted)
+
+
+def response_places(
+    ids: Int[Tensor, "seq pos"], start: Int[Tensor, " seq"], tokens: int
+) -> Int[Tensor, "seq tok"]:
+    """Places of the response tokens, counted over all rows."""
+    rows, length = ids.shape
+    first = torch.arange(rows, device=ids.device) * length + start
+    return first[:, None] + torch.arange(tokens, device=ids.device)
 
 
 def _scored(
@@ -420,7 +452,8 @@ class PolicyGraphs:
         self, shape: RowShape, wanted: Scored, buffers: PaddedRows | None = None
     ) -> PolicyPass:
         """A pass over whole sequences, under a transform if there are buffers for it."""
-        compute = partial(whole_rows, self.policy, tokens=shape.tokens, wanted=wanted)
+        compute = rows_alone if buffers is None else whole_rows
+        compute = partial(compute, self.policy, tokens=shape.tokens, wanted=wanted)
         size, device = (shape.rows, shape.prompt + shape.tokens), self.policy.device
         start = torch.ones(shape.rows, dtype=torch.long, device=device)
         ids = torch.zeros(size, dtype=torch.long, device=device)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm
 
 from proxpo.gradients._engine.transform import position_vector
 from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.sampler._lean import attention_before
 from proxpo.sampler._pieces import gated, turned
 
 
@@ -21,7 +22,7 @@ def states_of_rows(
 ) -> Float[Tensor, "seq*pos dim"]:
     """Hidden states, ready for the head, of rows that begin in the first column.
 
-    dtype: of the attention. Modules see all positions in their first axis.
+    dtype: of products and attention. Modules see all positions in their first axis.
     """
     body: Any = model.model
     eps = body.config.rms_norm_eps
@@ -31,10 +32,11 @@ def states_of_rows(
     left, right = sin[0].chunk(2, dim=-1)
     turn = cos[0], torch.cat([-left, right], dim=-1)
     for layer in body.layers:
-        qkv = _qkv(layer.self_attn, _normed(layer.input_layernorm, x, eps), turn, eps)
+        h = _normed(layer.input_layernorm, x, eps).to(dtype)  # once for the modules that read it
+        qkv = _qkv(layer.self_attn, h, turn, eps)
         q, k, v = (part.to(dtype).unflatten(0, (rows, length)) for part in qkv)
-        x = x + layer.self_attn.o_proj(_attention(q, k, v))
-        h = _normed(layer.post_attention_layernorm, x, eps)
+        x = x + layer.self_attn.o_proj(attention_before(q, k, v))
+        h = _normed(layer.post_attention_layernorm, x, eps).to(dtype)
         x = x + layer.mlp.down_proj(gated(layer.mlp.gate_proj(h), layer.mlp.up_proj(h)))
     return _normed(body.norm, x, eps)
 
@@ -48,18 +50,6 @@ def _qkv(
     if hasattr(layer, "q_norm"):
         q, k = _normed(layer.q_norm, q, eps), _normed(layer.k_norm, k, eps)
     return turned(q, *turn), turned(k, *turn), v
-
-
-def _attention(
-    q: Float[Tensor, "row pos heads width"],
-    k: Float[Tensor, "row pos kv width"],
-    v: Float[Tensor, "row pos kv width"],
-) -> Float[Tensor, "row*pos out"]:
-    """Attention to the positions before. Padding stands behind a row, where nobody looks."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _normed(norm: Any, x: Float[Tensor, "pos *heads wide"], eps: float) -> Tensor:

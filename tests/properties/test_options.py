@@ -47,6 +47,7 @@ OPTIONS = [
     for name, factory in factories.items()
     if factory.__module__.startswith("proxpo.")
     for option in inspect.signature(factory).parameters
+    if f"{kind}={name}.{option}" not in ELSEWHERE
 ]
 
 
@@ -134,8 +135,7 @@ def has_effect(kind: str, name: str, option: str) -> bool:
     ("kind", "name", "option"), OPTIONS, ids=[".".join(one) for one in OPTIONS]
 )
 def test_every_option_of_every_stage_has_an_effect(kind: str, name: str, option: str) -> None:
-    listed = f"{kind}={name}.{option}" in ELSEWHERE
-    assert has_effect(kind, name, option) != listed
+    assert has_effect(kind, name, option)
 
 
 @pytest.mark.parametrize("slug", methods("language"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import engines_trl
 import gpu_step
 import kernels
 import record
@@ -37,3 +38,19 @@ def test_an_update_of_a_shape_runs() -> None:
     with gpu_step.whole_sequences():
         metrics = update_peak.work_of("reinforce", args, "cpu")()
     assert metrics == pytest.approx(update_peak.work_of("reinforce", args, "cpu")(), rel=1e-5)
+
+
+def test_methods_run_beside_trl_and_are_not_repeated(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "trl.json"
+    command = ["--toy", "--steps", "2", "--warm-up", "1", "--json", str(path)]
+    command += ["--arms", "trl", "isopo", "--variants", "lora", "checkpointing"]
+    engines_trl.main(command)
+    monkeypatch.delattr(engines_trl, "run")
+    engines_trl.main(command)
+    entries = json.loads(path.read_text())["entries"]
+    assert len(entries) == 4
+    for name, entry in entries.items():
+        assert [row["step"] for row in entry["steps"]] == [1, 2]
+        assert all(0 <= row["reward"] <= 1 for row in entry["steps"])
+        assert entry["relative"] == 1 or name.startswith("arithmetic/isopo/")
+        assert not entry["corrected"]  # no vLLM, no gap

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -33,7 +32,6 @@ from proxpo.train.tasks import Problem, make_task
 
 TRL = "trl"  # in place of a recipe: TRL's own GRPO
 GAP = "sampling/sampling_logp_difference"
-LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +119,19 @@ def make_trainer(
         "args": config,
         "train_dataset": Dataset.from_list(rows),
         "processing_class": policy.tokenizer,
-        "peft_config": LoraConfig(**LORA) if options.lora else None,
+        "peft_config": lora_config() if options.lora else None,
     }
     if options.recipe == TRL:
         return GRPOTrainer(**common)
     corrected = {"weights+": "tis"} if options.vllm else None
     return ProxpoTrainer(**common, recipe=options.recipe, recipe_options=corrected)
+
+
+def lora_config() -> Any:
+    """LoRA on every linear layer."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def run(options: Options, on_row: Callable[[dict[str, float]], None]) -> dict[str, Any]:

@@ -127,6 +127,7 @@ class VllmSampler:
             self._llm.reset_prefix_cache()  # what it holds was computed with the old weights
 
     def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._memory
 
     def _wake(self, *parts: str) -> None:

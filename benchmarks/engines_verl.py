@@ -15,6 +15,7 @@ ones. With `--logs FOLDER` the whole output of each arm is kept there.
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -54,6 +55,7 @@ SETTINGS = [
     "trainer.save_freq=-1",
     "trainer.resume_mode=disable",
     "trainer.logger=[console,file]",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "+ray_kwargs.ray_init.include_dashboard=False",
 ]
 METRICS = {
@@ -114,8 +116,9 @@ def steps_of(path: Path) -> list[dict[str, float]]:
 
 def tail(text: str, lines: int = 40) -> list[str]:
     """The last lines that name an error, and the last lines of all."""
-    every = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]
-    errors = [line for line in every if "Error" in line or "error:" in line][-10:]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    every = [line.rstrip()[:300] for line in plain.splitlines() if line.strip()]
+    errors = [line for line in every if re.search(r"\w(Error|Exception): ", line)][-10:]
     return [*errors, "...", *every[-lines:]] if errors else every[-lines:]
 
 

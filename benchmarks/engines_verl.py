@@ -36,6 +36,7 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "roll
 SETTINGS = [
     "data.train_batch_size=16",
     "data.max_response_length=256",
+    "data.dataloader_num_workers=1",
     f"{ACTOR}.ppo_mini_batch_size=16",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=32",
     f"{ACTOR}.ppo_epochs=1",

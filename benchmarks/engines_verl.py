@@ -119,7 +119,7 @@ def tail(text: str, lines: int = 40) -> list[str]:
     """The last lines that name an error, and the last lines of all."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     every = [line.rstrip()[:300] for line in plain.splitlines() if line.strip()]
-    errors = [line for line in every if re.search(r"\w(Error|Exception): ", line)][-10:]
+    errors = [line for line in every if re.search(r"\b\w*(Error|Exception): ", line)][-10:]
     return [*errors, "...", *every[-lines:]] if errors else every[-lines:]
 
 

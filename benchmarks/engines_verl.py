@@ -134,6 +134,7 @@ def run_arm(
             env={**os.environ, **env, "VERL_FILE_LOGGER_PATH": str(metrics)},
             stdout=output,
             stderr=subprocess.STDOUT,
+            cwd=metrics.parent,  # where Hydra writes its folder
             start_new_session=True,
         )
         try:
@@ -209,7 +210,7 @@ def main(argv: list[str] | None = None) -> Record:
                 continue
             print(name, flush=True)
             entry = run_arm(
-                [str(args.scripts / f"{arm}.sh"), *SETTINGS, *args.sets],
+                [str(args.scripts.resolve() / f"{arm}.sh"), *SETTINGS, *args.sets],
                 {
                     "PYTHON": sys.executable,
                     "MODEL": model_folder(args.model),
@@ -229,7 +230,7 @@ def main(argv: list[str] | None = None) -> Record:
 def model_folder(name: str) -> str:
     """The folder of a model's files."""
     if Path(name).is_dir():
-        return name
+        return str(Path(name).resolve())
     from proxpo.models import load_policy
 
     return load_policy(name).model.name_or_path

@@ -15,6 +15,7 @@ import engines_verl
 import gpu_step
 import kernels
 import record
+import trl_vllm
 import update_peak
 
 
@@ -46,17 +47,38 @@ def test_an_update_of_a_shape_runs() -> None:
 def test_methods_run_beside_trl_and_are_not_repeated(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "trl.json"
     command = ["--toy", "--steps", "2", "--warm-up", "1", "--json", str(path)]
-    command += ["--arms", "trl", "isopo", "--variants", "lora", "checkpointing"]
+    command += ["--arms", "trl", "isopo", "--variants", "lora"]
     engines_trl.main(command)
     monkeypatch.delattr(engines_trl, "run")
     engines_trl.main(command)
     entries = json.loads(path.read_text())["entries"]
-    assert len(entries) == 4
+    assert len(entries) == 2
     for name, entry in entries.items():
         assert [row["step"] for row in entry["steps"]] == [1, 2]
         assert all(0 <= row["reward"] <= 1 for row in entry["steps"])
         assert entry["relative"] == 1 or name.startswith("arithmetic/isopo/")
         assert not entry["corrected"]  # no vLLM, no gap
+
+
+def test_the_example_of_trl_and_vllm_runs_on_a_cpu(tmp_path: Path, capsys) -> None:
+    toy = [
+        "--no-vllm",
+        "--model",
+        "tiny",
+        "--task",
+        "arithmetic",
+        "--prompts",
+        "2",
+        "--tokens",
+        "5",
+    ]
+    path = tmp_path / "run.json"
+    trl_vllm.main(
+        [*toy, "--recipe", "kpo", "--steps", "1", "--gradient-checkpointing", "--json", str(path)]
+    )
+    saved = json.loads(path.read_text())
+    assert saved["options"]["recipe"] == "kpo"
+    assert capsys.readouterr().out.startswith(f"step   1  reward {saved['steps'][0]['reward']:.3f}")
 
 
 LOGGED = """#!{python}

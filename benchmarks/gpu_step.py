@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_step.py --gsm8k FOLDER --json step.json     SmolLM2-135M on a GPU
     python benchmarks/gpu_step.py --cases arithmetic --arms reinforce "reinforce train.graphs=off"
+    python benchmarks/gpu_step.py --cases gsm8k --arms "grpo rollout.backend=vllm" grpo
     python benchmarks/gpu_step.py --cases toy --arms grpo isopo trl   the model in the box, CPU
 
     arithmetic   preset smollm2-arithmetic: 64 x 8 responses of at most 12 tokens, two updates
@@ -102,8 +103,10 @@ def ours(config: Config, on_step: Callable[[Row], bool]) -> list[str]:
         nonlocal mark
         now = synchronised()
         seconds, mark = now - mark, now
-        phases = {name: float(metrics[f"proxpo/time/{name}"]) for name in ("rollout", "update")}
-        if on_step({"step": seconds, **phases}):
+        names = {name: f"proxpo/time/{name}" for name in ("rollout", "update", "sync")}
+        names["gap"] = "proxpo/sampler_gap"  # of vLLM alone
+        row = {name: float(metrics[key]) for name, key in names.items() if key in metrics}
+        if on_step({"step": seconds, **row}):
             raise Enough
 
     observer = Observer(on_progress=progress, on_step=step, on_notice=notices.append)

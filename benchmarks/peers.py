@@ -1,19 +1,23 @@
 """Steps of TRL's GRPOTrainer on the model, problems and reward of a task of proxpo."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from record import synchronised
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from proxpo.models import Policy
-from proxpo.rewards import RewardItem, RewardPool
+from proxpo.rewards import RewardPool
 from proxpo.train.tasks import Problem, Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from trl_vllm import Options, make_trainer
 
 
 class _Clock(TrainerCallback):
@@ -61,55 +65,26 @@ def train_trl(
     """Trains GRPO on the problems in their order, `prompts` a rollout.
 
     on_step is called after the last update of each rollout with {"step", "rollout", "update"} in
-    seconds, and ends the training by returning something true. One pass over all rows of a rollout
-    is an update; weights are float32 and, on a GPU, the arithmetic bfloat16, as in proxpo's
-    trainer; no reference model. vllm: the rollouts are vLLM's, in this process.
+    seconds, and ends the training by returning something true. vllm: the rollouts are vLLM's, in
+    this process. See `make_trainer`.
     """
-    data = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(problems)])
-    gpu = policy.device.type == "cuda"
+    if vllm:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    options = Options(
+        recipe="trl",
+        steps=len(problems) // prompts,
+        prompts=prompts,
+        samples=samples,
+        tokens=tokens,
+        updates=updates,
+        lr=lr,
+        seed=seed,
+        vllm=vllm,
+    )
     with RewardPool(task.reward) as pool, tempfile.TemporaryDirectory() as out:
-
-        def reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
-            texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-            items = [
-                RewardItem(prompt=p.prompt, completion=text, answer=p.answer, extra=p.extra)
-                for text, p in zip(texts, (problems[i] for i in number))
-            ]
-            return [outcome.reward for outcome in pool.score(items)]
-
-        colocated: dict[str, Any] = {}
-        if vllm:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-            colocated = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 2048}
-        config = GRPOConfig(
-            output_dir=out,
-            per_device_train_batch_size=prompts * samples,
-            num_generations=samples,
-            max_completion_length=tokens,
-            num_iterations=updates,
-            steps_per_generation=1,
-            max_steps=updates * (len(problems) // prompts),
-            shuffle_dataset=False,
-            learning_rate=lr,
-            beta=0.0,
-            gradient_checkpointing=False,
-            use_cpu=not gpu,
-            bf16=gpu,
-            report_to=[],
-            logging_strategy="no",
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=seed,
-            **colocated,
-        )
-        trainer = GRPOTrainer(
-            model=policy.model.train(),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=data,
-            processing_class=policy.tokenizer,
-        )
-        if gpu:
+        silent = {"output_dir": out, "logging_strategy": "no"}
+        trainer = make_trainer(policy, problems, pool, options, **silent)
+        if policy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         trainer.add_callback(_Clock(trainer, updates, on_step))
         trainer.train()

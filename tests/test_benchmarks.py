@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from proxpo.models import TINY
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import engines_trl
+import engines_verl
 import gpu_step
 import kernels
 import record
+import trl_vllm
 import update_peak
 
 
@@ -37,3 +42,78 @@ def test_an_update_of_a_shape_runs() -> None:
     with gpu_step.whole_sequences():
         metrics = update_peak.work_of("reinforce", args, "cpu")()
     assert metrics == pytest.approx(update_peak.work_of("reinforce", args, "cpu")(), rel=1e-5)
+
+
+def test_methods_run_beside_trl_and_are_not_repeated(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "trl.json"
+    command = ["--toy", "--steps", "2", "--warm-up", "1", "--json", str(path)]
+    command += ["--arms", "trl", "isopo", "--variants", "lora"]
+    engines_trl.main(command)
+    monkeypatch.delattr(engines_trl, "run")
+    engines_trl.main(command)
+    entries = json.loads(path.read_text())["entries"]
+    assert len(entries) == 2
+    for name, entry in entries.items():
+        assert [row["step"] for row in entry["steps"]] == [1, 2]
+        assert all(0 <= row["reward"] <= 1 for row in entry["steps"])
+        assert entry["relative"] == 1 or name.startswith("arithmetic/isopo/")
+        assert not entry["corrected"]  # no vLLM, no gap
+
+
+def test_the_example_of_trl_and_vllm_runs_on_a_cpu(tmp_path: Path, capsys) -> None:
+    toy = [
+        "--no-vllm",
+        "--model",
+        "tiny",
+        "--task",
+        "arithmetic",
+        "--prompts",
+        "2",
+        "--tokens",
+        "5",
+    ]
+    path = tmp_path / "run.json"
+    trl_vllm.main(
+        [*toy, "--recipe", "kpo", "--steps", "1", "--gradient-checkpointing", "--json", str(path)]
+    )
+    saved = json.loads(path.read_text())
+    assert saved["options"]["recipe"] == "kpo"
+    assert capsys.readouterr().out.startswith(f"step   1  reward {saved['steps'][0]['reward']:.3f}")
+
+
+LOGGED = """#!{python}
+import json, os
+with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
+    for n in (1, 2, 3):
+        data = {{"critic/score/mean": n / 10, "timing_s/step": n, "actor/lr": 1}}
+        file.write(json.dumps({{"step": n, "data": data}}) + "\\n")
+assert os.path.exists(os.environ["DATA"] + "/train.parquet")
+"""
+SCRIPTS = {
+    "vanilla": LOGGED.format(python=sys.executable),
+    "p3o": "#!/bin/sh\necho begin; echo 'RuntimeError: no GPU'; echo end; exit 3\n",
+    "kpo": "#!/bin/sh\nexec sleep 60\n",
+}
+
+
+def test_verl_s_metrics_and_errors_are_collected(tmp_path: Path) -> None:
+    for name, text in SCRIPTS.items():
+        script = tmp_path / f"{name}.sh"
+        script.write_text(text)
+        script.chmod(0o755)
+    path = tmp_path / "verl.json"
+    command = ["--scripts", str(tmp_path), "--model", str(TINY), "--json", str(path)]
+    engines_verl.main([*command, "--arms", "vanilla", "p3o", "kpo", "--limit", "2"])
+    entries = json.loads(path.read_text())["entries"]
+    own, failed, late = (entries[f"arithmetic-chat/{arm}"] for arm in ("vanilla", "p3o", "kpo"))
+    assert own["steps"][2] == {"step": 3, "reward": 0.3, "seconds": 3.0}
+    assert (own["status"], own["median_s"], own["relative"]) == (0, 3.0, 1.0)
+    assert failed["status"] == 3
+    assert failed["error"] == [
+        "RuntimeError: no GPU",
+        "...",
+        "begin",
+        "RuntimeError: no GPU",
+        "end",
+    ]
+    assert late["status"] == "ended after 2 s"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the GSM8K runs with Qwen3-0.6B share; isopo.sh and p3o.sh add the method.
+# What the GSM8K runs with Qwen3-0.6B share; isopo.sh, p3o.sh, kpo.sh and vanilla.sh add the method.
 #
 #   python examples/verl/gsm8k_data.py data/gsm8k      once: the problems in verl's form
 #   GPUS=1 examples/verl/isopo.sh                      one node
@@ -28,6 +28,7 @@ exec "$PYTHON" -m verl.trainer.main_ppo \
   actor_rollout_ref.actor.ppo_mini_batch_size=64 \
   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
   actor_rollout_ref.rollout.name=vllm \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.rollout.temperature=1.0 \
   actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \

@@ -1,5 +1,10 @@
-"""GSM8K in verl's form: python examples/verl/gsm8k_data.py FOLDER -> train.parquet, test.parquet"""
+"""GSM8K in verl's form, train.parquet and test.parquet in FOLDER.
 
+python examples/verl/gsm8k_data.py FOLDER            from the hub
+python examples/verl/gsm8k_data.py FOLDER SOURCE     from SOURCE/train.jsonl and test.jsonl
+"""
+
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,21 +24,30 @@ def row(problem: dict[str, str], number: int, split: str) -> dict[str, Any]:
     }
 
 
-def main(folder: str) -> None:
+def problems(split: str, source: str | None) -> list[dict[str, str]]:
+    """Questions and answers of a split, from a folder of JSON lines or from the hub."""
+    if source is not None:
+        return [json.loads(line) for line in (Path(source) / f"{split}.jsonl").open()]
     from datasets import load_dataset
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    return list(load_dataset("openai/gsm8k", "main", split=split))
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Writes rows as a parquet file."""
+    from datasets import Dataset
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows).to_parquet(path)
+
+
+def main(folder: str, source: str | None = None) -> None:
     for split in ("train", "test"):
-        problems = load_dataset("openai/gsm8k", "main", split=split)
-        rows = problems.map(
-            lambda problem, number, split=split: row(problem, number, split),
-            with_indices=True,
-            remove_columns=problems.column_names,
-        )
-        rows.to_parquet(f"{folder}/{split}.parquet")
+        rows = [row(problem, i, split) for i, problem in enumerate(problems(split, source))]
+        write(rows, Path(folder) / f"{split}.parquet")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
-    main(sys.argv[1])
+    main(*sys.argv[1:])

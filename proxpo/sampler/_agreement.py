@@ -6,6 +6,7 @@ import torch
 
 from proxpo.logp import model_logp, thoughts_fed
 from proxpo.models import Policy
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.sampler._types import Sampler, inputs
 
 
@@ -17,7 +18,6 @@ class Agreement(NamedTuple):
     tokens: int
 
 
-@torch.no_grad()
 def agreement(
     policy: Policy,
     sampler: Sampler,
@@ -32,14 +32,30 @@ def agreement(
     samples = sampler.sample(prompts, seeds=seeds, max_tokens=max_tokens, temperature=temperature)
     sequences = inputs(samples, policy.pad_id)
     thoughts = samples.thoughts and samples.thoughts.value
-    tokens = samples.mask.shape[1]
-    with policy.autocast(), thoughts_fed(policy.model, thoughts, tokens=tokens):
-        logp = model_logp(
+    with thoughts_fed(policy.model, thoughts, tokens=samples.mask.shape[1]):
+        return logp_gap(
+            policy, *sequences, mask=samples.mask, logp=samples.logp, temperature=temperature
+        )
+
+
+@torch.no_grad()
+def logp_gap(
+    policy: Policy,
+    input_ids: Int[Tensor, "seq pos"],
+    attention_mask: Bool[Tensor, "seq pos"],
+    *,
+    mask: Bool[Tensor, "seq tok"],
+    logp: Float[Tensor, "seq tok"],
+    temperature: float = 1.0,
+) -> Agreement:
+    """Compares a sampler's log-probabilities of tokens with those of the trainer's forward pass."""
+    with policy.autocast():
+        own = model_logp(
             policy.model,
-            sequences.input_ids,
-            samples.mask,
-            attention_mask=sequences.attention_mask,
+            input_ids,
+            mask,
+            attention_mask=attention_mask,
             temperature=temperature or 1.0,
         )
-    gap = (logp - samples.logp).abs()[samples.mask]
+    gap = (own - logp).abs()[mask]
     return Agreement(float(gap.max()), float(gap.mean()), len(gap))

@@ -123,8 +123,11 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    backend: Literal["local", "vllm"] = setting(
-        "local", "what samples: local or vllm", resume="now"
+    backend: Literal["local", "vllm", "auto"] = setting(
+        "local",
+        "what samples: local, vllm, or auto, the faster for this model: local where its own "
+        "decoder runs it, else vllm where it is installed",
+        resume="now",
     )
     options: dict = setting({}, "options of the backend", resume="now")
     prompts_per_step: int = setting(64, "prompts a step", resume="next", low=1, high=ROWS)

@@ -12,6 +12,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.status import write_failure
+from proxpo.sampler import SHARE
 from proxpo.train.config import Config, explain
 
 _NO_MEMORY = re.compile(
@@ -19,10 +20,10 @@ _NO_MEMORY = re.compile(
 )
 # Settings that help against a lack of memory by phase, the most effective and least costly first.
 _HELP = {
-    "loading": ("lora", "dtype"),
+    "loading": ("memory", "lora", "dtype"),
     "rollout": ("max_rows", "max_tokens", "dtype", "lora"),
-    "update": ("micro_batch", "gradient_checkpointing", "max_tokens", "dtype", "lora"),
-    "evaluate": ("micro_batch", "max_rows", "max_tokens", "dtype", "lora"),
+    "update": ("micro_batch", "gradient_checkpointing", "memory", "max_tokens", "dtype", "lora"),
+    "evaluate": ("micro_batch", "max_rows", "memory", "max_tokens", "dtype", "lora"),
 }
 _PATHS = {"lora": "model.lora", "max_tokens": "rollout.max_tokens", "dtype": "model.dtype"}
 
@@ -114,9 +115,11 @@ def _knob(name: str, config: Config) -> str | None:
             None if train.micro_batch in (1, "auto") else f"a lower train.micro_batch (now {now})"
         )
     if name == "max_rows":
-        default = {"local": 512, "vllm": 256}[rollout.backend]
-        now = rollout.options.get("max_rows", default)
-        return f"a lower rollout.options.max_rows (now {now})"
+        return f"a lower rollout.options.max_rows (now {rollout.options.get('max_rows', 512)})"
+    if name == "memory":
+        now = rollout.options.get("memory", SHARE)
+        text = f"rollout.options.sleep=true, or a lower rollout.options.memory (now {now})"
+        return text if rollout.backend == "vllm" and not rollout.options.get("sleep") else None
     if name == "gradient_checkpointing":
         text = "model.gradient_checkpointing=true (now false)"
         return None if model.gradient_checkpointing else text

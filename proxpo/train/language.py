@@ -15,13 +15,21 @@ from proxpo.models import Policy, load_policy, save_policy
 from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.rewards import RewardPool
-from proxpo.sampler import Sampler, agreement, make_sampler
+from proxpo.sampler import (
+    Backend,
+    Sampler,
+    agreement,
+    fastest_backend,
+    logp_gap,
+    make_sampler,
+)
 from proxpo.settings import at_length
 from proxpo.stages.ratio.latent import thought_noise
 from proxpo.train.collect import Collected, Collector, SamplingOptions, Source, collect
 from proxpo.train.config import Config
 from proxpo.train.cuts import TokenBudget, fitted_tokens
 from proxpo.train.evaluate import Examination, evaluate
+from proxpo.train.experience import Experience
 from proxpo.train.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
@@ -32,6 +40,7 @@ from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.types import Recipe
 
 MOVED = "proxpo/budget/moved"
+_COMPARED = 16  # responses of a rollout whose log-probabilities are compared
 
 
 @dataclass(kw_only=True)
@@ -65,6 +74,9 @@ class LanguageJob(RolloutJob):
         """Reports the splits; refuses a sampler that runs another model than the trainer."""
         for line in splits(self):
             observer.on_notice(line)
+        if self.config.rollout.backend == "auto":
+            backend = sampling_backend(self.config, self.policy)
+            observer.on_notice(f"rollout.backend=auto takes {backend.name}: {backend.reason}")
         prompts = [self.task.encode(p, self.policy.tokenizer) for p in self.exam.problems[:16]]
         tokens = min(self.config.rollout.max_tokens, 64)
         gap = agreement(self.policy, self.sampler, prompts, max_tokens=tokens)
@@ -112,6 +124,27 @@ class LanguageJob(RolloutJob):
         except BaseException:
             self.source.cursor = cursor
             raise
+
+    def update(self, rollout: Experience) -> dict[str, float]:
+        gap = self._sampler_gap(rollout)
+        return super().update(rollout) | gap
+
+    def _sampler_gap(self, rollout: Experience) -> dict[str, float]:
+        """Mean |Δ log π| between vLLM and the trainer, before the update on a fresh rollout."""
+        if sampling_backend(self.config, self.policy).name != "vllm":
+            return {}
+        if bool((rollout.version != self.learner.version).any()):
+            return {}
+        rows = rollout.rows(torch.arange(min(_COMPARED, len(rollout.mask))))
+        gap = logp_gap(
+            self.policy,
+            rows.input_ids,
+            rows.attention_mask,
+            mask=rows.token_mask,
+            logp=rows.rollout_logp,
+            temperature=self.config.rollout.temperature,
+        )
+        return {"proxpo/sampler_gap": gap.mean}
 
     def sync(self) -> None:
         self.sampler.sync()
@@ -285,12 +318,20 @@ def _check_blocks(config: Config) -> None:
                 raise ProxpoError(f"{path} takes no '{option}': it is the setting {names[option]}")
 
 
+def sampling_backend(config: Config, policy: Policy) -> Backend:
+    """The sampler that a run takes."""
+    rollout = config.rollout
+    if rollout.backend != "auto":
+        return Backend(rollout.backend, "rollout.backend")
+    return fastest_backend(policy, thoughts=rollout.thoughts, top_p=rollout.top_p)
+
+
 def _sampler(config: Config, policy: Policy, recipe: Recipe) -> Sampler:
     rollout = config.rollout
     options = dict(rollout.options)
     if rollout.thoughts:
         options |= {"thoughts": rollout.thoughts, "thought_noise": thought_noise(recipe)}
-    return make_sampler(rollout.backend, policy, **options)
+    return make_sampler(sampling_backend(config, policy).name, policy, **options)
 
 
 def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) -> Learner:
@@ -367,4 +408,4 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-__all__ = ["LanguageJob", "build_language_job", "fitted", "splits"]
+__all__ = ["LanguageJob", "build_language_job", "fitted", "sampling_backend", "splits"]

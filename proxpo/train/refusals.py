@@ -133,8 +133,8 @@ def check_fields(recipe: Recipe, task: Task, *, thoughts: int = 0) -> None:
 def check_thoughts(config: Config, recipe: Recipe, task: Task) -> None:
     """Refuses what latent thoughts cannot be combined with."""
     reason = ""
-    if config.rollout.backend != "local":
-        reason = f"rollout.backend={config.rollout.backend} feeds tokens alone; take local"
+    if config.rollout.backend == "vllm":
+        reason = "rollout.backend=vllm feeds tokens alone; take local"
     elif recipe.gradient is not None:
         reason = (
             f"gradient={recipe.gradient.name} knows no inputs but tokens; set gradient=none, or "

@@ -24,6 +24,7 @@ from proxpo.report.metrics import SCORE, pick_variant
 from proxpo.report.read_runs import read_run
 from proxpo.runs.checkpoint import load_latest
 from proxpo.runs.folder import hold_folder
+from proxpo.sampler._vllm import _explained
 from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
@@ -323,6 +324,34 @@ def test_knobs_that_are_at_their_end_are_not_offered():
         "a lower rollout.max_tokens (now 8), model.dtype=auto (now float64), "
         "model.lora.r=16 (now no adapter)"
     )
+
+
+def test_vllm_s_share_of_the_memory_is_offered():
+    from proxpo.train.faults import Progress, out_of_memory
+
+    at = Progress(phase="update", step=6)
+    vllm = ["rollout.backend=vllm", "micro_batch=1"]
+    knob = "rollout.options.sleep=true, or a lower rollout.options.memory (now 0.3)"
+    assert knob in out_of_memory(MemoryError(), load_config(None, vllm), at)
+    asleep = load_config(None, [*vllm, "rollout.options.sleep=true"])
+    assert "rollout.options.memory" not in out_of_memory(MemoryError(), asleep, at)
+
+
+def test_a_sampler_that_dies_leaves_a_run_to_resume(straight, tmp_path):
+    out = tmp_path / "run"
+
+    def die() -> None:
+        with _explained("sample"):
+            raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
+
+    with pytest.raises(ProxpoError) as caught:
+        train(config_of(out, "steps=4"), observer=at_phase("sampling", die, step=2))
+    assert str(caught.value) == (
+        "rollout 'vllm': vLLM could not sample: RuntimeError: CUDA error: an illegal memory access "
+        "was encountered; checkpoints up to step 2 are intact, --resume continues from there"
+    )
+    train(config_of(out, "steps=4"), resume=True)
+    assert same_run(out, straight, 4)
 
 
 # Numbers -------------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ from transformers import (
 
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
-from proxpo.sampler import LocalSampler, agreement, inputs, make_sampler
+from proxpo.sampler import LocalSampler, agreement, fastest_backend, inputs, make_sampler
 from proxpo.sampler import _draw as drawing
 from proxpo.sampler._draw import draw, uniforms
+from proxpo.sampler._vllm import Sleep
 
 VOCAB = 40
 SHAPE = {
@@ -374,3 +375,48 @@ def test_vllm_samples_the_policy_and_follows_its_weights(tmp_path):
     assert found["greedy_is_that_of_local"]
     assert found["same_seeds_same_tokens"]
     assert "top_p is 0.9" in found["top_p"]
+    assert found["dead"].startswith("rollout 'vllm': vLLM could not sample: RuntimeError: CUDA err")
+    assert "\n" not in found["dead"]
+    assert len(found["logged"]) == 5
+    assert max(found["logged"]) < 1e-4
+
+
+class Engine:
+    """Notes what vLLM would be asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def sleep(self, level: int) -> None:
+        self.asked.append(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.asked.append(tags)
+
+
+def test_only_what_sleeps_is_woken():
+    engine = Engine()
+    memory = Sleep(engine)
+    memory.wake("weights", "kv_cache")
+    memory.sleep()
+    memory.wake("weights")  # to take over the new ones
+    memory.wake("weights", "kv_cache")  # to sample
+    memory.wake("weights", "kv_cache")
+    memory.sleep()
+    assert engine.asked == [1, ["weights"], ["kv_cache"], 1]
+
+
+def test_sleep_needs_a_gpu():
+    with pytest.raises(ProxpoError, match="sleep=true frees a GPU's memory"):
+        make_sampler("vllm", make_policy(), sleep=True)
+
+
+def test_auto_takes_the_own_decoder_then_vllm(monkeypatch):
+    foreign = make_policy("gpt2")
+    assert fastest_backend(make_policy()).name == "local"
+    assert fastest_backend(foreign).reason.startswith("vLLM is not installed")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    assert fastest_backend(make_policy()).name == "local"
+    assert fastest_backend(foreign).name == "vllm"
+    assert fastest_backend(foreign, top_p=0.9).name == "local"
+    assert fastest_backend(foreign, thoughts=2).name == "local"

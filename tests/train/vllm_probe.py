@@ -8,6 +8,7 @@ import copy
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +69,16 @@ class Watched:
             self.sample(self.prompts, temperature=1.0, top_p=0.9, **options)
         except ProxpoError as error:
             found["top_p"] = str(error)
+        engine = self._sampler._llm.llm_engine.engine_core
+        engine.get_output = self._die
+        try:
+            self.sample(self.prompts, temperature=1.0, **options)
+        except ProxpoError as error:
+            found["dead"] = str(error)
         return found
+
+    def _die(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
 
 
 def main(out: str) -> None:
@@ -84,6 +94,8 @@ def main(out: str) -> None:
     summary = loop.train(config)
     seen: Any = jobs[0].sampler
     found = {"start": seen.start, "steps": seen.steps, **seen.found, "trained": summary["steps"]}
+    rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    found["logged"] = [row["proxpo/sampler_gap"] for row in rows if "proxpo/sampler_gap" in row]
     print(json.dumps(found))
 
 

@@ -34,10 +34,13 @@ from proxpo.adapters.verl._config_check import check_run
 from proxpo.adapters.verl._recipes import VERL_ALONE, loss_refusal, verl_name
 from proxpo.recipes import methods
 
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+from engines_verl import ARMS, SETTINGS
+
 EXAMPLES = Path(__file__).parents[4] / "examples" / "verl"
 TARGET = "policy_loss._target_=proxpo.adapters.verl.LossConfig"
-SCRIPTS = [("isopo.sh", []), ("p3o.sh", []), ("several_nodes.sh", ["isopo"])]
-SCRIPTS += [("several_nodes.sh", ["p3o"])]
+SCRIPTS = [("several_nodes.sh", ["isopo"]), ("several_nodes.sh", ["p3o"])]
+SCRIPTS += [(f"{arm}.sh", settings) for arm in ARMS for settings in ([], SETTINGS)]
 
 
 def composed(overrides: list[str]):
@@ -289,7 +292,7 @@ def test_settings_written_on_the_command_line_are_seen(monkeypatch):
         validate_config(config, False, False)
 
 
-@pytest.mark.parametrize(("script", "arguments"), SCRIPTS)
+@pytest.mark.parametrize(("script", "arguments"), SCRIPTS, ids=lambda x: str(x)[:20])
 def test_every_setting_of_the_scripts_is_known_to_verl(script, arguments, tmp_path, monkeypatch):
     """The script runs with a stand-in for Python that notes what it is asked to start."""
     note = tmp_path / "python"

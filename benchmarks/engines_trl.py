@@ -1,0 +1,141 @@
+"""TRL with vLLM in its process: our methods beside TRL's own GRPO, step by step, in one run.
+
+    python benchmarks/engines_trl.py                             additions on a GPU, 20 steps an arm
+    python benchmarks/engines_trl.py --variants lora checkpointing --arms trl isopo p3o
+    python benchmarks/engines_trl.py --task gsm8k:FOLDER --arms trl isopo p3o
+    python benchmarks/engines_trl.py --toy --arms trl isopo      the model in the box, CPU, no vLLM
+
+Every arm is a run of examples/trl_vllm.py: at each step reward, seconds and the gap between the
+log-probabilities of vLLM and trainer; memory, and whether the loss corrects for the gap. The median
+of the steps after `--warm-up` counts, relative to TRL's GRPO in the same variant: `plain`, `lora`
+or `checkpointing` (of gradients). All arms share one vLLM, which gets the weights of an arm before
+it samples for it; memory includes it and its cache. An arm is written to the file when it ends, and
+not repeated when the command is given again; after `--seconds` nothing more is begun.
+"""
+
+import argparse
+import functools
+import gc
+import importlib
+import os
+import statistics
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import Deadline, Record
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from trl_vllm import TRL, Options, line, run
+
+from proxpo.errors import ProxpoError
+from proxpo.settings import make_recipe
+
+METHODS = (TRL, "isopo", "isopo-ntk", "p3o", "kpo", "gspo", "dapo")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora": True},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+GSM8K = {"prompts": 16, "tokens": 256}
+TOY = {
+    "model": "tiny",
+    "task": "arithmetic",
+    "vllm": False,
+    "prompts": 2,
+    "samples": 4,
+    "tokens": 5,
+}
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "engines" / "trl-vllm.json"
+
+
+def share_engine() -> None:
+    """Lets TRL build vLLM once for all runs of this process."""
+    generation: Any = importlib.import_module("trl.generation.vllm_generation")
+    generation.LLM = functools.cache(generation.LLM)
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """One run of the example; an error in place of what is missing of it."""
+    try:
+        return run(options, lambda row: print("   ", line(row), flush=True))
+    except Exception as error:
+        traceback.print_exc()
+        return {"steps": [], "error": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set by TRL, for vLLM
+            os.environ.pop(name, None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def summed_up(record: Record, warm_up: int) -> list[str]:
+    """Sets median seconds and their ratio to TRL's in every entry; the table's lines."""
+    lines = []
+    for name, entry in record.items():
+        rows = entry["steps"][warm_up:]
+        if not rows:
+            continue
+        task, arm, variant = name.split("/")
+        entry["median_s"] = round(statistics.median(row["seconds"] for row in rows), 4)
+        base = f"{task}/{TRL}/{variant}"
+        if base in record and "median_s" in record[base]:
+            entry["relative"] = round(entry["median_s"] / record[base]["median_s"], 3)
+        rewards = [row["reward"] for row in entry["steps"]]
+        third = max(1, len(rewards) // 3)
+        start, end = statistics.mean(rewards[:third]), statistics.mean(rewards[-third:])
+        gaps = [row["gap"] for row in entry["steps"] if "gap" in row]
+        gap = f"  gap {max(gaps):.4f}" if gaps else ""
+        lines.append(
+            f"{task:<16}{arm:<11}{variant:<14}{entry['median_s']:7.3f} s "
+            f"({entry.get('relative', float('nan')):.2f}x)  reward {start:.3f} -> {end:.3f}{gap}  "
+            f"corrected {entry['corrected']}  peak {entry.get('peak_gib', 0.0):.1f} GiB"
+        )
+    return lines
+
+
+def main(argv: list[str] | None = None) -> Record:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--variants", nargs="+", default=["plain"], choices=VARIANTS)
+    parser.add_argument("--task", default=None, help="arithmetic-chat, or gsm8k:FOLDER")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=270.0)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        for arm in set(args.arms) - {TRL}:
+            make_recipe(arm, {})
+    except ProxpoError as error:
+        parser.error(str(error))
+    options = Options(steps=args.steps, **(TOY if args.toy else {}))
+    if args.task is not None:
+        options = replace(options, task=args.task, **(GSM8K if "gsm8k" in args.task else {}))
+    record, deadline = Record(args.json or (None if args.toy else RESULTS)), Deadline(args.seconds)
+    if options.vllm:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        share_engine()
+    task = options.task.partition(":")[0]
+    for variant in args.variants:
+        for arm in args.arms:
+            name = f"{task}/{arm}/{variant}"
+            done = name in record and "error" not in record[name]
+            if deadline.over or done:
+                print(f"{name}: {'already there' if done else 'no time left'}", flush=True)
+                continue
+            print(name, flush=True)
+            record.add(name, measure(replace(options, recipe=arm, **VARIANTS[variant])))
+            summed_up(record, args.warm_up)
+            record.add(name, record[name])  # with the medians
+    print(*summed_up(record, args.warm_up), sep="\n")
+    return record
+
+
+if __name__ == "__main__":
+    main()

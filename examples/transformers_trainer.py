@@ -20,8 +20,8 @@ from proxpo.sampler import make_sampler
 
 
 class Learner(Trainer):
-    def __init__(self, policy, **given):
-        super().__init__(policy.model, **given)
+    def __init__(self, policy, **options):
+        super().__init__(policy.model, **options)
         self.policy, self.sampler = policy, make_sampler("local", policy)
         self.recipe = proxpo.make_recipe(METHOD)
         self.transform = self.recipe.gradient.apply() if self.recipe.gradient else None

@@ -39,6 +39,7 @@ _ADAPTIVE = (
 )
 _VESPO = "proxpo has no recipe for VESPO"
 _TIS = "use {'weights+': 'tis'} in recipe_options"
+_TRUNCATED = "out of the loss, not of the group; refused where the group's stages read lengths"
 _SAPO = "it is an option of recipe='sapo'"
 _CLIP = "a clip range, where it has one, is set by options of its trust stage"
 
@@ -89,7 +90,7 @@ ARGUMENTS = {
     "reward_weights": Argument(
         "TRL", "weights of several reward functions, summed before the recipe", [0.3, 0.7]
     ),
-    "mask_truncated_completions": Argument("TRL", "out of the loss, not of the group", True),
+    "mask_truncated_completions": Argument("TRL", _TRUNCATED, True),
     "num_generations": Argument("TRL", "the group", 4),
     "num_generations_eval": Argument("TRL", "the group in evaluation", 4),
     "max_completion_length": Argument("TRL", "also the length a recipe divides by or penalises", 2),
@@ -140,6 +141,8 @@ ARGUMENTS = {
         Argument("TRL", _LOGS),
     ),
 }  # fmt: skip
+# Stages of a group that read the tokens of a completion.
+READ_LENGTHS = ("kl_in_reward", "length_weighted_baseline", "overlong_penalty")
 # Arguments of GRPOTrainer, which are all TRL's; a text where a recipe has something to do with it.
 TRAINER_ARGUMENTS = {
     **dict.fromkeys(("model", "args", "train_dataset", "processing_class", "callbacks"), ""),
@@ -178,6 +181,14 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
             f"GRPOConfig.sync_ref_model=True has no effect on recipe {recipe.name}, which reads no "
             "reference model; a KL term to one is {'regularisers+': 'kl_to_ref'} in recipe_options"
         )
+    before = (*recipe.reward, *([recipe.advantage] if recipe.advantage else []))
+    for stage in before if args.mask_truncated_completions else ():
+        if stage.name in READ_LENGTHS:
+            raise ProxpoError(
+                "GRPOConfig.mask_truncated_completions=True hides the tokens of truncated "
+                f"completions from {stage.kind}={stage.name} of recipe {recipe.name}: use "
+                "{'filter+': 'not_truncated'} in recipe_options"
+            )
 
 
 def suggestion(recipe: Recipe, name: str, args: Any) -> str:

@@ -155,6 +155,10 @@ BAD = [
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
         "per_device_train_batch_size=1 must be a multiple of num_generations=2",
     ),
+    (
+        *("dapo", {}, {"mask_truncated_completions": True}),
+        "completions from reward=overlong_penalty of recipe dapo: use {'filter\\+': 'not_trunc",
+    ),
     ("isopo", {}, {"cast_lm_head_to_fp32": True}, "gradient=isopo cannot run here: its log-prob"),
     ("grpo", {"schedule": "poisson_replay"}, {}, "decides over the optimizer steps of a rollout"),
     (

@@ -26,13 +26,13 @@ def sample(policy, sampler, problems, seeds):
     return inputs(drawn, policy.pad_id), proxpo.Batch(**known, rewards=rewards, group=group)
 
 
-def backward(model, recipe, transform, ids, attended, batch, ctx):
+def backward(model, recipe, transform, ids, attended, batch, ctx, run=torch.Tensor.backward):
     """Gradients of one update: ISOPO acts inside the backward pass, most methods in the loss."""
     rows = torch.arange(len(ids), device=ids.device)[:, None].where(attended, -1)
     forward = partial(proxpo.model_logp, model, ids, batch.mask, attention_mask=attended)
     applied = partial(transform.applied, model, sequences=rows) if transform else None
     with proxpo.backward_pass(recipe, batch, ctx, forward=forward, applied=applied) as opened:
-        opened.objective.backward()
+        run(opened.objective)
 
 
 def main():

@@ -1,5 +1,6 @@
-"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md, README's table;
-and the tables and figures of speed, from what the benchmarks have measured (speed_pages.py).
+"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md,
+docs/trl-arguments.md, README's table; and the tables and figures of speed, from what the
+benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -21,6 +22,7 @@ from proxpo import fields, sparsity
 from proxpo.fields import CORE, FIELDS
 from proxpo.ops import kl
 from proxpo.recipes import Method, methods
+from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, aggregate, load_stages
 from proxpo.stages.schedule import variants
 from proxpo.types import Recipe
@@ -65,6 +67,7 @@ def pages() -> dict[Path, str]:
     )
     out[ROOT / "docs/stages.md"] = stages_page()
     out[ROOT / "docs/fields.md"] = fields_page()
+    out[ROOT / "docs/trl-arguments.md"] = trl_arguments_page()
     out |= speed_pages.pages()
     readme = ROOT / "README.md"
     if readme.exists():
@@ -186,6 +189,84 @@ def fields_page() -> str:
     ]
     text = inspect.cleandoc(fields.__doc__ or "")
     return "\n".join(["# Batch fields", "", "```text", text, "```", "", *heading, *rows, ""])
+
+
+def trl_arguments_page() -> str:
+    """The arguments of TRL, with the recipe options that stand for them under recipe grpo."""
+    from trl import GRPOConfig
+
+    from proxpo.adapters.trl import _arguments as trl
+
+    def decided(name: str, argument: trl.Argument) -> str:
+        recipe = make_recipe("grpo")
+        args = GRPOConfig("unused", use_cpu=True, bf16=False, **{name: argument.example})
+        if trl.agrees(recipe, name, args):
+            return argument.text
+        return trl.suggestion(recipe, name, args)
+
+    def rows(rule: str) -> str:
+        by_text: dict[str, list[str]] = {}
+        for name, argument in trl.ARGUMENTS.items():
+            if argument.rule == rule == "recipe":
+                text, name = decided(name, argument), f"{name}={argument.example!r}"
+            else:
+                text = argument.text
+            if argument.rule == rule:
+                by_text.setdefault(_cell(_code(text)), []).append(f"`{name}`")
+        return "\n".join(f"| {', '.join(names)} | {text} |" for text, names in by_text.items())
+
+    losses = "\n".join(f"| `{n}` | {_code(text)} |" for n, text in trl.LOSS_TYPES.items())
+    texts = {n: text for n, text in trl.TRAINER_ARGUMENTS.items() if text}
+    trainer = "\n".join(f"| `{name}` | {text} |" for name, text in texts.items())
+    return f"""# Arguments of TRL under a recipe
+
+`ProxpoTrainer` takes the arguments of `GRPOTrainer` and a `GRPOConfig`. Each one counts as in TRL,
+or is refused with the recipe options that do the same. The table is that of
+`proxpo/adapters/trl/_arguments.py`; `tests/adapters/trl/test_trl_arguments.py` goes through it
+argument by argument, beside TRL's own trainer, and fails on an argument that it lacks.
+
+## The recipe decides
+
+A value that the recipe has already is accepted; another one is refused, with the options below
+(of recipe `grpo` here, of the recipe at hand in the message). TRL's defaults cannot be told from
+values written down: those that mean something else than the recipe are named in one line at the
+start.
+
+| argument | under recipe grpo |
+| --- | --- |
+{rows("recipe")}
+
+An entropy bonus is averaged as the recipe's loss is; TRL's over tokens always. By `loss_type`:
+
+| `loss_type` | use |
+| --- | --- |
+{losses}
+
+## Refused
+
+| argument | reason |
+| --- | --- |
+{rows("none")}
+
+## TRL's
+
+| argument | effect |
+| --- | --- |
+{rows("TRL")}
+
+Arguments inherited from `TrainingArguments` are the Trainer's. `gradient_accumulation_steps` must
+divide `steps_per_generation`; `fp16` is refused with a gradient transform. All arguments of
+`GRPOTrainer` are TRL's too:
+
+| argument | beside its effect in TRL |
+| --- | --- |
+{trainer}
+"""
+
+
+def _code(text: str) -> str:
+    """The text with its settings, {...} or name=value, as code."""
+    return re.sub(r"\{[^}]*\}|\b\w+=('[^']*'|\w+)", r"`\g<0>`", text)
 
 
 def catalogue() -> str:

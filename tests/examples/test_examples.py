@@ -76,6 +76,16 @@ def test_own_loop_learns(method, tmp_path, run):
     assert sum(seen[-3:]) / 3 > seen[0] + 0.2
 
 
+@pytest.mark.long
+def test_other_trainers_take_the_steps_of_the_own_loop(tmp_path, run):
+    folder = changed(tmp_path, **{"STEPS, UPDATES, LR": "2, 2, 5e-4"})
+    files = ("own_loop.py", "lightning_loop.py", "transformers_trainer.py")
+    own, *hosted = (LINE.findall(run(folder / name)) for name in files)
+    assert len(own) == 2
+    assert hosted == [own, own]
+    assert float(own[-1][1]) > float(own[0][1]) + 0.05
+
+
 @pytest.mark.parametrize("method", ["isopo", "ema-kpo"])
 def test_two_processes_take_the_steps_of_one(method, tmp_path, run):
     folder = changed(tmp_path, METHOD=f'"{method}"', **{"STEPS, UPDATES, LR": "2, 2, 5e-4"})

@@ -4,7 +4,7 @@ import importlib.metadata
 import inspect
 from typing import Any
 
-from proxpo.adapters.trl._refusals import RECIPE_DECIDES
+from proxpo.adapters.trl._arguments import ARGUMENTS
 
 TESTED_VERSION = "1.16"
 
@@ -54,7 +54,8 @@ def check_trl() -> None:
             f"proxpo.adapters.trl needs trl {TESTED_VERSION}.*, which cannot be imported "
             f"({error}): pip install 'proxpo[trl]'"
         ) from error
-    moved = api_changes(GRPOTrainer, GRPOConfig, tuple(RECIPE_DECIDES))
+    read = tuple(name for name, argument in ARGUMENTS.items() if argument.rule != "TRL")
+    moved = api_changes(GRPOTrainer, GRPOConfig, read)
     if moved:
         raise ImportError(
             f"proxpo.adapters.trl is written for trl {TESTED_VERSION}.*; in trl {version} "

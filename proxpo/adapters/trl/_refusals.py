@@ -1,9 +1,9 @@
 """Recipes and settings that cannot run inside TRL are refused with the reason, in one line."""
 
-import dataclasses
 import warnings
 from typing import Any
 
+from proxpo.adapters.trl._arguments import check_arguments
 from proxpo.errors import ProxpoError
 from proxpo.fields import CORE
 from proxpo.settings import Settings, make_recipe
@@ -51,40 +51,6 @@ NOT_PROVIDED = {
 }
 PROVIDED = CORE - NOT_PROVIDED.keys()
 
-_TIS = "use {'weights+': 'tis'} in recipe_options"
-_SAPO = "they are options of recipe='sapo'"
-_VESPO = "proxpo has no recipe for VESPO"
-_FIXED = "proxpo has no adaptive entropy bonus; {'regularisers+': 'entropy_bonus'} has a fixed one"
-# Options of GRPOConfig that the recipe decides instead, and where a recipe has the same.
-RECIPE_DECIDES = {
-    "beta": "it has no place for a KL term",
-    "delta": "trust=ppo_clip has it as {'trust.cap': ...}",
-    "entropy_coef": "it has no place for an entropy bonus",
-    "entropy_coef_delta": _FIXED,
-    "entropy_coef_max": _FIXED,
-    "entropy_coef_min": _FIXED,
-    "entropy_target": _FIXED,
-    "epsilon": "a clip range, where it has one, is set by options of its trust stage",
-    "epsilon_high": "a clip range, where it has one, is set by options of its trust stage",
-    "importance_sampling_level": "use {'ratio': 'token' or 'sequence'} in recipe_options",
-    "loss_type": "use another recipe, e.g. recipe='dapo', 'dr-grpo', 'cispo', 'sapo'",
-    "multi_objective_aggregation": "use reward_weights, summed before the recipe sees them",
-    "off_policy_mask_threshold": "use {'weights+': 'off_policy_mask'} in recipe_options",
-    "sapo_temperature_neg": _SAPO,
-    "sapo_temperature_pos": _SAPO,
-    "scale_rewards": "use {'advantage.scale': ...} in recipe_options",
-    "top_entropy_quantile": "use {'weights+': 'top_entropy'} in recipe_options",
-    "use_adaptive_entropy": _FIXED,
-    "use_bias_correction_kl": "recipe='grpo' has it as kl_ratio_corrected",
-    "vespo_k_neg": _VESPO,
-    "vespo_k_pos": _VESPO,
-    "vespo_lambda_neg": _VESPO,
-    "vespo_lambda_pos": _VESPO,
-    "vllm_importance_sampling_clip_max": _TIS,
-    "vllm_importance_sampling_clip_min": _TIS,
-    "vllm_importance_sampling_mode": _TIS,
-}
-
 
 def resolve_recipe(recipe: str | Recipe, options: Settings | None) -> Recipe:
     """Makes the recipe that a trainer was asked for, and checks it as a whole."""
@@ -117,7 +83,7 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
                 f"recipe {recipe.name}: {stage.kind}={stage.name} follows every optimizer step by "
                 "its numbers, which TRL hands to no one after the step"
             )
-    _check_options(recipe, args)
+    check_arguments(recipe, args)
     _check_updates(recipe, args)
     if recipe.prompts:
         names = ", ".join(stage.name for stage in recipe.prompts)
@@ -126,91 +92,14 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
             "prompt of a batch is trained on (recipe_options={'prompts': None} says so)",
             stacklevel=4,
         )
-    if args.use_vllm and not recipe.needs() & {"rollout_logp", "prox_logp"}:
+    corrects = bool(recipe.needs() & {"rollout_logp", "prox_logp"})
+    if args.use_vllm and args.vllm_importance_sampling_correction and not corrects:
         warnings.warn(
             f"recipe {recipe.name} does not correct for the difference between vLLM and the "
-            "trainer; recipe_options={'weights+': 'tis'} does",
+            "trainer; recipe_options={'weights+': 'tis'} does, "
+            "vllm_importance_sampling_correction=False leaves out this line",
             stacklevel=4,
         )
-
-
-def _check_options(recipe: Recipe, args: Any) -> None:
-    """Refuses options of GRPOConfig that would silently have no effect."""
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name in RECIPE_DECIDES:
-        value = getattr(args, name)
-        if value != defaults[name]:
-            raise ProxpoError(
-                f"GRPOConfig.{name}={value} has no effect on recipe {recipe.name}: "
-                f"{suggestion(recipe, name, value)}"
-            )
-    if args.sync_ref_model and "ref_logp" not in recipe.needs():
-        raise ProxpoError(
-            f"GRPOConfig.sync_ref_model=True has no effect on recipe {recipe.name}, which reads no "
-            f"reference model: for a KL term to one {suggestion(recipe, 'beta', 0.04)}"
-        )
-
-
-def suggestion(recipe: Recipe, name: str, value: Any) -> str:
-    """The recipe_options that do what an option of GRPOConfig would do in TRL, as a clause."""
-    for options in _equivalents(recipe, name, value):
-        if _has_effect(recipe, options):
-            return f"use {options} in recipe_options"
-    return RECIPE_DECIDES[name]
-
-
-def _equivalents(recipe: Recipe, name: str, value: Any) -> list[dict[str, Any]]:
-    """The same number as an option of the method, of one of its stages, or of one more stage."""
-    terms = {"beta": ("kl_coef", "kl_to_ref"), "entropy_coef": ("entropy_coef", "entropy_bonus")}
-    if name in terms:
-        option, term = terms[name]
-        place = f"regularisers.{term}.coef"
-        return [{option: value}, {place: value}, {"regularisers+": term, place: value}]
-    clips = recipe.trust.name == "ppo_clip"
-    options: dict[str, list[dict[str, Any]]] = {
-        "delta": [{"ratio_cap": value}, {"trust.cap": value}] if clips else [],
-        "epsilon": [{"clip_low": value, "clip_high": value}, {"clip": value}],  # both sides in TRL
-        "epsilon_high": [{"clip_high": value}, *([{"trust.high": value}] if clips else [])],
-        "off_policy_mask_threshold": [{"off_policy_threshold": value}],
-        "sapo_temperature_neg": [{"tau_neg": value}],
-        "sapo_temperature_pos": [{"tau_pos": value}],
-    }
-    return options.get(name, [])
-
-
-def _has_effect(recipe: Recipe, options: Settings) -> bool:
-    """True if the method takes these options and another recipe comes of them."""
-    try:
-        before = make_recipe(recipe.name, recipe.options)
-        after = make_recipe(recipe.name, {**recipe.options, **dict(options)})
-    except ProxpoError:
-        return False
-    return after.replace(options={}) != before.replace(options={})
-
-
-def replaced_defaults(recipe: Recipe, args: Any) -> str:
-    """One line that names the defaults of GRPOConfig which the recipe replaces; empty if none.
-
-    A GRPOConfig does not know which of its values were written and which are defaults, so
-    `loss_type="dapo"` under recipe grpo cannot be refused, but it is named here.
-    """
-    trust, average = f"trust={recipe.trust}", f"aggregate={recipe.aggregate}"
-    parts: dict[str, tuple[tuple[Any, ...], list[str]]] = {
-        "loss_type": (_loss_types(recipe), [trust, average]),
-        "epsilon": ((recipe.trust.options.get("low"),), [trust]),
-        "epsilon_high": (_upper_bounds(recipe, args), [trust]),
-        "scale_rewards": (_scales(recipe), [f"advantage={recipe.advantage}"]),
-        "importance_sampling_level": ((recipe.ratio.name,), [f"ratio={recipe.ratio}"]),
-    }
-    read = [f"{stage.kind}={stage}" for _, stage in recipe.stages() if "ref_logp" in stage.needs]
-    if read:
-        parts["beta"] = ((), read)
-    replaced = [name for name, (same, _) in parts.items() if getattr(args, name) not in same]
-    if not replaced:
-        return ""
-    values = ", ".join(f"{name}={getattr(args, name)!r}" for name in replaced)
-    used = ", ".join(dict.fromkeys(stage for name in replaced for stage in parts[name][1]))
-    return f"GRPOConfig's {values}: in their place recipe {recipe.name} has {used}"
 
 
 def microbatch_dependence(recipe: Recipe, microbatches: int) -> str:
@@ -222,33 +111,6 @@ def microbatch_dependence(recipe: Recipe, microbatches: int) -> str:
         f"recipe {recipe.name} looks at each of the {microbatches} micro-batches of an optimizer "
         f"step by itself ({', '.join(local)}), so its loss depends on per_device_train_batch_size"
     )
-
-
-def _loss_types(recipe: Recipe) -> tuple[str, ...]:
-    """TRL's names for the loss of this recipe."""
-    by_average = {
-        "token_mean": ("dapo", "bnpo"),
-        "seq_mean_token_mean": ("grpo",),
-        "constant_length": ("dr_grpo",),
-    }
-    named = {"clipped_weight": ("cispo",), "soft_gate": ("sapo",)}
-    if recipe.trust.name == "ppo_clip":
-        return by_average.get(recipe.aggregate.name, ())
-    return named.get(recipe.trust.name, ())
-
-
-def _upper_bounds(recipe: Recipe, args: Any) -> tuple[float | None, ...]:
-    """TRL's epsilon_high for this recipe's upper bound; None stands for epsilon."""
-    high = recipe.trust.options.get("high")
-    return (high, None) if high in (None, args.epsilon) else (high,)
-
-
-def _scales(recipe: Recipe) -> tuple[str, ...]:
-    """TRL's names for the scale of this recipe's advantages."""
-    advantage = recipe.advantage
-    if advantage is None or advantage.name != "group_relative":
-        return ()
-    return (str(advantage.options["scale"]),)
 
 
 def _check_updates(recipe: Recipe, args: Any) -> None:
@@ -324,12 +186,9 @@ def needs_whole_groups(recipe: Recipe) -> bool:
 __all__ = [
     "NOT_PROVIDED",
     "PROVIDED",
-    "RECIPE_DECIDES",
     "check_engine",
     "check_recipe",
     "microbatch_dependence",
     "needs_whole_groups",
-    "replaced_defaults",
     "resolve_recipe",
-    "suggestion",
 ]

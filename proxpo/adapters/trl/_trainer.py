@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from proxpo.adapters.trl._arguments import replaced_defaults
 from proxpo.adapters.trl._checkpoint import (
     read_memory,
     read_reference,
@@ -49,7 +50,6 @@ from proxpo.adapters.trl._refusals import (
     check_recipe,
     microbatch_dependence,
     needs_whole_groups,
-    replaced_defaults,
     resolve_recipe,
 )
 from proxpo.adapters.trl._sampler import EpochSampler
@@ -101,10 +101,10 @@ class ProxpoTrainer(GRPOTrainer):
     recipe: the name of a method, or a Recipe. recipe_options: its options and stages, by name.
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
-    if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Options
-    of GRPOConfig that a recipe decides are refused; one line at the start names their defaults that
-    mean something else than the recipe. `kl`, `entropy` and `clip_ratio/*` are logged as by TRL,
-    the recipe's metrics as `proxpo/...`.
+    if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Arguments
+    of GRPOConfig that a recipe decides are refused (docs/trl-arguments.md); one line at the start
+    names their defaults that mean something else than the recipe. `kl`, `entropy` and
+    `clip_ratio/*` are logged as by TRL, the recipe's metrics as `proxpo/...`.
     """
 
     args: GRPOConfig

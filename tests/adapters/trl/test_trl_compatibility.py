@@ -7,11 +7,11 @@ import pytest
 from trl import GRPOConfig, GRPOTrainer
 
 from proxpo.adapters.trl import api_changes, check_trl
-from proxpo.adapters.trl._refusals import RECIPE_DECIDES
+from proxpo.adapters.trl._arguments import ARGUMENTS
 
 
 def test_the_installed_trl_is_the_one_we_know():
-    assert api_changes(GRPOTrainer, GRPOConfig, tuple(RECIPE_DECIDES)) == []
+    assert api_changes(GRPOTrainer, GRPOConfig, tuple(ARGUMENTS)) == []
 
 
 def test_what_has_changed_is_named():

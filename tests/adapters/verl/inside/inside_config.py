@@ -292,6 +292,54 @@ def test_settings_written_on_the_command_line_are_seen(monkeypatch):
         validate_config(config, False, False)
 
 
+JOBS = ("slurm.sh", "skypilot.yaml")
+SCRIPTS += [(script, ["isopo"]) for script in JOBS]
+# What a job of Slurm or SkyPilot finds in its environment, on the first of two nodes.
+JOB = {
+    **{"SLURM_SUBMIT_DIR": str(EXAMPLES.parents[1]), "SLURM_JOB_NUM_NODES": "2"},
+    **{"SLURM_NODEID": "0", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2"},
+    **{"SKYPILOT_NUM_GPUS_PER_NODE": "4", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
+}
+
+
+def launch(script: str, arguments: list[str], folder: Path, env: dict[str, str]) -> str:
+    """Runs a launch script as its scheduler would, without Ray; the calls of `ray`."""
+    calls = folder / "calls"
+    tools = {
+        "ray": f'echo "$@" >> {calls}',
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+        "hostname": "echo 10.0.0.1 fe80::1",
+    }
+    for name, line in tools.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
+        (folder / name).chmod(0o755)
+    command = [str(EXAMPLES / script), *arguments]
+    if script.endswith(".yaml"):
+        task = yaml.safe_load((EXAMPLES / script).read_text())
+        assert task["envs"]["METHOD"] == arguments[0]
+        env = env | task["envs"]
+        command = ["bash", "-euc", task["run"]]
+    env = JOB | env | {"PATH": f"{folder}{os.pathsep}{env['PATH']}"}
+    subprocess.run(command, env=env, cwd=EXAMPLES.parents[1], check=True)
+    return calls.read_text() if calls.exists() else ""
+
+
+@pytest.mark.parametrize("script", JOBS)
+def test_nodes_of_a_job_join_the_first(script, tmp_path):
+    """The first starts Ray, runs and stops it; the second joins and starts nothing else."""
+    env = {**os.environ, "PYTHON": "true"}
+    first = launch(script, ["isopo"], tmp_path, env)
+    head = "start --head --node-ip-address=10.0.0.1 --port=6379"
+    assert first.splitlines() == [head, "stop"]
+    (tmp_path / "calls").unlink()
+    second = {"SLURM_NODEID": "1", "SKYPILOT_NODE_RANK": "1", "PYTHON": "false"}
+    joined = launch(script, ["isopo"], tmp_path, env | second)
+    assert joined.splitlines() == [
+        "health-check --address 10.0.0.1:6379",
+        "start --address=10.0.0.1:6379 --block",
+    ]
+
+
 @pytest.mark.parametrize(("script", "arguments"), SCRIPTS, ids=lambda x: str(x)[:20])
 def test_every_setting_of_the_scripts_is_known_to_verl(script, arguments, tmp_path, monkeypatch):
     """The script runs with a stand-in for Python that notes what it is asked to start."""
@@ -305,7 +353,7 @@ def test_every_setting_of_the_scripts_is_known_to_verl(script, arguments, tmp_pa
         "NOTE": str(tmp_path / "note.json"),
         "GPUS": "4",
     }
-    subprocess.run([str(EXAMPLES / script), *arguments], env=environment, check=True)
+    launch(script, arguments, tmp_path, environment)
     (flag, module, *overrides), env = json.loads((tmp_path / "note.json").read_text())
     assert (flag, module) == ("-m", "verl.trainer.main_ppo")
     config = composed(overrides)
@@ -314,7 +362,7 @@ def test_every_setting_of_the_scripts_is_known_to_verl(script, arguments, tmp_pa
         assert env["VERL_ENGINE_VENDOR"] == "proxpo"
         assert config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR == "proxpo"
         monkeypatch.setenv("VERL_ENGINE_VENDOR", "proxpo")
-    assert config.trainer.nnodes == (2 if script == "several_nodes.sh" else 1)
+    assert config.trainer.nnodes == (2 if script in ("several_nodes.sh", *JOBS) else 1)
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSS_REGISTRY
     assert config.algorithm.adv_estimator in ADV_ESTIMATOR_REGISTRY
     roles = need_reference_policy(config), need_critic(config)

@@ -14,7 +14,7 @@ import torch
 
 from proxpo.errors import ProxpoError, nearest
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages._options import bind
+from proxpo.stages._options import bind, brief
 
 INSTALL = "pip install 'proxpo[control]'"
 
@@ -43,10 +43,21 @@ class EnvironmentOptions:
 
 
 def environment_options(
-    *, hide: list | None = None, normalise: bool = False, make: dict | None = None
+    *, hide: list | str | int | None = None, normalise: bool = False, make: dict | None = None
 ) -> EnvironmentOptions:
     """The options of a task gym:NAME; see `EnvironmentOptions`."""
-    return EnvironmentOptions(hide=tuple(hide or ()), normalise=normalise, make=make or {})
+    return EnvironmentOptions(hide=_components(hide), normalise=normalise, make=make or {})
+
+
+def _components(hide: list | str | int | None) -> tuple[int, ...]:
+    """Numbers of components, from a list or from the text `[1,3]` of --set."""
+    text = "" if hide is None else str(hide).strip("[]")
+    try:
+        return tuple(int(number) for number in text.split(",") if text)
+    except ValueError:
+        raise ProxpoError(
+            f"task.options.hide takes numbers of components, such as [1,3], got {brief(hide)}"
+        ) from None
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> EnvironmentOptions:

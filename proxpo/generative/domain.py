@@ -28,6 +28,7 @@ ALWAYS = {
     "rollout.max_prompt": NO_WORDS,
     "rollout.temperature": "the sampler's noise is fixed by its schedule",
     "rollout.top_p": "the sampler's noise is fixed by its schedule",
+    "rollout.thoughts": "a language model alone reads its hidden states",
     "train.train_temperature": "the sampler's noise is fixed by its schedule",
     "train.graphs": "the network is small",
     "evaluate.k": "evaluate.size samples are evaluated",

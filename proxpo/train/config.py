@@ -8,6 +8,7 @@ it belongs to the method, as everywhere else (`clip_high=0.28`, `ratio=kalman`, 
 
 import re
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def _put(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
         tree = tree[name]
         if not isinstance(tree, dict):
             raise ProxpoError(f"'{key}' cannot be set: '{name}' is {tree!r}, not a block")
-    tree[last] = value
+    tree[last] = deepcopy(value)  # a later option of a block is not written into its source
 
 
 def _method(name: Any) -> Method:

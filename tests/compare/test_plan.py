@@ -121,6 +121,11 @@ def test_a_setting_of_a_method_goes_to_its_arms():
     assert {config_of(plan, run).train.lr for run in plan.runs} == {1e-3}
 
 
+def test_an_option_of_a_block_stays_in_its_arm():
+    plan = plan_of("grpo:task.options.last=2", "p3o", seeds=1)
+    assert [config_of(plan, run).task.options for run in plan.runs] == [{"last": 2}, {}]
+
+
 def test_a_setting_for_all_arms_that_some_arm_lacks_is_refused():
     """It would change grpo alone while the command reads as if it held for both."""
     with pytest.raises(ProxpoError) as refused:

@@ -181,6 +181,7 @@ REFUSED = {
         *(DIGITS, "dpok"),
         "model.name=tiny",
     ),
+    "rollout.thoughts=2 has no effect": (DIGITS, "dpok", "rollout.thoughts=2"),
     "a chain has 1 to 500 denoising steps": (DIGITS, "dpok", "rollout.max_tokens=501"),
     "sigma_max=1 must be above sigma_min=2": (ENERGY, "adjoint-sampling", "sigma_min=2"),
     "ac-flow: samples_per_step is positive": (DIGITS, "ac-flow", "samples_per_step=0"),

@@ -1,6 +1,6 @@
 """Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md,
-docs/trl-arguments.md, README's table; and the tables and figures of speed, from what the
-benchmarks have measured (speed_pages.py).
+docs/trl-arguments.md, docs/engines.md, README's table; and the tables and figures of speed, from
+what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -16,6 +16,7 @@ import re
 import sys
 from pathlib import Path
 
+import engine_pages
 import speed_pages
 
 from proxpo import fields, sparsity
@@ -68,6 +69,7 @@ def pages() -> dict[Path, str]:
     out[ROOT / "docs/stages.md"] = stages_page()
     out[ROOT / "docs/fields.md"] = fields_page()
     out[ROOT / "docs/trl-arguments.md"] = trl_arguments_page()
+    out[ROOT / "docs/engines.md"] = engine_pages.page()
     out |= speed_pages.pages()
     readme = ROOT / "README.md"
     if readme.exists():

@@ -45,7 +45,10 @@ from proxpo.train.observer import Observer
 from proxpo.train.tasks import fit_prompts, make_task, take_pool
 
 PEERS = ("trl", "trl-vllm")
-ARMS = ("reinforce", "reinforce whole", "grpo", "isopo", "isopo-ntk", *PEERS)
+ARMS = (
+    "reinforce", "reinforce whole", "grpo", "isopo", "isopo-ntk", "isopo-ntk micro_batch=64",
+    *PEERS,
+)  # fmt: skip
 
 
 class Case(NamedTuple):

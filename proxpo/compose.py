@@ -18,6 +18,7 @@ from proxpo.errors import ProxpoError
 from proxpo.fields import find_field
 from proxpo.ops.groups import refreshed
 from proxpo.ops.masked import spread
+from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.settings import make_recipe
 from proxpo.stages import check_stages
@@ -225,13 +226,14 @@ class _StageRunner:
 
 
 def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:
-    """Valid tokens, non-empty responses, all responses, prompts and prepared pairs."""
+    """Valid tokens, non-empty responses, all responses, prompts and reward-ordered pairs."""
     filled = batch.mask.any(dim=1)
     counts = [int(batch.mask.sum()), int(filled.sum()), len(filled)]
     if batch.group is not None:
         counts.append(batch.group[filled].unique().numel())
-        if batch.pair is not None:
-            counts.append(int((batch.pair > 0).sum()))
+        if batch.rewards is not None:
+            pairs = len(best_and_worst(batch)[0]) if batch.pair is None else (batch.pair > 0).sum()
+            counts.append(int(pairs))
     totals = all_sum(torch.tensor(counts, dtype=torch.float64, device=batch.mask.device))
     named = dict(zip(("tokens", "sequences", "rows", "prompts", "pairs"), totals))
     return Denominators(**named)

@@ -72,9 +72,8 @@ def test_counts() -> None:
     counts = count(batch)
     assert counts.tokens == batch.mask.sum()
     assert counts.prompts == 3
-    assert counts.pairs is None
     pairs = sum(group.unique().numel() > 1 for group in batch.rewards.view(3, 3))
-    assert count(batch.replace(**roles(batch))).pairs == pairs
+    assert counts.pairs == count(batch.replace(**roles(batch))).pairs == pairs
     assert count(batch.replace(group=None)).prompts is None
 
 

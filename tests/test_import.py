@@ -33,13 +33,13 @@ same = ("old_logp", "ref_logp", "rollout_logp", "prox_logp", "prev_logp", "entro
         "full_logp")
 other = dict.fromkeys(same, logp.detach() + 0.1)
 other |= dict.fromkeys(("span_rewards", "noise", "step_size", "time", "ref_kl"), torch.rand(4, 5))
-other |= dict.fromkeys(("mean", "old_mean", "ref_mean", "hidden"), torch.rand(4, 5, 3))
+other |= dict.fromkeys(("mean", "old_mean", "ref_mean", "hidden", "thought"), torch.rand(4, 5, 3))
 other |= dict.fromkeys(("vocab_logp", "old_vocab_logp"), torch.rand(4, 5, 7).log_softmax(-1))
 other |= dict.fromkeys(("tokens", "turn"), yes.long())
 other |= dict.fromkeys(("correct", "void", "truncated", "reflect"), where == 1)
 other |= dict.fromkeys(("episode", "attempt", "state"), where)
 other |= {"step": torch.tensor([0, 1, 0, 1]), "step_rewards": torch.rand(4),
-          "segment_draw": torch.rand(4), "summary": yes}
+          "segment_draw": torch.rand(4), "summary": yes, "latent": ~yes}
 batch = proxpo.Batch(
     logp=logp, mask=yes, rewards=torch.tensor([1.0, 0.0, 1.0, 0.5]), group=where, prompt_id=where,
     greedy_rewards=torch.zeros(4), duration=torch.rand(4), features=torch.rand(4, 3), **other,

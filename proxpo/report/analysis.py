@@ -439,7 +439,7 @@ def _score_notes(
     runs = comparison.runs
     wanted = comparison.score
     if wanted and wanted not in score.variant.names:
-        notes.append(f"No run holds '{wanted}': ranked by {score.variant.label} instead.")
+        notes.append(f"No run holds {wanted!r}: ranked by {score.variant.label} instead.")
     without = [run.folder for i, run in enumerate(runs) if _counts(run) and i not in used]
     if without:
         notes.append(f"No '{score.variant.label}' in {_listed(without)}: left out of the ranking.")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention
 
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.sampler._pieces import gated_halves, turned
 from proxpo.sampler._weights import Layer, Weights
 
 # Number of the layer, queries [tok heads width], keys and values [tok kv width] -> [tok out].
@@ -102,16 +103,15 @@ def decode(
 def run(
     weights: Weights, ids: Int[Tensor, " tok"], positions: Int[Tensor, " place"], attend: Attend
 ) -> Float[Tensor, "tok dim"]:
-    """Hidden states, ready for the head; a single position stands for that of all tokens."""
+    """Hidden states, ready for the head; positions are repeated where there are more tokens."""
     x = embedding(ids, weights.embed).to(weights.norm.dtype)
-    turn = weights.cos[positions][:, None], weights.sin[positions][:, None]
+    turn = weights.cos[positions], weights.sin[positions]
     for number, layer in enumerate(weights.layers):
         h = rms_norm(x, x.shape[-1:], layer.before_attention, weights.eps)
         q, k, v = rotated(weights, layer, layer.qkv(h.to(layer.qkv.weight.dtype)), turn)
         x = layer.out.onto(x, attend(number, q, k, v))
         h = rms_norm(x, x.shape[-1:], layer.before_mlp, weights.eps)
-        gate, up = layer.gate_up(h.to(layer.gate_up.weight.dtype)).chunk(2, dim=-1)
-        x = layer.down.onto(x, silu(gate) * up)
+        x = layer.down.onto(x, gated_halves(layer.gate_up(h.to(layer.gate_up.weight.dtype))))
     return rms_norm(x, x.shape[-1:], weights.norm, weights.eps)
 
 
@@ -121,12 +121,11 @@ def rotated(
     """Normalised and rotated queries and keys, and values; `turn` is cos and sin of each token."""
     heads, kv, width = weights.heads, weights.kv_heads, weights.width
     qkv = qkv.unflatten(1, (heads + 2 * kv, width))
-    qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
+    qk, v = qkv.split([heads + kv, kv], dim=1)
     if layer.qk_norm is not None:
         qk = rms_norm(qk, (width,), None, weights.eps) * layer.qk_norm
-    cos, sin = turn
-    qk = torch.addcmul(qk * cos, qk.roll(width // 2, dims=-1), sin).to(qkv.dtype)
-    return qk[:, :heads], qk[:, heads:], v
+    q, k = turned(qk, *turn).to(qkv.dtype).split([heads, kv], dim=1)
+    return q, k, v
 
 
 def attention(
@@ -142,6 +141,18 @@ def attention(
         q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias.repeat(1, 1, groups, 1)
     )
     return o.unflatten(2, (groups, length)).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+
+
+def attention_before(
+    q: Float[Tensor, "row tok heads width"],
+    k: Float[Tensor, "row tok kv width"],
+    v: Float[Tensor, "row tok kv width"],
+) -> Float[Tensor, "row*tok out"]:
+    """Attention to all positions before. Padding stands behind a row, where nobody looks."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def places(pad: Int[Tensor, " row"], length: int) -> Int[Tensor, "row tok"]:

@@ -55,7 +55,7 @@ def attend(
     """
     pages, table, length = cache
     position = length.clamp(max=len(weights.cos) - 1)
-    turn = weights.cos[position][:, None], weights.sin[position][:, None]
+    turn = weights.cos[position], weights.sin[position]
     q, k, v = rotated(weights, layer, qkv, turn)
     row = torch.arange(len(qkv), device=qkv.device)
     page, slot = table[row, length // PAGE].long(), length % PAGE

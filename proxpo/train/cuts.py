@@ -13,39 +13,42 @@ from proxpo.ops.shapes import Bool, Int, Tensor
 from proxpo.train.faults import is_out_of_memory
 
 CPU_TOKENS = 1 << 13
-GPU_TOKENS = 1 << 14  # a pass of this many keeps a large GPU busy
+GPU_TOKENS = 10 << 10  # a pass of this many keeps a large GPU busy
 LEAST_TOKENS = 1 << 8
 Cut = list[Int[Tensor, "_"]]  # row numbers of each micro-batch
 Result = TypeVar("Result")
 
 
 class Unit(NamedTuple):
-    """Rows of a micro-batch, and their longest prompt and response."""
+    """Rows of a micro-batch, their longest prompt and response, and the prompts that are run."""
 
     rows: list[int]
     prompt: int
     response: int
+    prompts: int = 1
 
     @property
     def area(self) -> int:
         """Positions of a forward pass, padding included."""
-        return len(self.rows) * (self.prompt + self.response)
+        return self.prompts * self.prompt + len(self.rows) * self.response
 
     def joined(self, other: "Unit") -> "Unit":
         longest = max(self.prompt, other.prompt), max(self.response, other.response)
-        return Unit([*self.rows, *other.rows], *longest)
+        return Unit([*self.rows, *other.rows], *longest, self.prompts + other.prompts)
 
 
 class Rows(NamedTuple):
     """The shape of some sequences: their masks, and the groups that stay together, if any do.
 
     compared: groups stay together even where they exceed the budget
+    shared: a group that stays together runs its prompt once
     """
 
     mask: Bool[Tensor, "seq tok"]
     attention_mask: Bool[Tensor, "seq pos"]
     group: Int[Tensor, " seq"] | None = None
     compared: bool = False
+    shared: bool = False
 
     def lengths(self) -> tuple[list[int], list[int]]:
         """Columns that the prompt and the response of each row use."""
@@ -64,6 +67,8 @@ class Rows(NamedTuple):
         groups: dict[int, Unit] = {}
         for unit, group in zip(alone, self.group.tolist()):
             groups[group] = groups[group].joined(unit) if group in groups else unit
+        if self.shared:
+            groups = {group: unit._replace(prompts=1) for group, unit in groups.items()}
         units: list[Unit] = []
         for whole in groups.values():
             together = self.compared or whole.area <= tokens
@@ -73,7 +78,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class TokenBudget:
-    """The most tokens of a micro-batch, padding included: rows x (prompt + response).
+    """The most tokens of a micro-batch, padding included: prompts that are run, and responses.
 
     The budget is halved where memory runs out, and stays so for the rest of the run.
     """
@@ -149,7 +154,7 @@ def restored(parts: list[Tensor], cut: Cut, *, sorted_rows: bool) -> Tensor:
 
 
 def fitted_tokens(policy: Policy, *, transform: bool) -> int:
-    """The budget of a model: fixed on a CPU; on a GPU half of the free memory, in a power of two.
+    """The budget of a model: fixed on a CPU; on a GPU half of the free memory, up to a limit.
 
     A token of a forward and backward pass keeps about 32 hidden and 6 inner states a layer, in the
     precision of the arithmetic; as much again under a gradient transform; a tenth of it with
@@ -163,8 +168,8 @@ def fitted_tokens(policy: Policy, *, transform: bool) -> int:
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = free - sum(16 * p.numel() for p in model.parameters() if p.requires_grad)
     fitting = room // 2 // token_bytes(policy, transform=transform)
-    power = 1 << max(fitting, 1).bit_length() - 1
-    return min(max(power, LEAST_TOKENS), GPU_TOKENS)
+    power = 1 << max(fitting, 1).bit_length() - 1  # the same from run to run
+    return GPU_TOKENS if fitting >= GPU_TOKENS else max(power, LEAST_TOKENS)
 
 
 def token_bytes(policy: Policy, *, transform: bool) -> int:

@@ -2,16 +2,16 @@
 
 A small model launched kernel by kernel waits for Python. Here the kernels of a forward and of a
 backward pass are recorded and replayed; the loss between them is computed as ever, so that every
-recipe works. Prompts run once for all their responses, except under a gradient transform, which
-gets whole sequences. Micro-batches are padded to few shapes; inputs, results and gradients lie in
-buffers that the graphs know.
+recipe works. Prompts run once for all their responses, where that saves much; under a gradient
+transform whole sequences run. Micro-batches are padded to few shapes, those known already first;
+inputs, results and gradients lie in buffers that the graphs know.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -29,6 +29,8 @@ from proxpo.logp._token import scored_logp
 from proxpo.logp.head import HeadCall
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.sampler._lean import attention_before
+from proxpo.sampler._lean import run as run_model
 from proxpo.sampler._weights import read
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
@@ -38,8 +40,47 @@ from proxpo.types import FIELDS, Recipe
 
 MOST_SHAPES = 24  # further shapes run unrecorded
 COLUMNS = 16  # prompts and responses are padded to multiples of this
+SPARE = 1.25  # positions that a known shape may have for each one that is needed
+SAVING = 0.8  # share of the positions of whole sequences below which prompts run once
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class PassShape(NamedTuple):
+    """Sizes of a pass that runs each prompt once."""
+
+    groups: int
+    prompt: int
+    rows: int
+    tokens: int
+
+    @property
+    def positions(self) -> int:
+        return self.groups * self.prompt + self.rows * self.tokens
+
+    def rounded(self) -> "PassShape":
+        """One of few larger shapes."""
+        sizes = _rounded(self.groups), _columns(self.prompt)
+        return PassShape(*sizes, _rounded(self.rows), _columns(self.tokens))
+
+
+class RowShape(NamedTuple):
+    """Sizes of a pass over whole sequences."""
+
+    rows: int
+    prompt: int
+    tokens: int
+
+    @property
+    def positions(self) -> int:
+        return self.rows * (self.prompt + self.tokens)
+
+    def rounded(self) -> "RowShape":
+        """One of few larger shapes."""
+        return RowShape(_rounded(self.rows), _columns(self.prompt), _columns(self.tokens))
+
+
+Shape = TypeVar("Shape", PassShape, RowShape)
 
 
 class PassInputs(NamedTuple):
@@ -51,41 +92,49 @@ class PassInputs(NamedTuple):
     responses: Int[Tensor, "seq tok"]
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (*self.prompts.shape, *self.responses.shape)
+    def shape(self) -> PassShape:
+        return PassShape(*self.prompts.shape, *self.responses.shape)
 
-    def padded(self) -> "PassInputs":
-        """The inputs in one of few shapes. Added prompts and responses are answered by nobody."""
-        groups, positions, rows, tokens = self.shape
-        more_groups, more_rows = _rounded(groups) - groups, _rounded(rows) - rows
-        left, right = -positions % COLUMNS, -tokens % COLUMNS
+    def padded(self, shape: PassShape) -> "PassInputs":
+        """The inputs in a larger shape. Added prompts and responses are answered by nobody."""
+        groups, left, rows, right = (new - old for new, old in zip(shape, self.shape))
         return PassInputs(
-            pad(self.prompts, (left, 0, 0, more_groups)),
-            pad(self.pad + left, (0, more_groups)),
-            pad(self.which, (0, more_rows)),
-            pad(self.responses, (0, right, 0, more_rows)),
+            pad(self.prompts, (left, 0, 0, groups)),
+            pad(self.pad + left, (0, groups)),
+            pad(self.which, (0, rows)),
+            pad(self.responses, (0, right, 0, rows)),
         )
 
 
 class RowInputs(NamedTuple):
-    """Whole sequences padded on both sides, and the number of each position's row, -1 for padding.
+    """Whole sequences from the first column on, and the column of each one's first response token.
 
-    Their shape is that of a pass; `tokens` of its columns are the responses.
+    sequences: the number of each position's row, -1 for padding
     """
 
     ids: Int[Tensor, "seq pos"]
     sequences: Int[Tensor, "seq pos"]
-    tokens: int
+    start: Int[Tensor, " seq"]
+    shape: RowShape
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return (*self.ids.shape, self.tokens)
+    def padded(self, shape: RowShape) -> "RowInputs":
+        """The inputs with the columns of a larger shape; rows are not added."""
+        right = shape.prompt + shape.tokens - self.ids.shape[1]
+        return RowInputs(
+            pad(self.ids, (0, right)), pad(self.sequences, (0, right), value=-1), self.start, shape
+        )
 
 
 def _rounded(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24 ..."""
-    power = 1 << max(count - 1, 0).bit_length()
-    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+    """The next of 1, 2 ... 16, 18, 20 ... 32, 36, 40 ...: eight sizes to each power of two."""
+    step = max(1, (1 << max(count - 1, 0).bit_length()) // 16)
+    return -(-count // step) * step
+
+
+def _columns(count: int) -> int:
+    """The next of 16, 32, 48, 64, 96, 128, 192, 256 ..."""
+    power = max(COLUMNS, 1 << max(count - 1, 0).bit_length())
+    return power * 3 // 4 if power > 2 * COLUMNS and count <= power * 3 // 4 else power
 
 
 def pass_inputs(experience: Experience) -> PassInputs:
@@ -95,15 +144,18 @@ def pass_inputs(experience: Experience) -> PassInputs:
 
 
 def row_inputs(experience: Experience) -> RowInputs:
-    """Whole sequences in one of few shapes: columns in multiples of 16. Rows are not added."""
-    rows, tokens = experience.mask.shape
-    left, right = -(experience.input_ids.shape[1] - tokens) % COLUMNS, -tokens % COLUMNS
+    """The whole sequences of some rows, their padding on the left moved to the right."""
+    (rows, length), tokens = experience.input_ids.shape, experience.mask.shape[1]
     number = torch.arange(rows, device=experience.mask.device)[:, None]
     sequences = torch.where(experience.attention_mask, number, -1)
+    before = (~experience.attention_mask[:, : length - tokens]).sum(dim=1)
+    column = torch.arange(length, device=before.device)
+    moved = (column + before[:, None]) % length
     return RowInputs(
-        pad(experience.input_ids, (left, right)),
-        pad(sequences, (left, right), value=-1),
-        tokens + right,
+        experience.input_ids.gather(1, moved),
+        sequences.gather(1, moved),
+        length - tokens - before,
+        RowShape(rows, length - tokens, tokens),
     )
 
 
@@ -147,20 +199,55 @@ def prompts_once(
     )
 
 
+def rows_alone(
+    policy: Policy,
+    ids: Int[Tensor, "seq pos"],
+    start: Int[Tensor, " seq"],
+    *,
+    tokens: int,
+    wanted: Scored,
+) -> list[Float[Tensor, "seq tok"]]:
+    """Log-probabilities of the responses, from a run of whole sequences in few large products."""
+    count, length = ids.shape
+    weights = read(policy.model, policy.dtype, length)
+
+    def attend(_: int, *qkv: Tensor) -> Tensor:
+        return attention_before(*(x.unflatten(0, (count, length)) for x in qkv))
+
+    states = run_model(weights, ids.flatten(), torch.arange(length, device=ids.device), attend)
+    at = response_places(ids, start, tokens)
+    states = states.index_select(0, at.flatten() - 1).unflatten(0, at.shape)
+    call = HeadCall(weights.head, None, at.shape, None)
+    return _scored(states.to(weights.head.dtype), ids.take(at), call, wanted)
+
+
 def whole_rows(
-    policy: Policy, ids: Int[Tensor, "seq pos"], rows: PaddedRows, tokens: int, wanted: Scored
+    policy: Policy,
+    ids: Int[Tensor, "seq pos"],
+    start: Int[Tensor, " seq"],
+    *,
+    tokens: int,
+    wanted: Scored,
 ) -> list[Float[Tensor, "seq tok"]]:
     """Log-probabilities of the responses, from a run of whole sequences through the modules."""
     count, length = ids.shape
-    padding = (rows.sequences[:, : length - tokens] < 0).sum(dim=1)
     with policy.autocast():
-        states = states_of_rows(policy.model, ids, padding, policy.dtype)
-        before = torch.arange(count * length, device=ids.device).view(count, length)
-        before = before[:, length - tokens - 1 : -1]
-        states = states.unflatten(0, ids.shape)[:, length - tokens - 1 : -1]
+        states = states_of_rows(policy.model, ids, policy.dtype)
+        at = response_places(ids, start, tokens)
+        before = at.flatten() - 1
         head = policy.model.get_output_embeddings()
-        call = HeadCall(head.weight, head.bias, torch.Size([count * length]), before.flatten())
-        return _scored(states, ids[:, length - tokens :], call, wanted)
+        call = HeadCall(head.weight, head.bias, torch.Size([count * length]), before)
+        states = states.index_select(0, before).unflatten(0, at.shape)
+        return _scored(states, ids.take(at), call, wanted)
+
+
+def response_places(
+    ids: Int[Tensor, "seq pos"], start: Int[Tensor, " seq"], tokens: int
+) -> Int[Tensor, "seq tok"]:
+    """Places of the response tokens, counted over all rows."""
+    rows, length = ids.shape
+    first = torch.arange(rows, device=ids.device) * length + start
+    return first[:, None] + torch.arange(tokens, device=ids.device)
 
 
 def _scored(
@@ -297,7 +384,7 @@ class PolicyGraphs:
         self.policy, self.transform, self.record = policy, transform, record
         self.gradients = GradientBuffers(trained)
         self.passes = 0
-        self._runs: dict[Any, PolicyPass] = {}
+        self._runs: dict[tuple[Any, Any], PolicyPass] = {}  # by kind and shape
         self._open: PolicyPass | None = None
         self._moves = 0  # of the trailing averages, whose addresses recordings know
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
@@ -306,7 +393,7 @@ class PolicyGraphs:
         self, experience: Experience, *, temperature: float, entropy: bool
     ) -> dict[str, Float[Tensor, "seq tok"]]:
         """`logp` of the response tokens, and their entropy if wanted; 0 at masked places."""
-        run = self._open or self._prompts_once(experience, Scored(temperature, entropy))
+        run = self._open or self._plain(experience, Scored(temperature, entropy))
         results = _Replay.apply(self._anchor, self, run)
         rows, tokens = experience.mask.shape
         names = ("logp", "entropy") if entropy else ("logp",)
@@ -326,7 +413,7 @@ class PolicyGraphs:
     ) -> Iterator[None]:
         """A block of the transform on these rows: `fields` inside is its forward pass."""
         assert self.transform is not None
-        run = self._whole_rows(experience, advantages, Scored(temperature, entropy))
+        run = self._transformed(experience, advantages, Scored(temperature, entropy))
         assert run.rows is not None
         replayed = self.transform.replayed if run.recorded else self.transform.padded
         with replayed(self.policy.model, run.rows):
@@ -337,51 +424,67 @@ class PolicyGraphs:
                 self._open = None
         run.runs += self.transform.settled
 
-    def _prompts_once(self, experience: Experience, wanted: Scored) -> PolicyPass:
-        """The pass for these rows, loaded with them."""
-        inputs = pass_inputs(experience).padded()
+    def _plain(self, experience: Experience, wanted: Scored) -> PolicyPass:
+        """The pass for these rows without a transform, loaded with them."""
+        shared, rows = pass_inputs(experience), row_inputs(experience)
+        inputs: tuple[Tensor, ...]
+        if shared.shape.positions < SAVING * rows.shape.positions:
+            shape = self._shape(("prompts", wanted), shared.shape)
+            inputs = tuple(shared.padded(shape))
 
-        def compute(*buffers: Tensor) -> list[Tensor]:
-            return prompts_once(self.policy, PassInputs(*buffers), wanted)
+            def compute(*buffers: Tensor) -> list[Tensor]:
+                return prompts_once(self.policy, PassInputs(*buffers), wanted)
 
-        key = inputs.shape, wanted
-        run = self._known(key, lambda: PolicyPass(inputs, compute, self.gradients))
+            run = self._known(
+                ("prompts", wanted), shape, lambda: PolicyPass(inputs, compute, self.gradients)
+            )
+        else:
+            whole = self._shape(("rows", wanted), rows.shape)
+            padded = rows.padded(whole)
+            inputs = padded.ids, padded.start
+            run = self._known(("rows", wanted), whole, lambda: self._row_pass(whole, wanted))
         run.load(inputs)
         self._record(run, lambda record: run.record(record))
         run.runs += 1
         return run
 
-    def _whole_rows(
+    def _row_pass(
+        self, shape: RowShape, wanted: Scored, buffers: PaddedRows | None = None
+    ) -> PolicyPass:
+        """A pass over whole sequences, under a transform if there are buffers for it."""
+        compute = rows_alone if buffers is None else whole_rows
+        compute = partial(compute, self.policy, tokens=shape.tokens, wanted=wanted)
+        size, device = (shape.rows, shape.prompt + shape.tokens), self.policy.device
+        start = torch.ones(shape.rows, dtype=torch.long, device=device)
+        ids = torch.zeros(size, dtype=torch.long, device=device)
+        return PolicyPass((ids, start), compute, self.gradients, rows=buffers)
+
+    def _transformed(
         self, experience: Experience, advantages: Float[Tensor, " seq"], wanted: Scored
     ) -> PolicyPass:
         """The pass for these rows under the transform, loaded with them."""
         transform, model = self.transform, self.policy.model
         assert transform is not None
-        inputs = row_inputs(experience)
-        rows, length, tokens = inputs.shape
-        kind = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+        self._drop_stale(transform)
+        dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32
         members = members_of(experience.group) if by_prompt(transform.rule) else None
         sizes = None
         if members is not None:
             sizes = _rounded(len(members)), _rounded(max(map(len, members)))
+        kind = ("transformed", sizes, wanted, dtype)
+        inputs = row_inputs(experience)
+        shape = self._shape(kind, inputs.shape)
+        inputs = inputs.padded(shape)
 
         def make() -> PolicyPass:
-            buffers = PaddedRows(
-                _rounded(rows),
-                length,
-                device=self.policy.device,
-                dtype=kind,
-                groups=sizes,
-            )
-            compute = partial(whole_rows, self.policy, rows=buffers, tokens=tokens, wanted=wanted)
-            ids = torch.zeros_like(buffers.sequences)
-            return PolicyPass((ids,), compute, self.gradients, rows=buffers)
+            columns, device = shape.prompt + shape.tokens, self.policy.device
+            buffers = PaddedRows(shape.rows, columns, device=device, dtype=dtype, groups=sizes)
+            return self._row_pass(shape, wanted, buffers)
 
-        self._drop_stale(transform)
-        run = self._known((_rounded(rows), length, tokens, sizes, wanted, kind), make)
+        run = self._known(kind, shape, make)
         buffers = run.rows
         assert buffers is not None
-        run.load((inputs.ids,))
+        run.load((inputs.ids, inputs.start))
         buffers.load(inputs.sequences, advantages, members)
 
         def record(record: Record) -> None:
@@ -398,12 +501,23 @@ class PolicyGraphs:
             self._moves = transform.averages.moves
             self._runs = {key: run for key, run in self._runs.items() if run.rows is None}
 
-    def _known(self, key: Any, make: Callable[[], PolicyPass]) -> PolicyPass:
-        run = self._runs.get(key)
+    def _shape(self, kind: Any, needed: Shape) -> Shape:
+        """The smallest known shape that has room and little to spare, or else a new one."""
+        known = [shape for other, shape in self._runs if other == kind]
+        roomy = [
+            shape
+            for shape in known
+            if shape.positions <= SPARE * needed.positions
+            and all(new >= old for new, old in zip(shape, needed))
+        ]
+        return min(roomy, key=lambda shape: shape.positions, default=needed.rounded())
+
+    def _known(self, kind: Any, shape: Any, make: Callable[[], PolicyPass]) -> PolicyPass:
+        run = self._runs.get((kind, shape))
         if run is None:
             run = make()
             if len(self._runs) < MOST_SHAPES:
-                self._runs[key] = run
+                self._runs[kind, shape] = run
         return run
 
     def _record(self, run: PolicyPass, make: Callable[[Record], None]) -> None:

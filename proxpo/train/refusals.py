@@ -104,6 +104,11 @@ def check_fields(recipe: Recipe, task: Task, *, thoughts: int = 0) -> None:
 
     thoughts: rollout.thoughts
     """
+    if recipe.schedule is not None and recipe.schedule.name == "transition_buffer":
+        raise ProxpoError(
+            f"{recipe.name}: schedule=transition_buffer fits a critic to observations, and tokens "
+            "have none; it is for tasks such as digits: or mixture:"
+        )
     thinks = "latent" in recipe.needs()
     for _, stage in recipe.stages():
         for name in stage.needs:

@@ -76,7 +76,8 @@ class Learner:
         shared = plain or self.graphs is not None
         together = experience.group if compared else experience.shared_prompt
         group = together if compared or shared else None
-        return Rows(experience.mask, experience.attention_mask, group, compared)
+        once = self.graphs is not None and self.transform is None
+        return Rows(experience.mask, experience.attention_mask, group, compared, shared=once)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Forward pass over whole padded sequences through the model's own modules.
+"""Forward pass over whole sequences, padded behind, through the model's own modules.
 
 The Llama family as in the sampler, except that matrices are used by their modules, which a
 gradient transform patches, and the vectors of norms position by position. Nothing here waits for
@@ -9,34 +9,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import rms_norm
 
 from proxpo.gradients._engine.transform import position_vector
 from proxpo.ops.shapes import Float, Int, Tensor
-from proxpo.sampler._lean import additive, attention, causal, places
+from proxpo.sampler._lean import attention_before
+from proxpo.sampler._pieces import gated, turned
 
 
 def states_of_rows(
-    model: nn.Module, ids: Int[Tensor, "seq pos"], pad: Int[Tensor, " seq"], dtype: torch.dtype
+    model: nn.Module, ids: Int[Tensor, "seq pos"], dtype: torch.dtype
 ) -> Float[Tensor, "seq*pos dim"]:
-    """Hidden states, ready for the head, of rows with `pad` positions of padding on the left.
+    """Hidden states, ready for the head, of rows that begin in the first column.
 
-    dtype: of the attention. Modules see all positions in their first axis.
+    dtype: of products and attention. Modules see all positions in their first axis.
     """
     body: Any = model.model
     eps = body.config.rms_norm_eps
     rows, length = ids.shape
-    bias = additive(causal(pad, length), dtype)
     x = body.embed_tokens(ids.flatten())
-    cos, sin = body.rotary_emb(x, places(pad, length).view(1, -1))
-    left, right = sin.chunk(2, dim=-1)
-    turn = cos[0, :, None], torch.cat([-left, right], dim=-1)[0, :, None]
+    cos, sin = body.rotary_emb(x, torch.arange(length, device=ids.device)[None])
+    left, right = sin[0].chunk(2, dim=-1)
+    turn = cos[0], torch.cat([-left, right], dim=-1)
     for layer in body.layers:
-        qkv = _qkv(layer.self_attn, _normed(layer.input_layernorm, x, eps), turn, eps)
+        h = _normed(layer.input_layernorm, x, eps).to(dtype)  # once for the modules that read it
+        qkv = _qkv(layer.self_attn, h, turn, eps)
         q, k, v = (part.to(dtype).unflatten(0, (rows, length)) for part in qkv)
-        x = x + layer.self_attn.o_proj(attention(q, k, v, bias))
-        h = _normed(layer.post_attention_layernorm, x, eps)
-        x = x + layer.mlp.down_proj(silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+        x = x + layer.self_attn.o_proj(attention_before(q, k, v))
+        h = _normed(layer.post_attention_layernorm, x, eps).to(dtype)
+        x = x + layer.mlp.down_proj(gated(layer.mlp.gate_proj(h), layer.mlp.up_proj(h)))
     return _normed(body.norm, x, eps)
 
 
@@ -48,18 +49,12 @@ def _qkv(
     q, k, v = (project(h).unflatten(1, (-1, layer.head_dim)) for project in projections)
     if hasattr(layer, "q_norm"):
         q, k = _normed(layer.q_norm, q, eps), _normed(layer.k_norm, k, eps)
-    return _rotated(q, turn), _rotated(k, turn), v
+    return turned(q, *turn), turned(k, *turn), v
 
 
 def _normed(norm: Any, x: Float[Tensor, "pos *heads wide"], eps: float) -> Tensor:
     """RMS norm in one kernel, times its weight."""
     return rms_norm(x, x.shape[-1:], None, eps) * position_vector(norm.weight, x.shape[:-1])
-
-
-def _rotated(x: Float[Tensor, "pos heads width"], turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding; `turn` is cos, and sin with the sign of rotate-half."""
-    cos, sin = turn
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 __all__ = ["states_of_rows"]

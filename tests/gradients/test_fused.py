@@ -36,6 +36,8 @@ LAYOUTS = {
     "one": [0] * 17,
     "gap": [0, 0, 2, 2, 2],
 }
+if not INTERPRETED:  # which would take minutes
+    LAYOUTS["many"] = [row for row in range(150) for _ in range(3)]
 
 
 def layout_of(name: str) -> Layout:

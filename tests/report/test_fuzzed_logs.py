@@ -134,7 +134,7 @@ def dumped(rows):
 
 
 @given(st.lists(st.tuples(log, log), min_size=1, max_size=3), st.data())
-@fuzz(120)
+@fuzz(60)
 def test_metrics_of_proxpo(pairs, data):
     with tempfile.TemporaryDirectory() as name:
         folder, logs = Path(name), {}
@@ -184,7 +184,7 @@ def compared(tmp_path_factory):
 
 
 @given(parts, parts, objects, objects, st.booleans())
-@fuzz(100)
+@fuzz(50)
 def test_run_folders(compared, left, right, ended, failed, planned):
     rows = list(made.rows(0.3, 1, steps=4, every=2, bare=True))
     runs = [compared / "runs/grpo-seed1", compared / "runs/p3o-seed1"]
@@ -201,7 +201,7 @@ def test_run_folders(compared, left, right, ended, failed, planned):
 
 
 @given(st.lists(log, min_size=2, max_size=4), st.sampled_from(["trl", "verl"]), odd, odd)
-@fuzz(100)
+@fuzz(50)
 def test_logs_of_trl_and_verl(histories, source, done, wanted):
     names = {"trl": {ACCURACY: "eval_reward"}, "verl": {ACCURACY: "val-core/x/acc/mean@1"}}[source]
     with tempfile.TemporaryDirectory() as name:
@@ -254,7 +254,7 @@ def plan_tree(tmp_path_factory):
 
 
 @given(st.data())
-@fuzz(100)
+@fuzz(50)
 def test_plans(plan_tree, data):
     folder, tree = plan_tree
     place = data.draw(st.sampled_from(list(places(tree))))

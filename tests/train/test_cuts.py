@@ -71,6 +71,9 @@ def test_groups_that_only_share_their_prompt_are_cut_where_they_exceed_the_budge
     assert TokenBudget(15)._parts(rows) == [[4], [5], [0, 2], [1, 3]]
     assert TokenBudget(5)._parts(rows) == [[4], [5], [0], [2], [1], [3]]
     assert TokenBudget(5)._parts(rows._replace(compared=True)) == [[4, 5], [0, 2], [1, 3]]
+    once = rows._replace(shared=True)  # 6 + 2 * 9 positions, then 2 * (2 + 2 * 3)
+    assert TokenBudget(24)._parts(once) == [[4, 5], [0, 1, 2, 3]]
+    assert TokenBudget(15)._parts(once) == [[4], [5], [0, 2], [1, 3]]
 
 
 def test_rows_of_like_length_lie_together_the_longest_first():
@@ -283,11 +286,11 @@ def test_evaluation_repeats_a_pass_that_did_not_fit(tmp_path, monkeypatch):
     whole = distance(job.policy, job.initial, drawn, job.exam)
     real, shapes = evaluate.model_states, []
 
-    def states(model, input_ids, **named):
+    def states(model, input_ids, *rest, **named):
         shapes.append(input_ids.shape)
         if len(input_ids) > 5:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(model, input_ids, **named)
+        return real(model, input_ids, *rest, **named)
 
     monkeypatch.setattr(evaluate, "model_states", states)
     found = distance(job.policy, job.initial, drawn, job.exam, budget=job.learner.budget)
@@ -358,4 +361,4 @@ def test_the_budget_follows_free_memory(monkeypatch):
     free.append(2 * 1024 * per_token + 16 * 1000)
     assert fitted_tokens(policy_on_a_gpu(trained=1000), transform=False) == 1024
     assert fitted_tokens(policy_on_a_gpu(trained=1000), transform=True) == 512
-    assert fitted_tokens(policy_on_a_gpu(checkpointing=True), transform=False) == 8192
+    assert fitted_tokens(policy_on_a_gpu(checkpointing=True), transform=False) == cuts.GPU_TOKENS

@@ -9,7 +9,7 @@ from proxpo.models import Policy
 from proxpo.recipes.reinforce import reinforce
 from proxpo.train.build import build_job
 from proxpo.train.config import load_config
-from proxpo.train.graphs import PolicyGraphs, pass_inputs
+from proxpo.train.graphs import PolicyGraphs
 from proxpo.train.scoring import Learner, LogpOptions, forward
 
 ROWS = {"prompts": [3, 5, 4], "samples": [2, 3, 1], "lengths": [2, 5, 1, 4, 3, 5]}
@@ -71,9 +71,35 @@ def test_gradients_set_to_none_start_from_zero():
 
 
 def test_other_lengths_share_a_shape():
-    shapes = [pass_inputs(make_rows(prompts=[3, 5, 4], samples=[2, 3, 1], lengths=lengths)).padded()
-              for lengths in ([2, 5, 1, 4, 3, 5], [1, 1, 1, 9, 2, 2])]  # fmt: skip
-    assert shapes[0].shape == shapes[1].shape == (3, 16, 6, 16)
+    learner = learner_of(make_model(), True)
+    slope = torch.ones(6, 9, dtype=torch.float64)
+    for lengths in ([2, 5, 1, 4, 3, 9], [1, 1, 1, 9, 2, 2]):
+        rows = make_rows(prompts=[3, 5, 4], samples=[2, 3, 1], lengths=lengths)
+        run(learner, rows, entropy=False, slope=slope)
+    assert len(learner.graphs._runs) == 1
+
+
+@pytest.mark.parametrize("samples", [[1, 1, 1], [4, 4, 4]])  # whole rows, and prompts once
+def test_a_known_shape_with_room_is_used_again(samples):
+    large, small = [40, 25, 33], [31, 38, 17]
+    learner = learner_of(make_model(), True)
+    lengths = [3, 20, 7, 5, 9, 18, 1, 2, 6, 3, 4, 8][: sum(samples)]
+    for prompts in (large, small, large):
+        rows = make_rows(prompts=prompts, samples=samples, lengths=lengths)
+        plain = make_model()
+        plain.load_state_dict(learner.policy.model.state_dict())
+        slope = torch.randn(rows.mask.shape, dtype=torch.float64)
+        expected = run(learner_of(plain, False), rows, entropy=True, slope=slope)
+        learner.policy.model.zero_grad(set_to_none=True)
+        result = run(learner, rows, entropy=True, slope=slope)
+        for name, value in expected.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-9)
+        for p, q in zip(plain.parameters(), learner.policy.model.parameters()):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-9)
+    (kind, shape), *others = learner.graphs._runs
+    assert not others
+    assert kind[0] == ("rows" if sum(samples) == 3 else "prompts")
+    assert shape.prompt == 48
 
 
 def test_a_backward_after_another_forward_is_refused():

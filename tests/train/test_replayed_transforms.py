@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from torch.testing import assert_close
 from train.recorder import record
 from train.test_cuts import trained
@@ -57,12 +56,14 @@ def make_model(name: str) -> nn.Module:
 def ordinary(model, transform, rows: Experience, advantages, weights) -> torch.Tensor:
     """A block on the same padded rows through the model's own forward."""
     inputs = row_inputs(rows)
-    mask = pad(rows.mask, (0, inputs.tokens - rows.mask.shape[1]))
+    inputs = inputs.padded(inputs.shape.rounded())
+    real = inputs.sequences >= 0
+    answers = real & (torch.arange(real.shape[1]) >= inputs.start[:, None])
     options = {"sequences": inputs.sequences, "advantages": advantages, "groups": rows.group}
     with transform.applied(model, **options):
-        logp = model_logp(
-            model, inputs.ids, mask, attention_mask=inputs.sequences >= 0, temperature=0.7
-        )[:, : rows.mask.shape[1]]
+        logp = model_logp(model, inputs.ids, answers[:, 1:], attention_mask=real, temperature=0.7)
+        token = inputs.start[:, None] - 1 + torch.arange(rows.mask.shape[1])
+        logp = torch.where(rows.mask, logp.gather(1, token), 0.0)
         (logp * weights).sum().backward()
     return logp.detach()
 
@@ -112,8 +113,9 @@ def test_replays_give_the_gradients_and_averages_of_ordinary_blocks(name):
     [partial(TRANSFORMS["figure4"], overlap="all", scale="mean"), *NTK],
     ids=["figure4", "ntk", "ntk by prompt"],
 )
-def test_rows_of_padding_change_nothing(rule):
+def test_rows_of_padding_change_nothing(rule, monkeypatch):
     """Five rows in a shape of six: averages and means over sequences count the five."""
+    monkeypatch.setattr("proxpo.train.graphs._rounded", lambda count: count + 1)
     groups, lengths = {"prompts": [3, 5], "samples": [2, 3]}, ([2, 5, 1, 4, 3], [4, 1, 2, 2, 7])
     model, plain, ours = make_model("llama"), rule(), rule()
     graphs = make_graphs(model, ours)

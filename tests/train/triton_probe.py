@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from proxpo.sampler import _pieces, _pieces_triton
 from proxpo.sampler import _triton as triton
 from proxpo.sampler._draw import uniforms
 from proxpo.sampler._step import PAGE, PLAIN, Paged
@@ -63,6 +64,28 @@ def norms(dtype: torch.dtype, residual: torch.dtype) -> float:
     return max(gaps)
 
 
+def pieces(kind: torch.dtype) -> float:
+    """Largest gap, relative to numbers above one, of the parts of a block and their gradients."""
+    width, halves = torch.randn(12, 5, 24), torch.randn(12, 2 * 1500)
+    cos, sin = torch.randn(2, 4, 24)
+    calls = [
+        ("turned", [width[:, :3]], [cos, sin]),
+        ("gated", [halves[:, :40], halves[:, 40:80]], []),
+        ("gated_halves", [halves], []),
+    ]
+    gaps = []
+    for name, inputs, tables in calls:
+        results = []
+        for module, dtype in ((_pieces_triton, kind), (_pieces, torch.float64)):
+            leaves = [x.to(kind).to(dtype).detach().requires_grad_() for x in inputs]
+            wide = torch.promote_types(dtype, torch.float32)
+            out = getattr(module, name)(*leaves, *(x.to(wide) for x in tables))
+            (out.double() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+            results.append([out, *(x.grad for x in leaves)])
+        gaps += [gap(a / b.abs().clamp(min=1), b / b.abs().clamp(min=1)) for a, b in zip(*results)]
+    return max(gaps)
+
+
 def draws() -> dict[str, float]:
     """Tokens that differ, and the gap of the log-probabilities of the others."""
     torch.manual_seed(1)
@@ -96,6 +119,8 @@ print(
             "norm": norms(torch.float32, torch.float32),
             "norm_half": norms(torch.bfloat16, torch.float32),
             "gated": gap(triton.PARTS.gated(wide), PLAIN.gated(wide)),
+            "pieces": pieces(torch.float32),
+            "pieces_half": pieces(HALF),
             "draw": draws(),
         }
     )

@@ -22,7 +22,7 @@ from proxpo.ops.shapes import Float, Tensor
 
 _COLUMNS = 1024
 _MAX_PICKS = 512
-_MAX_ROWS = 128
+_MAX_ROWS = 1024
 MAX_KERNEL = 64  # sequences of a group whose kernel fits into the registers of one block
 
 
@@ -315,7 +315,7 @@ def weighted(
         columns = 128 if width <= 1 << 16 else 512
         _combine_kernel[(triton.cdiv(width, columns),)](
             flat, *buffers, advantages, stored, grad, width, picks, count,
-            ROWS=4, COLUMNS=columns, **constants,
+            ROWS=4 if count <= 32 else 16, COLUMNS=columns, **constants,
         )  # fmt: skip
         return Weighted(grad.view(rows.shape), *stored.unbind())
     assert isinstance(rows, Outer)
@@ -342,7 +342,7 @@ def _overlaps(
     out = gg.new_empty(len(index), count + 1)
     _overlap_kernel[(len(index), count)](
         gg, rows.input_products(index), layout.seq, layout.first, layout.last, index, out,
-        layout.size, count, BLOCK=1024,
+        layout.size, count, BLOCK=min(1024, max(32, triton.next_power_of_2(layout.size // count))),
     )  # fmt: skip
     return out
 

@@ -36,6 +36,7 @@ BLOCK = 1 << 24
 TILE = 1 << 22
 STACK = 1 << 28
 _LONG = 1 << 16  # entries of V in one product at most
+_FEW = 16  # groups whose kernels a GPU computes one after another
 _HALVED = 256  # sequences from which V Vᵀ is computed in blocks, those below the diagonal left out
 
 
@@ -252,8 +253,12 @@ def kernel_stacked(
     In slices, each a product of its own: one dot product of millions is slow and less exact.
     """
     groups, size, entries = sums.shape
+    on_gpu = sums.device.type == "cuda"
+    if on_gpu and 1 < groups <= _FEW:  # each occupies the device by itself
+        return torch.cat([kernel_stacked(own[None]) for own in sums])
     if groups > 1:
-        return functools.reduce(torch.add, (_times(x, x) for x in sums.split(_LONG, 2)))
+        length = min(_LONG, max(entries * groups // 256, 512)) if on_gpu else _LONG
+        return functools.reduce(torch.add, (_times(x, x) for x in sums.split(length, 2)))
     length = _slice_length(size, entries, sums.device.type)
     whole = entries // length * length
     tiles = sums[0, :, :whole].unflatten(1, (-1, length)).transpose(0, 1)

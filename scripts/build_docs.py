@@ -14,6 +14,7 @@ import ast
 import inspect
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import engine_pages
@@ -201,7 +202,9 @@ def trl_arguments_page() -> str:
 
     def decided(name: str, argument: trl.Argument) -> str:
         recipe = make_recipe("grpo")
-        args = GRPOConfig("unused", use_cpu=True, bf16=False, **{name: argument.example})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # some arguments go in TRL 2
+            args = GRPOConfig("unused", use_cpu=True, bf16=False, **{name: argument.example})
         if trl.agrees(recipe, name, args):
             return argument.text
         return trl.suggestion(recipe, name, args)

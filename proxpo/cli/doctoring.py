@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 import proxpo
+from proxpo.adapters.versions import TESTED
 from proxpo.doctor import HOSTS, Finding, examine
 from proxpo.report.terminal import console
 
@@ -22,7 +23,9 @@ def run_doctor(*, as_json: bool) -> int:
         findings = examine()
         ok = not any(finding.status == "broken" for finding in findings)
         about = {"proxpo": proxpo.__version__, "python": platform.python_version(), "ok": ok}
-        print(json.dumps(about | {"findings": [asdict(finding) for finding in findings]}))
+        tested = [{"command": env.command, **env.packages} for env in TESTED]
+        rows = [asdict(finding) for finding in findings]
+        print(json.dumps(about | {"findings": rows, "tested": tested}))
         return int(not ok)
     screen = console()
     screen.print(
@@ -31,7 +34,7 @@ def run_doctor(*, as_json: bool) -> int:
     with screen.status("") as status:
         findings = examine(HOSTS, on_start=lambda name: status.update(f"trying {name}"))
     screen.print(table(findings))
-    for line in advice(findings):
+    for line in (*advice(findings), *version_lines()):
         screen.print(line, soft_wrap=True)
     return int(any(finding.status == "broken" for finding in findings))
 
@@ -64,4 +67,9 @@ def advice(findings: Sequence[Finding]) -> list[str]:
     return lines or ["Everything works here."]
 
 
-__all__ = ["advice", "run_doctor", "table"]
+def version_lines() -> list[str]:
+    """Lines on the versions that proxpo was tested with."""
+    return ["Tested with:", *(f"  {env} ({env.command})" for env in TESTED)]
+
+
+__all__ = ["advice", "run_doctor", "table", "version_lines"]

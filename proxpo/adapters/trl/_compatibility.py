@@ -5,8 +5,10 @@ import inspect
 from typing import Any
 
 from proxpo.adapters.trl._arguments import ARGUMENTS
+from proxpo.adapters.versions import minor_versions
 
-TESTED_VERSION = "1.16"
+TESTED_VERSIONS = minor_versions("trl")
+_KNOWN = " or ".join(TESTED_VERSIONS)
 
 # Methods that ProxpoTrainer overrides or calls, with the parameters it relies on.
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
@@ -26,7 +28,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
 
 
 def api_changes(trainer: Any, config: Any, options: tuple[str, ...] = ()) -> list[str]:
-    """Differences of a GRPOTrainer and its config from those of TRL 1.16, one line each."""
+    """Differences of a GRPOTrainer and its config from those the adapter knows, one line each."""
     lines = []
     for name, expected in OVERRIDDEN.items():
         method = getattr(trainer, name, None)
@@ -51,16 +53,16 @@ def check_trl() -> None:
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as error:
         raise ImportError(
-            f"proxpo.adapters.trl needs trl {TESTED_VERSION}.*, which cannot be imported "
+            f"proxpo.adapters.trl needs trl {_KNOWN}, which cannot be imported "
             f"({error}): pip install 'proxpo[trl]'"
         ) from error
     read = tuple(name for name, argument in ARGUMENTS.items() if argument.rule != "TRL")
     moved = api_changes(GRPOTrainer, GRPOConfig, read)
     if moved:
         raise ImportError(
-            f"proxpo.adapters.trl is written for trl {TESTED_VERSION}.*; in trl {version} "
-            f"{'; '.join(moved)}: pip install 'trl=={TESTED_VERSION}.*'"
+            f"proxpo.adapters.trl is written for trl {_KNOWN}; in trl {version} "
+            f"{'; '.join(moved)}: pip install 'trl=={TESTED_VERSIONS[-1]}.*'"
         )
 
 
-__all__ = ["OVERRIDDEN", "TESTED_VERSION", "api_changes", "check_trl"]
+__all__ = ["OVERRIDDEN", "TESTED_VERSIONS", "api_changes", "check_trl"]

@@ -1,0 +1,186 @@
+"""docs/engines.md: which method runs in which engine, from the refusals of the adapters.
+
+GPU results come from docs/results/engines/trl-vllm.json and verl.json, entries "task/method" or
+"task/method/variant" of benchmarks/engines_trl.py and engines_verl.py; the traffic of many ranks
+from rank-traffic.json.
+"""
+
+import json
+import math
+import re
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+from trl import GRPOConfig
+
+from proxpo.adapters.trl._refusals import check_recipe
+from proxpo.adapters.verl._recipes import loss_refusal
+from proxpo.adapters.versions import TESTED
+from proxpo.errors import ProxpoError
+from proxpo.recipes import methods
+from proxpo.settings import make_recipe
+from proxpo.stages.schedule import variants
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs/results/engines"
+RUNS = "runs"
+
+
+def page() -> str:
+    """Text of docs/engines.md."""
+    rows, reasons = [], {}
+    for slug in methods("language"):
+        cells = {"TRL": in_trl(slug), "verl": in_verl(slug)}
+        for engine, cell in cells.items():
+            if cell.startswith("refused: "):
+                reasons.setdefault((engine, cell.removeprefix("refused: ")), []).append(slug)
+                cells[engine] = "refused"
+        rows.append(f"| `{slug}` | {cells['TRL']} | {cells['verl']} | {on_gpu(slug)} |")
+    why = [
+        f"| {engine} | {reason} | {', '.join(f'`{slug}`' for slug in slugs)} |"
+        for (engine, reason), slugs in sorted(reasons.items())
+    ]
+    table, refusals = "\n".join(rows), "\n".join(why)
+    tested = "\n".join(f"| {env} | `{env.command}` |" for env in TESTED)
+    return f"""# Engines
+
+A method is a recipe; an engine samples, scores and steps. In proxpo's own trainer and in a loop of
+your own ([examples](../examples/README.md): plain PyTorch, Accelerate, Lightning,
+`transformers.Trainer`) a method runs wherever the batch fields that it reads are there. TRL and
+verl make rollouts and updates themselves: a method that reads what they do not hand over, or
+decides what they decide, is refused in one line.
+
+| method | TRL: `ProxpoTrainer` | verl: `proxpo_...` | on a GPU |
+| --- | --- | --- | --- |
+{table}
+
+The first two columns are what the adapters decide at their defaults; the tests train every method
+that runs (`tests/adapters/trl/test_trl_recipes.py`, `tests/adapters/verl`), on a CPU. *Engine*:
+with `VERL_ENGINE_VENDOR=proxpo`, see [examples/verl](../examples/verl/README.md). The last column
+is read from [results/engines](results/engines): steps made, and seconds of a step relative to the
+engine's own loss.
+
+| engine | reason of a refusal | methods |
+| --- | --- | --- |
+{refusals}
+
+Arguments of TRL: [trl-arguments.md](trl-arguments.md). `proxpo doctor` tries the engines that are
+installed.
+
+## Versions
+
+| tested together | command |
+| --- | --- |
+{tested}
+
+TRL 1.15 computes log-probabilities in a Triton kernel and does not train without a GPU; its tests
+ran in Triton's interpreter.
+
+{several_nodes()}"""
+
+
+def in_trl(slug: str) -> str:
+    """ "runs", with the options or the sampler that it takes, or the reason of the refusal."""
+    first = ""
+    for options in ({}, {"schedule": None}, {"schedule.ratio": 0}):
+        for samples in (False, True):
+            try:
+                recipe = make_recipe(slug, options)
+                passes = len(variants(recipe) or (recipe,))
+                args = GRPOConfig("unused", use_cpu=True, bf16=False, num_iterations=passes)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    check_recipe(recipe, args, reports_logp=samples)
+            except ProxpoError as error:
+                first = first or str(error).removeprefix(f"recipe {slug}").removeprefix(": ")
+                continue
+            needs = ["vLLM or a `rollout_func`"] if samples else []
+            needs += [f"`{options}`"] if options else []
+            needs += [f"`num_iterations={passes}`"] if passes > 1 else []
+            redrawn = "; prompts are not redrawn" if recipe.prompts else ""
+            return (f"{RUNS} with {', '.join(needs)}" if needs else RUNS) + redrawn
+    return f"refused: {first.strip()}"
+
+
+def in_verl(slug: str) -> str:
+    """ "runs", "engine" where proxpo's engine is needed, or the reason of the refusal."""
+    recipe = make_recipe(slug)
+    if not loss_refusal(recipe, engine=False):
+        return RUNS
+    reason = loss_refusal(recipe, engine=True)
+    if not reason:
+        return "engine"
+    reason = reason.removeprefix(f"verl: {slug}").removeprefix(":").strip()
+    return "refused: " + re.sub(r"('[a-z_]+') [(].*?[)](, which)", r"\1\2", reason)
+
+
+def on_gpu(slug: str) -> str:
+    """Steps and relative time of the runs of this method, by engine."""
+    cells = []
+    for engine, file in (("TRL + vLLM", "trl-vllm.json"), ("verl", "verl.json")):
+        path = RESULTS / file
+        entries: dict[str, Any] = json.loads(path.read_text())["entries"] if path.exists() else {}
+        for name, entry in entries.items():
+            task, method, *variant = name.split("/")
+            if method != slug:
+                continue
+            relative = f", {entry['relative']:.2f}x" if "relative" in entry else ""
+            result = "failed" if "error" in entry else f"{len(entry['steps'])} steps{relative}"
+            cells.append(f"{engine}, {' '.join([task, *variant])}: {result}")
+    return "; ".join(cells)
+
+
+def several_nodes() -> str:
+    """The traffic of a step over many ranks, in words and as a figure."""
+    figures = json.loads((RESULTS / "rank-traffic.json").read_text())
+    network, ranks = figures["network"], figures["ranks"]
+    small, large = figures["models"].values()
+    names = list(figures["models"])
+
+    def row(name: str, model: dict[str, Any]) -> str:
+        cells = []
+        for purpose in ("gradients", "ISOPO", "ISOPO, cut"):
+            first, last = model["ms"][purpose][0], model["ms"][purpose][-1]
+            times = f"{first:.3g} ms" if first == last else f"{first:.3g} to {last:.3g} ms"
+            count = model["messages"][purpose]
+            several = f" in {count:,} messages" if count > 1 else ""
+            cells.append(f"{in_units(model['bytes'][purpose])}{several}: {times}")
+        return f"| {name} | {' | '.join(cells)} |"
+
+    text = f"""[slurm.sh](../examples/verl/slurm.sh) and
+        [skypilot.yaml](../examples/verl/skypilot.yaml) start Ray on the nodes of a job and verl on
+        top of it. Over data-parallel ranks ISOPO sends one message more than any method: sums and
+        counts of its trailing averages, 2 K + 1 float64 for K weights, once a step. Sequences that
+        are cut over ranks (Ulysses) cost two sums for each weight and micro-batch, inside their
+        node and whatever the number of ranks ([the arithmetic](isopo/sequence_parallel.md)).
+        `benchmarks/rank_traffic.py` simulates ring all-reduces over {ranks[0]} to {ranks[-1]:,}
+        ranks, {figures["node"]} in a node, at {network["inside_bandwidth"] / 1e9:.0f} GB/s and
+        {1e6 * network["inside_latency"]:.0f} µs inside, {network["between_bandwidth"] / 1e9:.0f}
+        GB/s and {1e6 * network["between_latency"]:.0f} µs between nodes, nothing overlapped; M =
+        {figures["overlap"]}, {figures["microbatches"]} micro-batches of {figures["sequences"]}
+        sequences:"""
+    return f"""## Several nodes
+
+{textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)}
+
+| model | gradients, every method | ISOPO | ISOPO, sequences cut over 8 ranks |
+| --- | --- | --- | --- |
+{row(names[0], small)}
+{row(names[1], large)}
+
+![milliseconds a step over ranks](results/engines/rank-traffic.svg)
+
+The message of ISOPO is all latency: its rounds, not its bytes, make it grow with the ranks, and a
+tree would take their logarithm. Nothing here was measured on a network.
+"""
+
+
+def in_units(size: float) -> str:
+    """Bytes in the unit that leaves one to three digits."""
+    unit = min(int(math.log10(size)) // 3, 3)
+    return f"{size / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
+
+
+__all__ = ["page"]

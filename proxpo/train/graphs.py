@@ -11,11 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform
@@ -34,129 +33,23 @@ from proxpo.sampler._lean import run as run_model
 from proxpo.sampler._weights import read
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
-from proxpo.train.prefix import Prompts, Responses, computes, prompts_of, states_of
+from proxpo.train.pass_inputs import (
+    PassInputs,
+    RowShape,
+    Shape,
+    pass_inputs,
+    rounded,
+    row_inputs,
+)
+from proxpo.train.prefix import Prompts, Responses, computes, states_of
 from proxpo.train.whole import states_of_rows
 from proxpo.types import FIELDS, Recipe
 
 MOST_SHAPES = 24  # further shapes run unrecorded
-COLUMNS = 16  # prompts and responses are padded to multiples of this
 SPARE = 1.25  # positions that a known shape may have for each one that is needed
 SAVING = 0.8  # share of the positions of whole sequences below which prompts run once
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
-
-
-class PassShape(NamedTuple):
-    """Sizes of a pass that runs each prompt once."""
-
-    groups: int
-    prompt: int
-    rows: int
-    tokens: int
-
-    @property
-    def positions(self) -> int:
-        return self.groups * self.prompt + self.rows * self.tokens
-
-    def rounded(self) -> "PassShape":
-        """One of few larger shapes."""
-        sizes = _rounded(self.groups), _columns(self.prompt)
-        return PassShape(*sizes, _rounded(self.rows), _columns(self.tokens))
-
-
-class RowShape(NamedTuple):
-    """Sizes of a pass over whole sequences."""
-
-    rows: int
-    prompt: int
-    tokens: int
-
-    @property
-    def positions(self) -> int:
-        return self.rows * (self.prompt + self.tokens)
-
-    def rounded(self) -> "RowShape":
-        """One of few larger shapes."""
-        return RowShape(_rounded(self.rows), _columns(self.prompt), _columns(self.tokens))
-
-
-Shape = TypeVar("Shape", PassShape, RowShape)
-
-
-class PassInputs(NamedTuple):
-    """Distinct prompts padded on the left, their responses padded on the right."""
-
-    prompts: Int[Tensor, "group pos"]
-    pad: Int[Tensor, " group"]
-    which: Int[Tensor, " seq"]
-    responses: Int[Tensor, "seq tok"]
-
-    @property
-    def shape(self) -> PassShape:
-        return PassShape(*self.prompts.shape, *self.responses.shape)
-
-    def padded(self, shape: PassShape) -> "PassInputs":
-        """The inputs in a larger shape. Added prompts and responses are answered by nobody."""
-        groups, left, rows, right = (new - old for new, old in zip(shape, self.shape))
-        return PassInputs(
-            pad(self.prompts, (left, 0, 0, groups)),
-            pad(self.pad + left, (0, groups)),
-            pad(self.which, (0, rows)),
-            pad(self.responses, (0, right, 0, rows)),
-        )
-
-
-class RowInputs(NamedTuple):
-    """Whole sequences from the first column on, and the column of each one's first response token.
-
-    sequences: the number of each position's row, -1 for padding
-    """
-
-    ids: Int[Tensor, "seq pos"]
-    sequences: Int[Tensor, "seq pos"]
-    start: Int[Tensor, " seq"]
-    shape: RowShape
-
-    def padded(self, shape: RowShape) -> "RowInputs":
-        """The inputs with the columns of a larger shape; rows are not added."""
-        right = shape.prompt + shape.tokens - self.ids.shape[1]
-        return RowInputs(
-            pad(self.ids, (0, right)), pad(self.sequences, (0, right), value=-1), self.start, shape
-        )
-
-
-def _rounded(count: int) -> int:
-    """The next of 1, 2 ... 16, 18, 20 ... 32, 36, 40 ...: eight sizes to each power of two."""
-    step = max(1, (1 << max(count - 1, 0).bit_length()) // 16)
-    return -(-count // step) * step
-
-
-def _columns(count: int) -> int:
-    """The next of 16, 32, 48, 64, 96, 128, 192, 256 ..."""
-    power = max(COLUMNS, 1 << max(count - 1, 0).bit_length())
-    return power * 3 // 4 if power > 2 * COLUMNS and count <= power * 3 // 4 else power
-
-
-def pass_inputs(experience: Experience) -> PassInputs:
-    """The prompts and responses of some rows."""
-    prompts = prompts_of(experience)
-    return PassInputs(*prompts, experience.input_ids[:, -experience.mask.shape[1] :])
-
-
-def row_inputs(experience: Experience) -> RowInputs:
-    """The whole sequences of some rows, their padding on the left moved to the right."""
-    (rows, length), tokens = experience.input_ids.shape, experience.mask.shape[1]
-    number = torch.arange(rows, device=experience.mask.device)[:, None]
-    sequences = torch.where(experience.attention_mask, number, -1)
-    before = (~experience.attention_mask[:, : length - tokens]).sum(dim=1)
-    column = torch.arange(length, device=before.device)
-    moved = (column + before[:, None]) % length
-    return RowInputs(
-        experience.input_ids.gather(1, moved),
-        sequences.gather(1, moved),
-        length - tokens - before,
-        RowShape(rows, length - tokens, tokens),
-    )
 
 
 class GradientBuffers:
@@ -470,7 +363,7 @@ class PolicyGraphs:
         members = members_of(experience.group) if by_prompt(transform.rule) else None
         sizes = None
         if members is not None:
-            sizes = _rounded(len(members)), _rounded(max(map(len, members)))
+            sizes = rounded(len(members)), rounded(max(map(len, members)))
         kind = ("transformed", sizes, wanted, dtype)
         inputs = row_inputs(experience)
         shape = self._shape(kind, inputs.shape)
@@ -572,4 +465,4 @@ def unsuited(
     return ""
 
 
-__all__ = ["CudaRecorder", "PolicyGraphs", "pass_inputs", "unsuited"]
+__all__ = ["CudaRecorder", "PolicyGraphs", "unsuited"]

@@ -17,8 +17,9 @@ from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.logp import model_logp
 from proxpo.models import Policy
 from proxpo.train.experience import Experience
-from proxpo.train.graphs import PolicyGraphs, row_inputs
+from proxpo.train.graphs import PolicyGraphs
 from proxpo.train.minibatch import gradients as mini_batch
+from proxpo.train.pass_inputs import row_inputs
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 TRANSFORMS = {
@@ -115,7 +116,8 @@ def test_replays_give_the_gradients_and_averages_of_ordinary_blocks(name):
 )
 def test_rows_of_padding_change_nothing(rule, monkeypatch):
     """Five rows in a shape of six: averages and means over sequences count the five."""
-    monkeypatch.setattr("proxpo.train.graphs._rounded", lambda count: count + 1)
+    for module in ("graphs", "pass_inputs"):
+        monkeypatch.setattr(f"proxpo.train.{module}.rounded", lambda count: count + 1)
     groups, lengths = {"prompts": [3, 5], "samples": [2, 3]}, ([2, 5, 1, 4, 3], [4, 1, 2, 2, 7])
     model, plain, ours = make_model("llama"), rule(), rule()
     graphs = make_graphs(model, ours)

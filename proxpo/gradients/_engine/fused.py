@@ -213,11 +213,12 @@ def _solve_kernel(
     kernel, average, advantages, weights, mean, places, size, number, rho, KNOWN: tl.constexpr,
     PAPER: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """(K/c + I)⁻¹ A of one group in float64, by the sweep operator: no pivots are needed.
+    """(K/c + I)⁻¹ A of a parameter's group in float64, by the sweep operator: it needs no pivots.
 
     The matrix stays symmetric, so that a step needs one of its rows and no column.
     """
-    group = tl.program_id(0)
+    group, parameter = tl.program_id(0), tl.program_id(1)
+    kernel = kernel + parameter.to(tl.int64) * places * size
     total = tl.zeros([CHUNK], tl.float64)
     for start in range(0, places, CHUNK):
         n = start + tl.arange(0, CHUNK)
@@ -225,9 +226,9 @@ def _solve_kernel(
         total += tl.load(at, mask=n < places, other=0.0).to(tl.float64)
     c = tl.sum(total, 0) / number
     if group == 0:
-        tl.store(mean, c)
+        tl.store(mean + parameter, c)
     if KNOWN:
-        c = tl.load(average).to(tl.float64)
+        c = tl.load(average + parameter).to(tl.float64)
     c = c * rho
     safe = tl.where(c > 0, c, 1.0)
     i = tl.arange(0, SIZE)
@@ -246,7 +247,8 @@ def _solve_kernel(
         k = tl.where(swept[:, None] | swept[None, :], 0.0, k) - row[:, None] * share[None, :]
     if PAPER:
         x = tl.where(c > 0, x / safe, 0.0)
-    tl.store(weights + group * size + i, x.to(weights.dtype.element_ty), mask=inside)
+    at = weights + parameter * places + group * size + i
+    tl.store(at, x.to(weights.dtype.element_ty), mask=inside)
 
 
 def fits(layout: Layout, overlap_set: OverlapSet | None, kind: torch.dtype) -> bool:
@@ -362,21 +364,22 @@ def _vector_overlaps(
 
 
 def solve(
-    kernel: Float[Tensor, "group member member"],
+    kernels: Float[Tensor, "parameter group member member"],
     advantages: Float[Tensor, "group member"],
-    average: Float[Tensor, ""] | None,
+    averages: Float[Tensor, " parameter"] | None,
     *,
     rho: float,
     paper: bool,
     number: int,
-) -> tuple[Float[Tensor, "group member"], Float[Tensor, ""]]:
+) -> tuple[Float[Tensor, "parameter group member"], Float[Tensor, " parameter"]]:
     """The weights of ISOPO-NTK and tr K / m of `number` = m sequences, in one launch."""
     groups, size = advantages.shape
-    weights, mean = torch.empty_like(advantages), kernel.new_empty(())
-    _solve_kernel[(groups,)](
-        kernel.contiguous(), kernel if average is None else average, advantages.contiguous(),
-        weights, mean, groups * size, size, number, rho, KNOWN=average is not None, PAPER=paper,
+    weights = advantages.new_empty(len(kernels), groups, size)
+    means = kernels.new_empty(len(kernels))
+    _solve_kernel[(groups, len(kernels))](
+        kernels.contiguous(), kernels if averages is None else averages, advantages.contiguous(),
+        weights, means, groups * size, size, number, rho, KNOWN=averages is not None, PAPER=paper,
         SIZE=triton.next_power_of_2(size), CHUNK=min(1024, triton.next_power_of_2(groups * size)),
         num_warps=1 if size <= 32 else 4,
     )  # fmt: skip
-    return weights, mean
+    return weights, means

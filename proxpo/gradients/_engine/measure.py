@@ -7,9 +7,12 @@ runs in the kernels of `fused.py`.
 import functools
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
+
+import torch
 
 from proxpo.gradients._engine import cost, inner_products
 from proxpo.gradients._engine.device import matmul
@@ -295,30 +298,83 @@ class KernelRule(ABC):
 
     @abstractmethod
     def kernel_weights(
-        self, handle: ParameterHandle, kernel: Float[Tensor, "group member member"]
-    ) -> Float[Tensor, " row"]:
-        """w from K_ij = ⟨V_i, V_j⟩ of one parameter, group by group; records K and weights."""
+        self,
+        handles: Sequence[ParameterHandle],
+        kernels: Float[Tensor, "parameter group member member"],
+    ) -> Float[Tensor, "parameter row"]:
+        """w from K_ij = ⟨V_i, V_j⟩ of some parameters, group by group; records K and weights."""
+
+
+class _Postponed(NamedTuple):
+    """A parameter whose kernel is known, and what its weighted sum needs."""
+
+    handle: ParameterHandle
+    kernel: Float[Tensor, "group member member"]
+    rows: Outer | OneHot | None  # None where V is held
+    sums: Float[Tensor, "place out"] | None
+
+    @property
+    def size(self) -> int:
+        """Bytes that wait."""
+        return 0 if self.rows is None else self.rows.g.nbytes
 
 
 def weighted_by_kernel(
     rule: KernelRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
-) -> Tensor:
-    """Σ_i w_i V_i with w from the kernel of the V_i: from stacked V if it was built whole."""
-    groups = handle.session.groups
-    kernel, sums = kernel_matrix(rows, layout, rule.path, groups)
-    weights = rule.kernel_weights(handle, kernel)
+) -> Tensor | None:
+    """Σ_i w_i V_i with w from the kernel of the V_i: from stacked V if it was built whole.
+
+    In a block on padded rows the weights of many parameters are computed together, unless that
+    would keep V of a weight: a kernel's linear system is small, and a launch costs as much.
+    """
+    session, groups = handle.session, handle.session.groups
+    kind = inner_products.stack_dtype(rows, layout) if isinstance(rows, Outer) else rows.dtype
+    whole = isinstance(rows, Dense) or not cost.reading_pays(layout, kind)
+    together = session.padded is not None and layout is session.layout and whole
+    holds = isinstance(rows, Dense) or not together
+    kernel, sums = kernel_matrix(rows, layout, rule.path, groups, holds=holds)
+    if together:
+        own = None if isinstance(rows, Dense) else rows
+        part = _Postponed(handle, kernel, own, sums)
+        waiting = session.postpone(part, functools.partial(_finish, rule, session))
+        if sum(other.size for other in waiting) > cost.POSTPONED:
+            session.finish()
+        return None
+    weights = rule.kernel_weights([handle], kernel[None])[0]
     if sums is not None and layout.alone:
         flat = groups.arranged(weights).to(sums.dtype) @ sums.flatten(1)
         return flat.view(rows.shape)
     return rows.reduce(layout.spread(weights))
 
 
+def _finish(rule: KernelRule, session: Session, parts: list[_Postponed]) -> None:
+    """Adds Σ_i w_i V_i to the gradients of parameters whose weights are computed together."""
+    kernels = torch.stack([part.kernel for part in parts])
+    weights = rule.kernel_weights([part.handle for part in parts], kernels)
+    spread: dict[torch.dtype, Tensor] = {}
+    for number, (handle, _, rows, sums) in enumerate(parts):
+        if rows is None:
+            assert sums is not None
+            handle.add(session.groups.arranged(weights[number]).to(sums.dtype) @ sums)
+            continue
+        if rows.dtype not in spread:
+            spread[rows.dtype] = session.layout.spread(weights.to(rows.dtype))
+        handle.add(rows.reduce(spread[rows.dtype][number]))
+
+
 def kernel_matrix(
-    rows: AnyGradients, layout: Layout, path: str, groups: Groups, *, rounded: bool = True
+    rows: AnyGradients,
+    layout: Layout,
+    path: str,
+    groups: Groups,
+    *,
+    rounded: bool = True,
+    holds: bool = True,
 ) -> tuple[Float[Tensor, "group member member"], Float[Tensor, "place *shape"] | None]:
     """K_ij = ⟨V_i, V_j⟩ in the cheapest form, and stacked V where it was built whole.
 
     rounded: V may be in bfloat16, see `inner_products.stack_dtype`.
+    holds: stacked V of a weight may be returned
     """
     if isinstance(rows, OneHot):
         return inner_products.kernel_gram(rows, layout, groups), None
@@ -326,7 +382,7 @@ def kernel_matrix(
         sums = groups.arranged(rows.sums(layout))
         return inner_products.kernel_stacked(sums.unflatten(0, (groups.count, -1))), sums
     kind = inner_products.stack_dtype(rows, layout, rounded=rounded)
-    if cost.gram_kernel(rows.shape, layout, groups, path, kind):
+    held = holds and cost.holds_stack(rows.shape, layout, groups, kind)
+    if cost.gram_kernel(rows.shape, layout, groups, path, kind, held=held):
         return inner_products.kernel_gram(rows, layout, groups), None
-    held = cost.holds_stack(rows.shape, layout, groups, kind)
     return inner_products.kernel_materialised(rows, layout, groups, kind=kind, held=held)

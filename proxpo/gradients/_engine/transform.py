@@ -358,12 +358,13 @@ def _finite_gradients(model: nn.Module) -> bool:
 
 
 def _finish_waiting(session: Session) -> None:
-    """Adds gradients that wait for calls which never reached their backward."""
+    """Adds postponed gradients, and those that wait for calls which never reached a backward."""
     for module_handle in session.module_handles:
         for nested in module_handle.waiting:
             _check_late(module_handle)
             for attribute, gradient in module_handle.flush(nested).items():
-                _accumulate(module_handle.handles[attribute].parameter, gradient)
+                module_handle.handles[attribute].add(gradient)
+    session.finish()
 
 
 def _check_late(module_handle: ModuleHandle) -> None:
@@ -376,9 +377,3 @@ def _check_late(module_handle: ModuleHandle) -> None:
             "backward(), so that its gradient comes after the processes have exchanged theirs; run "
             "such a forward under torch.no_grad() or outside the block"
         )
-
-
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Adds to `.grad` a gradient that autograd is not waiting for."""
-    gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

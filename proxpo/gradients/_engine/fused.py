@@ -18,6 +18,7 @@ from proxpo.gradients._engine.device import matmul
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_gradients import Dense, Outer
+from proxpo.logp.head import add_matmul_
 from proxpo.ops.shapes import Float, Tensor
 
 _COLUMNS = 1024
@@ -271,9 +272,9 @@ def _constants(options: Any, own: tuple[bool, ...], norm: bool, picks: int) -> d
 
 
 class Weighted(NamedTuple):
-    """Σ_i w_i V_i, and F², R² and w of every sequence."""
+    """Σ_i w_i V_i (None where a total has it), and F², R² and w of every sequence."""
 
-    grad: Tensor
+    grad: Tensor | None
     f2: Float[Tensor, " row"]
     r2: Float[Tensor, " row"]
     weights: Float[Tensor, " row"]
@@ -288,10 +289,12 @@ def weighted(
     advantages: Float[Tensor, " row"],
     options: Any,
     means: Means,
+    total: Float[Tensor, "out inp"] | None = None,
 ) -> Weighted:
     """Σ_i A_i s_i V_i of one parameter.
 
     sums: stacked V, of a vector or where it was built.
+    total: tensor to which the sum is added, without `sums`.
     options, means: `ScaleOptions` of the rule, and E[x²] of F, N and R; None for each sequence's
         own x².
     """
@@ -309,7 +312,7 @@ def weighted(
     own = tuple(mean is None for mean in means)
     constants = _constants(options, own, norm2 is not None, picks)
     # No position stores the weight of a sequence without any.
-    make = torch.zeros if layout.has_empty else torch.empty
+    make = torch.zeros if layout.has_empty and sums is None else torch.empty
     stored = make(3, count, device=advantages.device)
     if sums is not None:
         flat = sums.flatten(1)
@@ -331,8 +334,11 @@ def weighted(
         narrow.stride(0), picks, count, ROWS=8,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)), **constants,
     )  # fmt: skip
-    grad = scaled.T @ rows.a if by_g else rows.g.T @ scaled
-    return Weighted(grad, *stored.unbind())
+    factors = (scaled.T, rows.a) if by_g else (rows.g.T, scaled)
+    if total is None:
+        return Weighted(factors[0] @ factors[1], *stored.unbind())
+    add_matmul_(total, *factors)
+    return Weighted(None, *stored.unbind())
 
 
 def _overlaps(
@@ -342,9 +348,10 @@ def _overlaps(
     index, count = overlap_set.index, layout.count
     gg = matmul(rows.g.index_select(0, index), rows.g.T)
     out = gg.new_empty(len(index), count + 1)
+    block = min(1024, max(32, triton.next_power_of_2(layout.size // count)))
     _overlap_kernel[(len(index), count)](
         gg, rows.input_products(index), layout.seq, layout.first, layout.last, index, out,
-        layout.size, count, BLOCK=min(1024, max(32, triton.next_power_of_2(layout.size // count))),
+        layout.size, count, BLOCK=block, num_warps=1 if block <= 128 else 4,
     )  # fmt: skip
     return out
 

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from proxpo.gradients._engine import cost, inner_products
-from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.device import accumulator, matmul
 from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
@@ -111,13 +111,14 @@ class LengthRule(ABC):
 
 def weighted_by_lengths(
     rule: LengthRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
-) -> Tensor:
-    """Σ_i w_i V_i with w_i from the lengths of V_i."""
+) -> Tensor | None:
+    """Σ_i w_i V_i with w_i from the lengths of V_i; None where `.grad` has it already."""
     wanted = rule.measurement
     if wanted.empty:
-        return rows.reduce(layout.spread(rule.length_weights(handle, SquaredLengths())))
+        weights = rule.length_weights(handle, SquaredLengths())
+        return _reduced(handle, rows, layout.spread(weights))
     if rows.device.type == "cuda" and (out := _fused(rule, handle, rows, layout)) is not None:
-        return out
+        return out.grad
     streams = wanted.norm and not (rule.needs_all(handle) or layout.bounded)
     if streams and isinstance(rows, Outer) and _path(wanted, rows, layout, True) == "stream":
         return _streamed(rule, handle, rows, layout)
@@ -126,7 +127,27 @@ def weighted_by_lengths(
     if lengths.sums is not None and layout.alone:
         flat = weights @ lengths.sums.reshape(layout.count, -1).to(weights.dtype)
         return flat.view(rows.shape)
-    return rows.reduce(layout.spread(weights))
+    return _reduced(handle, rows, layout.spread(weights))
+
+
+def _reduced(
+    handle: ParameterHandle, rows: AnyGradients, weights: Float[Tensor, " pos"]
+) -> Tensor | None:
+    """Σ_t w_t G_t; None where it was added to the parameter's gradient at once."""
+    total = _total(handle, rows)
+    if total is None or not isinstance(rows, Outer):
+        return rows.reduce(weights)
+    rows.reduce_into(total, weights)
+    return None
+
+
+def _total(handle: ParameterHandle, rows: AnyGradients) -> Tensor | None:
+    """The gradient of a weight, where a product may be added to it without passing autograd."""
+    if handle.session.padded is None or not isinstance(rows, Outer):
+        return None
+    grad = handle.parameter.grad
+    fits = grad is not None and grad.dtype in (rows.dtype, accumulator(rows.dtype))
+    return grad if fits and rows.g.dtype == rows.a.dtype else None
 
 
 def measured(
@@ -246,10 +267,8 @@ def _streamed(rule: LengthRule, handle: ParameterHandle, rows: Outer, layout: La
     return total
 
 
-def _fused(
-    rule: LengthRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
-) -> Tensor | None:
-    """Σ_i w_i V_i in few kernels; None where they do not apply."""
+def _fused(rule: LengthRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Any:
+    """Σ_i w_i V_i in few kernels, as `fused.Weighted`; None where they do not apply."""
     wanted = rule.measurement
     # Of other layouts (experts) the host does not know enough without waiting.
     ready = layout is handle.session.layout and layout.alone and wanted.path in ("auto", "gram")
@@ -270,16 +289,17 @@ def _fused(
             return None
         norm2, sums = _norm2(wanted, handle, rows, layout, path)
     advantages, options, means = rule.base_weights(handle.session), rule.options, rule.means(handle)
-    grad, f2, r2, weights = kernels.weighted(
-        rows, layout, overlap_set, norm2, sums, advantages, options, means
+    total = _total(handle, rows) if sums is None else None
+    out = kernels.weighted(
+        rows, layout, overlap_set, norm2, sums, advantages, options, means, total
     )
-    squares = {"F": f2} if wanted.overlap else {}
+    squares = {"F": out.f2} if wanted.overlap else {}
     if norm2 is not None:
         squares["N"] = norm2
     if options.r:
-        squares["R"] = r2
-    rule.record(handle, squares, weights)
-    return grad
+        squares["R"] = out.r2
+    rule.record(handle, squares, out.weights)
+    return out
 
 
 @functools.cache
@@ -359,7 +379,9 @@ def _finish(rule: KernelRule, session: Session, parts: list[_Postponed]) -> None
             continue
         if rows.dtype not in spread:
             spread[rows.dtype] = session.layout.spread(weights.to(rows.dtype))
-        handle.add(rows.reduce(spread[rows.dtype][number]))
+        gradient = _reduced(handle, rows, spread[rows.dtype][number])
+        if gradient is not None:
+            handle.add(gradient)
 
 
 def kernel_matrix(

@@ -48,7 +48,7 @@ class Rule(Protocol):
     ) -> Tensor | None:
         """Σ_i w_i V_i for the w of the method, shaped like the parameter.
 
-        None where it is left to `Session.postpone`.
+        None where it was added to `.grad` without passing autograd, or `Session.postpone` has it.
         """
         ...
 
@@ -91,7 +91,7 @@ class ParameterHandle:
         return self.session.overlap_set(self, self.session.layout if layout is None else layout)
 
     def gradient(self, rows: AnyGradients, layout: Layout) -> Tensor | None:
-        """The transformed gradient; None where it is postponed."""
+        """The transformed gradient; None where autograd need not wait for it."""
         self.done = True
         return self.session.rule.gradient(self, rows, layout)
 

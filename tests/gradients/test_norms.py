@@ -195,7 +195,7 @@ def test_a_long_kernel_is_summed_in_slices():
     assert on_cuda == [1536, 1536, 55296]  # 576 * 576 is a multiple of each
     assert inner_products.even_step(1536, 1323) == 768
     assert inner_products.even_step(100, 30) == 30
-    assert inner_products._slice_length(8, 576, "cuda") == 512
+    assert inner_products._slice_length(8, 576, "cuda") == 576
 
 
 class Sizes(TorchDispatchMode):

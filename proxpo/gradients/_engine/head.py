@@ -244,7 +244,9 @@ def by_vocabulary(work: HeadPass, rule: LengthRule | KernelRule) -> HeadGradient
     if isinstance(rule, LengthRule) and rule.measurement.norm:
         stack = inner_products.BLOCK // (work.scored.layout.count * tokens.hidden.shape[1])
         cols = min(cols, max(stack, 128))
-    for col in blocks(len(head.weight), inner_products.even_step(len(head.weight), cols)):
+    if tokens.hidden.is_cuda:
+        cols = inner_products.even_step(len(head.weight), cols)
+    for col in blocks(len(head.weight), cols):
         g = head.grad(tokens, col)
         if d_hidden is not None:
             add_matmul_(d_hidden, g, head.weight[col])

@@ -82,7 +82,7 @@ def _ready(settings: Settings) -> Iterator[tuple[Sequence[Problem], Callable[[in
     problems = task.test[settings.first : settings.first + settings.problems]
     policy = load_policy(
         settings.model,
-        device=_device(settings.device),
+        device=settings.device,
         dtype=settings.dtype,
         lora=None if adaptation.lora is None else dict(adaptation.lora),
         seed=derive(settings.seed, "init"),
@@ -278,12 +278,6 @@ def adapt_task(settings: Settings) -> Task:
             f"problems={settings.problems} ask for {last}"
         )
     return task
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 __all__ = ["ROWS", "adapt", "adapt_task", "finding", "idle_notes", "sign_test", "summarise"]

@@ -68,8 +68,8 @@ class ModelConfig:
 class TaskConfig:
     name: str = setting(
         "arithmetic",
-        "arithmetic[:LEVEL], arithmetic-chat, arms, calculator, dialogue, gsm8k[:PATH], "
-        "reasoning-gym:NAME, textarena:GAME, verifiers:TASKSET, FILE",
+        "arithmetic[:LEVEL], arithmetic-chat, arms, calculator, column-sums[:LEVEL], dialogue, "
+        "gsm8k[:PATH], reasoning-gym:NAME, textarena:GAME, verifiers:TASKSET, FILE",
         resume="fixed",
     )
     options: dict = setting({}, "options of the task, such as digits or held_out", resume="fixed")

@@ -9,8 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from proxpo.adapt.page import write_page
 from proxpo.adapt.resampling import resample
 from proxpo.adapt.responder import Responder, output_layer

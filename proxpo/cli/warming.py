@@ -26,7 +26,9 @@ def run_warmup(task: str, settings: list[str], *, out: str, **common: Any) -> No
         now = time.monotonic()
         if now - last > LINE_EVERY:
             last = now
-            line = f"step {step}/{metrics['steps']}  {now - start:.0f} s  loss {metrics['loss']:.3f}"
+            line = (
+                f"step {step}/{metrics['steps']}  {now - start:.0f} s  loss {metrics['loss']:.3f}"
+            )
             console.print(line, markup=False)
 
     def on_notice(line: str) -> None:

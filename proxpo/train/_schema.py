@@ -230,7 +230,13 @@ class CheckpointConfig:
     every: int = setting(
         50, "steps between checkpoints; 0: at the end alone", resume="next", low=0, high=STEPS
     )
-    keep: int = setting(2, "how many to keep", resume="next", low=1, high=STEPS)
+    keep: int = setting(
+        2,
+        "how many to keep; 0: none is written, and a run that was stopped begins anew",
+        resume="next",
+        low=0,
+        high=STEPS,
+    )
     grace: float = setting(
         20.0,
         "seconds a stop signal waits for an update to end; then the last checkpoint counts",

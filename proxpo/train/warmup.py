@@ -61,7 +61,7 @@ class WarmupSettings:
     problems: int | None = None
     epochs: int = 2
     batch: int = 64
-    lr: float = 1e-4
+    lr: float = 2e-4
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     optimizer: Literal["adamw", "muon", "soap", "shampoo", "kfac"] = "adamw"
@@ -145,7 +145,9 @@ class _WarmupRun:
             self.losses.append(gradient(learner, rows))
             norm = torch.nn.utils.clip_grad_norm_(learner.trainable(), settings.grad_clip)
             if not math.isfinite(float(norm)):
-                raise ProxpoError(f"warmup: the gradient of step {step + 1} is not finite: lower lr")
+                raise ProxpoError(
+                    f"warmup: the gradient of step {step + 1} is not finite: lower lr"
+                )
             learner.optimizer.step()
             learner.optimizer.zero_grad(set_to_none=True)
             self.observer.on_step(step + 1, {"loss": self.losses[-1], "steps": self.steps})

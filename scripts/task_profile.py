@@ -13,16 +13,18 @@ mean log F (or N) with the length and the reward of a response.
 import argparse
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from proxpo.gradients import Transform
 from proxpo.gradients.diagnostics import Diagnostics, watch
 from proxpo.logp import model_logp
 from proxpo.ops.groups import group_stats
-from proxpo.train.config import load_config
+from proxpo.train.config import Config, load_config
 from proxpo.train.cuts import Rows
 from proxpo.train.experience import Experience
 from proxpo.train.language import LanguageJob, build_language_job
@@ -48,34 +50,56 @@ def correlation(x: Tensor, y: Tensor) -> float:
     return round(value, 3) if value == value else 0.0
 
 
-def measure(job: LanguageJob, rows: Experience) -> Diagnostics:
-    """Gradient lengths of every response, in blocks of the job's budget of tokens."""
-    learner, model = job.learner, job.policy.model
+def relative_rewards(rows: Experience) -> Tensor:
+    """GRPO's advantages of the responses."""
     stats = group_stats(rows.rewards, rows.group)
-    advantages = (rows.rewards - stats.mean) / (stats.std + 1e-6)
-    result = Diagnostics()
-    for part in learner.budget.cut(Rows(rows.mask, rows.attention_mask)):
+    return (rows.rewards - stats.mean) / (stats.std + 1e-6)
+
+
+def cut_by_tokens(job: LanguageJob, rows: Experience) -> list[Tensor]:
+    """Row numbers of each micro-batch."""
+    return job.learner.budget.cut(Rows(rows.mask, rows.attention_mask))
+
+
+def backward(
+    job: LanguageJob,
+    transform: Transform,
+    rows: Experience,
+    advantages: Tensor,
+    *,
+    measured: Diagnostics | None = None,
+) -> None:
+    """Adds the transform's gradient of the rollout; `measured` collects the lengths."""
+    model = job.policy.model
+    for part in cut_by_tokens(job, rows):
         cut = rows.rows(part)
         number = torch.arange(len(part), device=part.device)[:, None]
-        block = learner.transform.applied(
+        block = transform.applied(
             model,
             sequences=torch.where(cut.attention_mask, number, -1),
             advantages=advantages[part],
             groups=cut.group,
         )
-        with block as session, watch(session, into=result):
+        with block as session, ExitStack() as stack:
+            if measured is not None:
+                stack.enter_context(watch(session, into=measured))
             with job.policy.autocast():
                 logp = model_logp(model, cut.input_ids, cut.mask, attention_mask=cut.attention_mask)
             (-logp.sum()).backward()
-        for p in model.parameters():
-            p.grad = None
-    learner.transform.step(skipped=True)
+
+
+def measure(job: LanguageJob, rows: Experience) -> Diagnostics:
+    """Gradient lengths of every response, in the order of `cut_by_tokens`."""
+    result, transform = Diagnostics(), job.learner.transform
+    backward(job, transform, rows, relative_rewards(rows), measured=result)
+    job.policy.model.zero_grad(set_to_none=True)
+    transform.step(skipped=True)
     return result
 
 
 def lengths(job: LanguageJob, rows: Experience) -> dict[str, Any]:
     """Spread of F and N over responses, and their relation to length and reward."""
-    order = torch.cat(job.learner.budget.cut(Rows(rows.mask, rows.attention_mask)))
+    order = torch.cat(cut_by_tokens(job, rows))
     tokens, rewards = rows.mask.sum(dim=1)[order], rows.rewards[order]
     measured = measure(job, rows)
     entry: dict[str, Any] = {"cosine_reinforce": round(measured.cosine, 4), "layers": {}}
@@ -94,7 +118,8 @@ def lengths(job: LanguageJob, rows: Experience) -> dict[str, Any]:
     return entry
 
 
-def profile(args: argparse.Namespace) -> dict[str, Any]:
+def make_config(args: argparse.Namespace) -> Config:
+    """The run whose policy and rollouts are measured."""
     sets = [
         f"rollout.prompts_per_step={args.prompts}",
         f"rollout.samples_per_prompt={args.samples}",
@@ -102,13 +127,36 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
         "rollout.max_prompt=512",
         "task.drop_long=true",
         "train.micro_batch=auto",
-        f"evaluate.size={args.problems}",
-        f"evaluate.k={args.k}",
         *args.sets,
     ]
-    config = load_config(
+    return load_config(
         None, sets, overrides={"method": "isopo", "task": args.task, "model": args.model}
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the measured run."""
+    parser.add_argument("task")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="longest response")
+    parser.add_argument("--set", nargs="*", default=[], dest="sets", help="settings of the run")
+    parser.add_argument("--json", type=Path)
+
+
+def append(path: Path | None, entry: dict[str, Any]) -> None:
+    """Adds an entry to a file that holds a list of them."""
+    if path is not None:
+        known = json.loads(path.read_text()) if path.exists() else []
+        path.write_text(json.dumps([*known, entry], indent=1) + "\n")
+
+
+def profile(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything the table and the JSON file say of a start."""
+    sizes = [f"evaluate.size={args.problems}", f"evaluate.k={args.k}"]
+    args.sets = [*args.sets, *sizes]
+    config = make_config(args)
     started = time.perf_counter()
     job = build_language_job(config)
     try:
@@ -164,22 +212,14 @@ def line(entry: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256, help="longest response")
+    add_arguments(parser)
     parser.add_argument("--problems", type=int, default=256, help="held-out problems")
     parser.add_argument("--k", type=int, default=4, help="samples of each held-out problem")
     parser.add_argument("--watched", type=int, default=64, help="responses that are weighed")
     parser.add_argument("--no-gradients", action="store_true")
-    parser.add_argument("--set", nargs="*", default=[], dest="sets", help="settings of the run")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     entry = profile(args)
-    if args.json is not None:
-        known = json.loads(args.json.read_text()) if args.json.exists() else []
-        args.json.write_text(json.dumps([*known, entry], indent=1) + "\n")
+    append(args.json, entry)
     print(
         "| task | greedy / sampled | mixed groups | tokens p10 / p50 / p90 | F spread | N spread |"
     )

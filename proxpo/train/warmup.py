@@ -115,12 +115,12 @@ def warm_up(settings: WarmupSettings, out: Path, observer: Observer = SILENT) ->
             raise ProxpoError(f"{out} holds a warm start with other settings: choose another --out")
         return done
     with hold_folder(out, on_notice=observer.on_notice):
-        run = _WarmupRun(settings, out, observer)
+        run = WarmupRun(settings, out, observer)
         with stop_on_signal(signal.SIGTERM, signal.SIGINT) as stop:
             return run.make(stop)
 
 
-class _WarmupRun:
+class WarmupRun:
     """A warm start after loading: the learner, the encoded solutions and the losses so far."""
 
     def __init__(self, settings: WarmupSettings, out: Path, observer: Observer) -> None:
@@ -129,7 +129,7 @@ class _WarmupRun:
         task = make_task(settings.task, **settings.task_options)
         problems = solved(task, settings.problems)
         self.policy = load_policy(settings.model, device=settings.device, dtype=settings.dtype)
-        self.learner = _learner(settings, self.policy)
+        self.learner = make_learner(settings, self.policy)
         self.rows = encoded(task, self.policy, problems, settings)
         if len(self.rows) < len(problems):
             observer.on_notice(f"{len(problems) - len(self.rows)} long solutions were left out")
@@ -268,7 +268,7 @@ def gradient(learner: Learner, rows: Experience) -> float:
     tokens = float(rows.mask.sum())
 
     def work(cut: Cut) -> float:
-        total = torch.zeros((), device=rows.mask.device)
+        total = torch.zeros((), device=rows.mask.device, dtype=torch.float64)
         for part in cut:
             logp = forward(learner, rows.rows(part), PASS)["logp"]
             loss = -logp.sum() / tokens
@@ -280,7 +280,7 @@ def gradient(learner: Learner, rows: Experience) -> float:
     return in_micro_batches(learner, rows, PASS, work, undo=undo)
 
 
-def _learner(settings: WarmupSettings, policy: Policy) -> Learner:
+def make_learner(settings: WarmupSettings, policy: Policy) -> Learner:
     recipe = method("reinforce").make()
     graphs = None
     if not unsuited(policy, recipe, critic=False):

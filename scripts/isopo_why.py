@@ -7,6 +7,7 @@ AdamW and Muon.
 Gradients are those of `--rollouts` rollouts of the policy as it is. For each arm:
 
     gradient    cosine of its gradient with REINFORCE's, mean over rollouts; SGD steps along it
+    isopo       the same with the gradient of isopo p=-1
     OPTIMIZER   cosine of the last step of an optimizer that was fed all gradients with the step
                 that REINFORCE's gradients give; clipped: each gradient to norm 1 before
     npg         cosine with the damped natural gradient of a rollout, damping ρ tr(F)/n (--npg)
@@ -62,6 +63,11 @@ def cosine(a: list[Tensor], b: list[Tensor]) -> float:
         for left, right in ((a, b), (a, a), (b, b))
     )
     return inner / (a2 * b2) ** 0.5 if a2 and b2 else 0.0
+
+
+def mean_cosine(a: list[list[Tensor]], b: list[list[Tensor]]) -> float:
+    """Mean over rollouts of the cosines of two arms' gradients."""
+    return round(sum(cosine(x, y) for x, y in zip(a, b)) / len(a), 4)
 
 
 def response_factors(job: LanguageJob, rows: Experience) -> dict[str, Tensor]:
@@ -138,13 +144,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         entry: dict[str, Any] = {"task": args.task, "model": args.model, "arms": {}}
         entry["weights"] = lengths(job, rollouts[0])
         base = [gradient(job, "reinforce", rows) for rows in rollouts]
+        fisher = [gradient(job, "isopo p=-1", rows) for rows in rollouts]
         kinds = [(name, clip) for name in OPTIMIZERS for clip in (True, False)]
         model = job.policy.model
         steps = {kind: last_step(model, kind[0], base, clip=kind[1]) for kind in kinds}
         for arm in ("reinforce", *ARMS, *ONE_WEIGHT):
-            own = base if arm == "reinforce" else [gradient(job, arm, rows) for rows in rollouts]
-            raw = [cosine(a, b) for a, b in zip(own, base)]
-            result: dict[str, Any] = {"gradient": round(sum(raw) / len(raw), 4)}
+            known = {"reinforce": base, "isopo p=-1": fisher}.get(arm)
+            own = known or [gradient(job, arm, rows) for rows in rollouts]
+            result: dict[str, Any] = {
+                "gradient": mean_cosine(own, base),
+                "isopo": mean_cosine(own, fisher),
+            }
             for name, clip in kinds:
                 step = last_step(model, name, own, clip=clip)
                 word = "clipped" if clip else "unclipped"

@@ -94,7 +94,11 @@ def load_warmup(sets: Iterable[str] = (), **common: Any) -> WarmupSettings:
     for text in sets:
         key, value = parse_setting(text)
         if key.startswith(TASK_OPTIONS):
-            options[key.removeprefix(TASK_OPTIONS)] = value
+            *blocks, name = key.removeprefix(TASK_OPTIONS).split(".")
+            place = options
+            for block in blocks:
+                place = place.setdefault(block, {})
+            place[name] = value
         elif key in known:
             values[key] = value
         else:

@@ -211,3 +211,9 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:  # closed since it was listed
         return ""
+
+
+def test_runs_that_share_a_gpu_get_equal_parts_of_its_memory(monkeypatch):
+    monkeypatch.setattr("proxpo.compare.local._gpus", lambda: 2)
+    shares = [LocalPool("x:y", jobs=jobs).gpu_share for jobs in (1, 2, 3, 8)]
+    assert shares == [0.0, 0.0, 0.47, 0.235]

@@ -14,6 +14,7 @@ import pytest
 from comparisons import SMALL, Started, arguments, data_of, folder_of, rows_of
 
 from proxpo.cli import main
+from proxpo.compare.local import LocalPool
 from proxpo.compare.plan import read_plan
 from proxpo.compare.runner import choose_settings, open_comparison
 from proxpo.compare.state import state_of

@@ -28,7 +28,7 @@ def test_the_loss_is_the_cross_entropy_of_the_solutions():
     rows = warmup.encoded(task, policy, warmup.solved(task, 6), chosen)
     learner = warmup.make_learner(chosen, policy)
     loss = warmup.gradient(learner, warmup.as_experience(rows, policy))
-    slow = [p.grad.clone() for p in policy.model.parameters()]
+    ours = [p.grad.clone() for p in policy.model.parameters()]
     policy.model.zero_grad()
     total, count = torch.zeros((), dtype=torch.float64), 0
     for prompt, response in rows:
@@ -39,8 +39,8 @@ def test_the_loss_is_the_cross_entropy_of_the_solutions():
         count += len(response)
     (total / count).backward()
     assert loss == pytest.approx(float(total.detach()) / count, rel=1e-7)
-    for p, expected in zip(policy.model.parameters(), slow):
-        torch.testing.assert_close(p.grad, expected, rtol=1e-6, atol=1e-9)
+    for p, gradient in zip(policy.model.parameters(), ours):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-5, atol=1e-6)  # norms are float32
 
 
 def test_a_stopped_warm_start_goes_on_as_if_it_had_not_been(tmp_path):

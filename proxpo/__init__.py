@@ -88,6 +88,7 @@ __all__ = [
     "Stage",
     "backward_pass",
     "declare_field",
+    "load_batch",
     "loss_fn",
     "make_optimizer",
     "make_recipe",
@@ -99,6 +100,7 @@ __all__ = [
     "policy_loss",
     "prepare",
     "register",
+    "save_batch",
     "stage",
     "token_logp",
 ]

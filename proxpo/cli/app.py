@@ -79,8 +79,10 @@ def inspect_command(
     """Show loss, gradient on every token, advantages and metrics of methods on one batch."""
     from proxpo.cli.inspecting import chosen_batch, inspect_methods
 
-    source = chosen_batch(batch, run, step)
-    inspect_methods(methods, source, settings or [], as_json=as_json, html=html, seed=seed)
+    path, source = chosen_batch(batch, run, step)
+    inspect_methods(
+        methods, path, settings or [], source=source, as_json=as_json, html=html, seed=seed
+    )
 
 
 @app.command("methods")
@@ -139,7 +141,7 @@ def adapt_command(
     task: Task = None,
     problems: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Held-out problems of a run, from the first [50]."),
+        typer.Option(metavar="N", help="Held-out problems of a run, from the first; default: 50."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -184,7 +186,7 @@ def compare_command(
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(metavar="K", help="Seeds that are reported, 0 to K-1 [3].")
+        int | None, typer.Option(metavar="K", help="Seeds that are reported, 0 to K-1; default: 3.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -220,13 +222,15 @@ def compare_command(
     model: Model = None,
     task: Task = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs at a time [cores, or GPUs].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs at a time; default: cores, or GPUs."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads of a run [cores / jobs].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Threads of a run; default: cores / jobs."),
     ] = None,
     tune_seeds: Annotated[
-        int | None, typer.Option(metavar="K", help="Seeds a sweep is judged on [2].")
+        int | None, typer.Option(metavar="K", help="Seeds a sweep is judged on; default: 2.")
     ] = None,
     on: Annotated[
         str, typer.Option(metavar="local|ray", help="Where the runs are made.")

@@ -77,7 +77,17 @@ def _full(entry: Method) -> RenderableType:
         stages.add_row(place.split(".")[0], str(stage))
     source = Text(f"defined in {_source(entry)}", "dim", overflow="fold")
     tables = [options, stages] if stages.row_count else [options]
-    return Group(title, Text(), Text(entry.text), *tables, source)
+    return Group(title, Text(), Text(_reflowed(entry.text)), *tables, source)
+
+
+def _reflowed(text: str) -> str:
+    """The text with its paragraphs on one line each, for the terminal to wrap; formulas as is."""
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.split("\n")
+        prose = not any(line.startswith((" ", "-", "|")) for line in lines)
+        paragraphs.append(" ".join(lines) if prose else paragraph)
+    return "\n\n".join(paragraphs)
 
 
 def _table(*headings: str) -> Table:

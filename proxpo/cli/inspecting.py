@@ -11,8 +11,8 @@ from proxpo.inspection import inspect_batch
 from proxpo.runs.files import write_whole
 
 
-def chosen_batch(batch: str | None, run: str | None, step: int | None) -> str:
-    """The batch file of `--batch`, or of `--run` and `--step`."""
+def chosen_batch(batch: str | None, run: str | None, step: int | None) -> tuple[str, str]:
+    """The batch file of `--batch`, or of `--run` and `--step`, and its name in reports."""
     if (batch is None) == (run is None):
         raise ProxpoError(
             "inspect takes --batch FILE ('sample' is included) or --run DIR with --step N"
@@ -20,10 +20,10 @@ def chosen_batch(batch: str | None, run: str | None, step: int | None) -> str:
     if batch is not None:
         if step is not None:
             raise ProxpoError("--step belongs to --run DIR, not to --batch")
-        return batch
+        return batch, batch
     assert run is not None
-    steps = saved_steps(run)
-    return str(step_file(run, max(steps, default=0) if step is None else step))
+    chosen = max(saved_steps(run), default=0) if step is None else step
+    return str(step_file(run, chosen)), f"{run}, step {chosen}"
 
 
 def inspect_methods(
@@ -31,6 +31,7 @@ def inspect_methods(
     batch: str,
     settings: Sequence[str],
     *,
+    source: str,
     as_json: bool,
     html: str | None,
     seed: int,
@@ -45,7 +46,7 @@ def inspect_methods(
     if html is not None:
         from proxpo.report.inspection_page import inspect_page
 
-        write_whole(html, inspect_page(inspections, file, source=batch).encode())
+        write_whole(html, inspect_page(inspections, file, source=source).encode())
     if as_json:
         print(
             json.dumps(
@@ -57,7 +58,7 @@ def inspect_methods(
     from proxpo.report.inspection_table import InspectTable
     from proxpo.report.terminal import console
 
-    console().print(InspectTable(inspections, file, source=batch))
+    console().print(InspectTable(inspections, file, source=source))
     if html is not None:
         print(f"heat map: {html}")
 

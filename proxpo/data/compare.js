@@ -20,8 +20,8 @@ function digits(x, share) {
   return minus(size < 1e-3 ? x.toExponential(1) : String(+x.toPrecision(3)));
 }
 const withUnit = (x, share) => digits(x, share) + (share && x !== null ? " %" : "");
-function ticks(low, high, about) {
-  const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));
+function ticks(low, high, about, least = 0) {
+  const raw = Math.max((high - low) / about, least), power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].find(k => k * power >= raw * (1 - 1e-9)) * power, found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
   return found;
@@ -89,7 +89,7 @@ function frame(fig, width, height, xs, ys, opts = {}) {
   const Y = y => height - bottom - (bend(y) - y0) / (y1 - y0) * (height - top - bottom);
   let svg = yTicks.map((t, i) => `<line class="gridline" x1="${left}" x2="${width - right}" y1="${Y(t).toFixed(1)}" y2="${Y(t).toFixed(1)}"/><text x="${left - 7}" y="${(Y(t) + 4).toFixed(1)}" text-anchor="end">${yText[i]}${share ? " %" : ""}</text>`).join("");
   if (!opts.names) {
-    const xTicks = ticks(x0, x1, Math.max(3, width / 110)), xText = tickText(xTicks);
+    const xTicks = ticks(x0, x1, Math.max(3, width / 110), opts.whole ? 1 : 0), xText = tickText(xTicks);
     svg += xTicks.map((t, i) => `<text x="${X(t).toFixed(1)}" y="${height - bottom + 17}" text-anchor="middle">${xText[i]}</text>`).join("");
   }
   svg += `<line class="base" x1="${left}" x2="${width - right}" y1="${height - bottom}" y2="${height - bottom}"/>`;
@@ -117,7 +117,7 @@ function curves(fig, width, height) {
   if (!means.length && !singles.length) return null;
   const known = values => values.filter(v => v !== null);
   const ys = [...means.flatMap(l => [...l.mean, ...known(l.low), ...known(l.high)]), ...singles.flatMap(s => s.y)];
-  const f = frame(fig, width, height, [...means, ...singles].flatMap(l => [l.xs[0], l.xs.at(-1)]), ys, {label: AXES[state.axis]});
+  const f = frame(fig, width, height, [...means, ...singles].flatMap(l => [l.xs[0], l.xs.at(-1)]), ys, {label: AXES[state.axis], whole: state.axis !== "seconds"});
   let svg = f.svg;
   for (const l of means) if (l.low[0] !== null) {
     const px = l.xs.map(f.X);

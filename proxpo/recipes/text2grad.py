@@ -17,7 +17,8 @@ def text2grad(
     kl_controller: Literal["fixed", "horizon", "doubling"] = "horizon",
     kl_target: float = 0.1,
     kl_horizon: float = 10000.0,
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     gamma: float = 1.0,
     lam: float = 0.95,
     whitening: bool = True,
@@ -47,7 +48,7 @@ def text2grad(
 
     Reference: arXiv:2505.22338; microsoft/Text2Grad.
     """
-    base = ppo(clip_low=clip, clip_high=clip, entropy_coef=entropy_coef)
+    base = ppo(clip_low=clip_low, clip_high=clip_high, entropy_coef=entropy_coef)
     penalty = kl_in_reward(
         coef=kl_coef, estimator=kl, controller=kl_controller, target=kl_target, horizon=kl_horizon
     )

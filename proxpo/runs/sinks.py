@@ -4,6 +4,7 @@ Names are TRL's where TRL has one, so that plots made for its runs work; ours be
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -143,13 +144,22 @@ def make_sinks(
     )
 
 
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuses sinks whose package is not installed, without importing it."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise _not_installed(name)
+
+
 def _package(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ProxpoError(
-            f"log.sinks: '{package}' is not installed: pip install {package}"
-        ) from None
+        raise _not_installed(package) from None
 
 
-__all__ = ["Sink", "Sinks", "TensorBoard", "Tracker", "make_sinks", "public_names"]
+def _not_installed(package: str) -> ProxpoError:
+    return ProxpoError(f"log.sinks: '{package}' is not installed: pip install {package}")
+
+
+__all__ = ["Sink", "Sinks", "TensorBoard", "Tracker", "check_sinks", "make_sinks", "public_names"]

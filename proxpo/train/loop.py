@@ -11,7 +11,7 @@ from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.jsonlines import JsonLines
-from proxpo.runs.sinks import Sinks, make_sinks, public_names
+from proxpo.runs.sinks import Sinks, check_sinks, make_sinks, public_names
 from proxpo.runs.status import clear_end
 from proxpo.runs.stop import Overdue, StopRequest, stop_on_signal
 from proxpo.train.build import build_job
@@ -40,6 +40,7 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     {"stopped", "steps", "out"} instead and writes none.
     """
     out = Path(config.folder)
+    check_sinks(config.log.sinks)
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
         resumed = _resumed(out, config, resume=resume, observer=observer)
         job = build_job(config)

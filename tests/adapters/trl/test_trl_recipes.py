@@ -126,7 +126,7 @@ BAD = [
         {"epsilon": 0.1},
         "no effect on recipe grpo: use {'clip_low': 0.1, 'clip_high': 0.1}",
     ),
-    ("opo", {}, {"epsilon": 0.1}, "no effect on recipe opo: use {'clip': 0.1} in recipe_options"),
+    ("opo", {}, {"epsilon": 0.1}, "use {'clip_low': 0.1, 'clip_high': 0.1} in"),
     ("dpo", {}, {"beta": 0.04}, "no effect on recipe dpo: it has no place for a KL term"),
     ("isopo", {}, {"epsilon": 0.1}, "no effect on recipe isopo: a clip range, where it has one"),
     ("grpo", {}, {"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 has no effect on recipe grpo"),

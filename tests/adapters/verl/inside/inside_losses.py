@@ -253,7 +253,10 @@ def test_clip_settings_without_effect_are_refused(slug, settings, options, reaso
 @pytest.mark.parametrize(
     ("slug", "line"),
     [
-        ("gspo", "clip_ratio_low=0.2 (trust.low is 0.0003), clip_ratio_high=0.2 (trust.high is"),
+        (
+            "gspo",
+            "clip_ratio_low=0.2 (trust.clip_low is 0.0003), clip_ratio_high=0.2 (trust.clip",
+        ),
         (
             "grpo",
             "does not read verl's defaults clip_ratio_c=3.0 (trust.dual is None); policy_loss",

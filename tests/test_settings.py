@@ -138,7 +138,7 @@ REFUSED = {
     "wrong type in a stage": (
         "grpo",
         {"trust.clip_low": []},
-        "trust=ppo_clip: option 'low' takes float",
+        "trust=ppo_clip: option 'clip_low' takes float",
     ),
     "wrong word": ("grpo", {"scale": "grup"}, "did you mean 'group'?"),
     "not a number": ("grpo", {"eps": float("nan")}, "takes float, got nan"),
@@ -262,3 +262,21 @@ def test_an_option_of_a_recipe_with_stages_of_its_own_is_not_judged() -> None:
 def test_other_names_of_an_option_are_refused_with_its_own(method, old, new):
     with pytest.raises(ProxpoError, match=f"unknown option .*did you mean {new}"):
         make_method(method, {old: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[tensorboard]", ["tensorboard"]),
+        (
+            "{r: 8, target_modules: [q_proj, 'v, w']}",
+            {"r": 8, "target_modules": ["q_proj", "v, w"]},
+        ),
+        ("[1, none, [2.5]]", [1, None, [2.5]]),
+        ("{question}", "{question}"),
+        ("[a]b]", "[a]b]"),
+        ("[]", []),
+    ],
+)
+def test_lists_and_blocks_on_one_line(text, value):
+    assert parse_setting(f"key={text}") == ("key", value)

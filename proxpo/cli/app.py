@@ -88,15 +88,36 @@ def inspect_command(
 @app.command("methods")
 def methods_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One method, in full.")] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE",
+            help="Only methods with this stage: a kind (gradient), a name (ppo_clip) or both "
+            "(ratio=kalman). May be repeated.",
+        ),
+    ] = None,
+    needs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Only methods that read this batch field (ref_logp); no-FIELD: that do not. May "
+            "be repeated.",
+        ),
+    ] = None,
+    bibtex: Annotated[
+        bool, typer.Option("--bibtex", help="Print the paper of NAME, or of all, as BibTeX.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List all methods; with a name: its formula, departures, defaults, stages and source."""
-    from proxpo.cli.catalogue import show_method, show_methods
+    from proxpo.cli.catalogue import show_bibtex, show_method, show_methods
 
-    if name is None:
-        show_methods(as_json=as_json)
+    if bibtex:
+        show_bibtex(name, stages=stage or (), needs=needs or ())
+    elif name is None:
+        show_methods(stages=stage or (), needs=needs or (), as_json=as_json)
     else:
-        show_method(name, as_json=as_json)
+        show_method(name, stages=stage or (), needs=needs or (), as_json=as_json)
 
 
 @app.command("train")
@@ -119,13 +140,19 @@ def train_command(
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the run.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
+    list_presets: Annotated[
+        bool, typer.Option("--presets", help="List the presets that CONFIG may name.")
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="List every setting of the run with its meaning.")
     ] = False,
 ) -> None:
     """Train a model by reinforcement; writes metrics, checkpoints, curves and a report."""
-    from proxpo.cli.training import explain_settings, run_training
+    from proxpo.cli.training import explain_settings, run_training, show_presets
 
+    if list_presets:
+        show_presets()
+        return
     given = {"method": method, "model": model, "task": task, "out": out, "seed": seed}
     overrides = {name: value for name, value in given.items() if value is not None}
     if explain:

@@ -5,6 +5,7 @@ Names are TRL's where TRL has one, so that plots made for its runs work; ours be
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -36,6 +37,7 @@ RENAMED = {
     "kl/ref": "kl",
 }
 PLAIN = ("step", "time")
+SINKS = ("tensorboard", "trackio", "wandb")
 
 
 @runtime_checkable
@@ -147,8 +149,10 @@ def make_sinks(
 def check_sinks(names: Sequence[str]) -> None:
     """Refuses sinks whose package is not installed, without importing it."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise _not_installed(name)
+        package = resolve(name, SINKS, what="sink of log.sinks")
+        loaded = package in sys.modules
+        if (sys.modules[package] if loaded else importlib.util.find_spec(package)) is None:
+            raise _not_installed(package)
 
 
 def _package(module: str, package: str) -> Any:
@@ -162,4 +166,13 @@ def _not_installed(package: str) -> ProxpoError:
     return ProxpoError(f"log.sinks: '{package}' is not installed: pip install {package}")
 
 
-__all__ = ["Sink", "Sinks", "TensorBoard", "Tracker", "check_sinks", "make_sinks", "public_names"]
+__all__ = [
+    "SINKS",
+    "Sink",
+    "Sinks",
+    "TensorBoard",
+    "Tracker",
+    "check_sinks",
+    "make_sinks",
+    "public_names",
+]

@@ -32,7 +32,7 @@ def cispo_unified(b: Batch) -> torch.Tensor:
 CASES = {
     "cispo": Case("cispo", {}, lambda b: token_mean(cispo(b, 0.0, 1.2), b)),
     "cispo-trl": Case(
-        "cispo", {"absolute": True, "high": 1.1}, lambda b: token_mean(cispo(b, 0.0, 1.1), b)
+        "cispo", {"absolute": True, "clip_high": 1.1}, lambda b: token_mean(cispo(b, 0.0, 1.1), b)
     ),
     "cispo-unified": Case(
         "cispo", {"clip_low": 0.1, "mask_low": 0.2, "mask_high": 0.1}, cispo_unified

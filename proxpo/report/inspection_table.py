@@ -48,7 +48,7 @@ class InspectTable:
         *tables, last = fitting(FIGURE_COLUMNS, width, options.max_width)
         for figures in tables:
             yield method_table(self.inspections, figures)
-        room = options.max_width - width(last) - 1
+        room = options.max_width - width(last) - 2  # less the padding of one more column
         yield method_table(self.inspections, last, sparks=room if room >= LEAST_SPARKS else 0)
         detail = response_table(self.inspections, self.file)
         fits = console.measure(detail, options=wide).maximum

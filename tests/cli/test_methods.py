@@ -49,7 +49,7 @@ def test_json_of_the_catalogue(proxpo):
     assert list(found) == list(library.methods())
     assert found["grpo"]["defaults"]["clip_high"] == 0.2
     assert found["grpo"]["stages"]["trust"]["name"] == "ppo_clip"
-    assert found["cispo"]["defaults"]["low"] == "inf"
+    assert found["cispo"]["defaults"]["clip_low"] == "inf"
 
 
 def test_json_of_one_method(proxpo):

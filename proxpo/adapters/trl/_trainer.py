@@ -560,7 +560,8 @@ class ProxpoTrainer(GRPOTrainer):
             return
         fields = {name: self._gather(x) for name, x in self._recorder.fields().items()}
         if self.accelerator.is_main_process:
-            save_step(self.args.output_dir, self.state.global_step + 1, fields)
+            folder: Any = self.args.output_dir
+            save_step(folder, self.state.global_step + 1, fields)
         self._recorder = None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

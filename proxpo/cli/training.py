@@ -138,7 +138,7 @@ def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    scores = _Scores()
+    scores = _Scores(drawn=True)
     progress = Progress(*columns, console=console)
     bar = progress.add_task("starting", total=steps)
     with Live(progress, console=console, refresh_per_second=4) as live:
@@ -175,14 +175,15 @@ def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
 class _Scores:
     """The latest value of each score, the course of the reward, and tokens per second."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drawn: bool = False) -> None:
+        self._drawn = drawn
         self._latest: dict[str, float] = {}
         self._rewards: list[float] = []
         self._spent: list[tuple[float, float]] = []  # tokens so far, seconds of the step
 
     def text(self, metrics: dict[str, Any]) -> str:
-        parts = [self._values(metrics), self._course(metrics), self._speed(metrics)]
-        return "  ".join(filter(None, parts))
+        course = self._course(metrics) if self._drawn else ""
+        return "  ".join(filter(None, [self._values(metrics), course, self._speed(metrics)]))
 
     def _course(self, metrics: dict[str, Any]) -> str:
         """The last training rewards as a line of blocks."""

@@ -88,11 +88,13 @@ def test_cispo(level, kind):
 def test_cispo_cap():
     value, grad, _ = trl_loss(loss_type="cispo", epsilon_high=1.2)
     ours, our_grad, _ = evaluate(
-        proxpo.make_recipe("cispo", {"high": 0.2}), make_batch(advantages="rows")
+        proxpo.make_recipe("cispo", {"clip_high": 0.2}), make_batch(advantages="rows")
     )
     close(ours, value)
     close(our_grad, grad)
-    far, _, _ = evaluate(proxpo.make_recipe("cispo", {"high": 1.2}), make_batch(advantages="rows"))
+    far, _, _ = evaluate(
+        proxpo.make_recipe("cispo", {"clip_high": 1.2}), make_batch(advantages="rows")
+    )
     assert abs(far / value - 1) > 1e-3
 
 

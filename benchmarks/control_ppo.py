@@ -114,10 +114,10 @@ def main() -> int:
                 entry["returns"][name].append(round(score, 2))
                 entry["seconds"][name].append(round(seconds, 2))
                 print(task, seed, name, f"{score:.1f}, {seconds:.1f} s", flush=True)
-        other = entry["returns"]["stable-baselines3"]
-        mean = statistics.mean(entry["returns"]["proxpo"])
-        entry["within"] = min(other) <= mean <= max(other)
-        record.add(task, entry)
+            other = entry["returns"]["stable-baselines3"]
+            mean = statistics.mean(entry["returns"]["proxpo"])
+            entry["within"] = min(other) <= mean <= max(other)
+            record.add(task, entry)
     return 0 if all(entry["within"] for _, entry in record.items()) else 1
 
 

@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from proxpo.models import TINY
+from proxpo.train.build import build_job
+from proxpo.train.config import load_config
+from proxpo.train.observer import SILENT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import control_ppo
 import engines_trl
 import engines_verl
 import gpu_step
@@ -28,6 +33,20 @@ def test_a_record_is_continued(tmp_path: Path) -> None:
     path.write_text(json.dumps(saved | {"machine": {"device": "another"}}))
     with pytest.raises(SystemExit, match="another machine"):
         record.Record(path)
+
+
+def test_both_arms_of_ppo_are_scored_on_the_same_episodes(tmp_path: Path, monkeypatch) -> None:
+    """Starts of Pendulum differ by more than seeds of training do."""
+    monkeypatch.setattr(control_ppo, "EPISODES", 3)
+    overrides = {"out": str(tmp_path), "task": "gym:Pendulum-v1", "method": "ppo"}
+    job = build_job(load_config(None, ["evaluate.size=3", "dtype=float64"], overrides=overrides))
+
+    def act(seen):
+        return job.actor.draw(torch.as_tensor(seen).double()[None], None)[0].numpy()
+
+    ours = job.examine(SILENT)[0]["eval/reward"]
+    assert control_ppo.mean_return("Pendulum-v1", act) == pytest.approx(ours, rel=1e-5)
+    job.close()
 
 
 def test_kernels_that_overlap_count_once_in_the_gaps() -> None:

@@ -113,7 +113,7 @@ def examine(
     for first in range(0, episodes, len(environments)):
         active = list(range(min(len(environments), episodes - first)))
         for index in active:
-            environments.reset(index, _exam_seed(first + index))
+            environments.reset(index, exam_seed(first + index))
         memory = actor.start(len(environments))
         for _ in range(LONGEST):
             observer.on_progress("evaluating", first, episodes)
@@ -137,7 +137,7 @@ def examine(
     }
     shown = [
         {
-            "prompt": f"episode with seed {_exam_seed(i)}",
+            "prompt": f"episode with seed {exam_seed(i)}",
             "completion": f"return {returns[i]:.2f} in {lengths[i]} steps",
             "answer": "",
         }
@@ -146,7 +146,8 @@ def examine(
     return metrics, shown
 
 
-def _exam_seed(number: int) -> int:
+def exam_seed(number: int) -> int:
+    """The seed of the reset that begins an evaluated episode."""
     return derive(0, "exam", number) % 2**31
 
 
@@ -167,4 +168,4 @@ def result(
     }
 
 
-__all__ = ["Play", "examine", "policy_inputs", "result"]
+__all__ = ["Play", "exam_seed", "examine", "policy_inputs", "result"]

@@ -19,7 +19,7 @@ from proxpo.settings import make_recipe
 from proxpo.train.build import build_job
 from proxpo.train.config import load_config
 from proxpo.train.loop import train
-from proxpo.train.observer import Observer
+from proxpo.train.observer import SILENT, Observer
 from proxpo.train.update import update
 
 CARTPOLE, PENDULUM = "gym:CartPole-v1", "gym:Pendulum-v1"
@@ -133,30 +133,62 @@ def test_segments_bootstrap_and_end(tmp_path: Path) -> None:
     job.close()
 
 
-def test_advantages_are_those_of_stable_baselines(tmp_path: Path) -> None:
-    from stable_baselines3.common import buffers
+@pytest.mark.parametrize("task", [CARTPOLE, PENDULUM])
+def test_an_update_is_that_of_stable_baselines(task: str, tmp_path: Path, monkeypatch) -> None:
+    """Four epochs on a rollout whose episodes end, or are cut, within it: equal weights."""
+    import stable_baselines3
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.logger import Logger
 
-    one = ("prompts_per_step=1", "samples_per_prompt=1", "rollout.max_tokens=60")
-    config = config_of(tmp_path, CARTPOLE, "ppo", *one, "whitening=false", "dtype=float64")
-    job = build_recipe_job(config, config.make_recipe())
-    rows = job.collect(0).experience
+    steps = 60 if task == CARTPOLE else 210  # Pendulum is cut at 200
+    sets = ("train.mini_batches=1", "train.updates_per_rollout=4", "dtype=float64", "lr=1e-2")
+    job = build_job(config_of(tmp_path, task, "ppo", *sets, f"max_tokens={steps}"))
+    learner, rollout = job.learner, job._segments(0, SILENT)
+    made = make_vec_env(task[4:], n_envs=8)
+    theirs = stable_baselines3.PPO(
+        *("MlpPolicy", made), n_steps=steps, batch_size=8 * steps, n_epochs=4, learning_rate=1e-2
+    )
+    theirs.set_logger(Logger(None, []))
+    monkeypatch.setattr("stable_baselines3.common.policies.preprocess_obs", lambda x, *_, **__: x)
+    policy, hidden = theirs.policy.double(), theirs.policy.mlp_extractor
+    pairs = [
+        (job.actor.net, torch.nn.Sequential(*hidden.policy_net, policy.action_net)),
+        (learner.critic, torch.nn.Sequential(*hidden.value_net, policy.value_net)),
+    ]
+    for ours, other in pairs:
+        other.load_state_dict(ours.state_dict())
+    buffer = theirs.rollout_buffer
     with torch.no_grad():
-        values = job.learner.critic(rows.observations)[..., 0]
-        last = job.learner.critic(
-            torch.cat([job._inputs(job.play.environments.observations, job.play.memory)])
-        )[:, 0]
-    ours = update_fields(job, rows, values)
-    box, choice = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
-    buffer = buffers.RolloutBuffer(60, box, choice, device="cpu", gae_lambda=0.95, gamma=0.99)
-    for i, mask in enumerate(rows.mask):
-        for t in range(int(mask.sum())):
-            zero, nothing = torch.zeros(1), np.zeros(1)
-            buffer.add(np.zeros((1, 4)), nothing[None], np.ones(1), [t == 0], values[i, t], zero)
-    ended = bool(job.play.lengths[0] == 0)
-    buffer.compute_returns_and_advantage(last.float(), dones=torch.tensor([ended]).numpy())
-    expected = torch.from_numpy(buffer.advantages[:, 0])
-    assert len(rows.mask) > 1  # an episode ended within the segment
-    torch.testing.assert_close(ours.advantages[rows.mask].float(), expected, rtol=1e-4, atol=1e-4)
+        x, drawn, rewards = (
+            torch.stack(values)
+            for values in (rollout.steps.x, rollout.steps.drawn, rollout.steps.rewards)
+        )
+        starts, last = torch.zeros(steps, 8), torch.zeros(8, dtype=torch.float64)
+        for piece in rollout.pieces:
+            value, end = learner.critic(piece.after)[0], piece.first + piece.length
+            starts[piece.first, piece.index] = 1.0
+            rewards[end - 1, piece.index] += 0.99 * value * piece.truncated
+            last[piece.index] = value
+        fields = {
+            "observations": x,
+            "actions": drawn,
+            "rewards": rewards,
+            "episode_starts": starts,
+            "values": learner.critic(x)[..., 0],
+            "log_probs": job.actor.score(x, drawn).logp,
+            "advantages": torch.zeros_like(rewards),
+        }
+        rows, _ = job._experience(rollout, 0)
+    vars(buffer).update({name: value.numpy() for name, value in fields.items()}, full=True)
+    buffer.compute_returns_and_advantage(last, dones=np.array(job.play.lengths) == 0)
+    theirs.train()
+    update(job, rows)
+    assert len(rows.mask) > 8
+    for ours, other in pairs:
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-6, atol=1e-7)
+    if task == PENDULUM:
+        torch.testing.assert_close(job.actor.log_std, policy.log_std, rtol=1e-6, atol=1e-7)
     job.close()
 
 

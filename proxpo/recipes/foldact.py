@@ -35,6 +35,10 @@ def foldact(
     π_full ("flat"). summary, action, consistency_coef: λ_s, λ_a, λ_c. A is GAE over all turns of an
     episode; critic=False: group advantages. KL to the reference by k3, as verl clamps it.
 
+    dropped: "skip" dropped turns, or train them on the "flat" history
+    clip: clip range on both sides of 1
+    critic: advantages from a critic; false: from the group
+
     Departures: the released code trains on one flattened sequence, under which dropped turns have
     r = 1 at the start and kept ones, whose log π_old is of the folded context, do not. Here each
     turn is trained under the context it was taken in, kept turns have r = 1, and dropped ones need

@@ -45,6 +45,26 @@ def bind(factory: Callable[..., Any], settings: Mapping[str, Any], *, what: str)
     }
 
 
+def descriptions(factory: Callable[..., Any]) -> dict[str, str]:
+    """Sentences on a factory's parameters, from lines `name: ...` or `a, b: ...` of its docstring.
+
+    A sentence ends before a blank line or the next such line.
+    """
+    known = inspect.signature(factory).parameters
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in (inspect.getdoc(factory) or "").splitlines():
+        head, colon, rest = line.partition(": ")
+        listed = head.split(", ")
+        if colon and all(name in known for name in listed):
+            names, texts = listed, texts | dict.fromkeys(listed, rest)
+        elif not line.strip():
+            names = []
+        else:
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
+    return texts
+
+
 def coerce(value: Any, kind: Any, *, option: str) -> Any:
     """Converts `value` to one of the types `kind` allows; raises if it is none of them."""
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
@@ -134,4 +154,4 @@ def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
         return False, value
 
 
-__all__ = ["bind", "brief", "coerce", "parameters", "variations"]
+__all__ = ["bind", "brief", "coerce", "descriptions", "parameters", "variations"]

@@ -37,6 +37,14 @@ def stateful_policies(
     0.2). sac has two critics with targets (sac_tau), a replay buffer, and temperatures for a and
     z with the targets -dim(a) and -dim(z). model.options.hidden is the width of actor and critics.
 
+    variant: the learner: "ppo", "sac" or "reinforce"
+    clip: clip range on both sides of 1
+    sac_lr: learning rate of sac's actor, critics and temperatures
+    sac_tau: share by which the target critics follow at each update
+    sac_buffer: transitions that sac keeps
+    sac_batch: transitions of an update of sac
+    sac_start: transitions before its first update
+
     Departures: the previous action is cleared at the start of an episode, also when sampling (the
     released code keeps the last one there). The paper's settings are 2000 steps, 128 units, a rate
     of 5e-5, batches of 32. Rewriting stored states with fresh ones, off there by default, is not

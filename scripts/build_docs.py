@@ -1,6 +1,7 @@
 """Writes the pages read off the code: docs/methods, docs/pictures, docs/gallery.md,
-docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md, README's table; and the
-tables and figures of speed, from what the benchmarks have measured (speed_pages.py).
+docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md, README's
+table; and the tables and figures of speed, from what the benchmarks have measured
+(speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code

@@ -5,6 +5,7 @@ GPU results come from docs/results/engines/trl-vllm.json and verl.json, entries 
 from rank-traffic.json.
 """
 
+import functools
 import json
 import math
 import re
@@ -81,6 +82,7 @@ ran in Triton's interpreter.
 {several_nodes()}"""
 
 
+@functools.cache  # asked for by several pages
 def in_trl(slug: str) -> str:
     """ "runs", with the options or the sampler that it takes, or the reason of the refusal."""
     first = ""

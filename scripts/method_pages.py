@@ -45,7 +45,7 @@ def write_picture(path: Path) -> None:
 
 def page(method: Method, statements: str) -> str:
     """The page of one method."""
-    body, departures, reference = split_docstring(method.text)
+    body, departures, reference = split_docstring(method.prose)
     title, _, rest = body.partition("\n")
     explained = method.explained()
     options = "\n".join(
@@ -200,8 +200,9 @@ def cell(text: str) -> str:
 
 
 def one_line(text: str) -> str:
+    """The text in one line, its first letter large unless it belongs to a name or a formula."""
     line = re.sub(r"\s+", " ", text).strip()
-    return line[:1].upper() + line[1:]
+    return line if re.match(r"arXiv|verl|[^a-z]", line) else line[:1].upper() + line[1:]
 
 
 __all__ = ["cell", "gallery", "one_line", "page", "stale_pictures", "write_picture"]

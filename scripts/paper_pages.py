@@ -1,5 +1,6 @@
 """docs/papers.md: settings of the papers' own runs as lines to paste, from docs/papers.yaml."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ NAMES = {  # settings of the trainer and TRL's arguments of the same meaning
     "weight_decay": "weight_decay",
     "grad_clip": "max_grad_norm",
     "samples_per_prompt": "num_generations",
-    "max_tokens": "max_completion_length",
+    "rollout.max_tokens": "max_completion_length",
     "temperature": "temperature",
     "top_p": "top_p",
     "steps": "max_steps",
@@ -43,16 +44,17 @@ def command(slug: str, run: dict[str, Any]) -> str:
     return f"proxpo train --method {slug} --task gsm8k{model}{sets}"
 
 
-def trl_arguments(run: dict[str, Any]) -> dict[str, Any]:
+def trl_arguments(slug: str, run: dict[str, Any]) -> dict[str, Any]:
     """Arguments of GRPOConfig for one device."""
     chosen = dict(run["set"])
     args = {NAMES[k]: _number(v) for k, v in chosen.items() if k in NAMES}
     passes = chosen.get("updates_per_rollout", chosen.get("mini_batches", 1))
     cuts = chosen.get("mini_batches", 1)
-    if passes > cuts:
-        args["num_iterations"] = passes // cuts
-    if "prompts_per_step" in chosen:
-        rows = chosen["prompts_per_step"] * chosen["samples_per_prompt"]
+    own = re.search(r"num_iterations=(\d+)", engine_pages.in_trl(slug))
+    if passes > cuts or own:
+        args["num_iterations"] = passes // cuts * (int(own[1]) if own else 1)
+    if "samples_per_prompt" in chosen:
+        rows = max(chosen.get("prompts_per_step", 1) * chosen["samples_per_prompt"], ROWS)
         args |= {
             "per_device_train_batch_size": ROWS,
             "steps_per_generation": rows // ROWS,
@@ -67,15 +69,19 @@ def recipe_options(run: dict[str, Any]) -> dict[str, Any]:
     return {k.removeprefix("recipe."): _number(v) for k, v in chosen if k.startswith("recipe.")}
 
 
+def trl_options(slug: str, run: dict[str, Any]) -> dict[str, Any]:
+    """Options of the recipe in TRL, where some methods run without their schedule."""
+    alone = "{'schedule': None}" in engine_pages.in_trl(slug)
+    return {"schedule": None} if alone else recipe_options(run)
+
+
 def in_trl(slug: str, run: dict[str, Any]) -> str:
     """Python for TRL, or the reason of the refusal."""
     verdict = engine_pages.in_trl(slug)
     if verdict.startswith("refused: "):
         return f"In TRL: no, {verdict.removeprefix('refused: ')}.\n"
-    options = recipe_options(run)
-    if "{'schedule': None}" in verdict:
-        options = {"schedule": None}
-    args = "".join(f"    {k}={v!r},\n" for k, v in trl_arguments(run).items())
+    options = trl_options(slug, run)
+    args = "".join(f"    {k}={v!r},\n" for k, v in trl_arguments(slug, run).items())
     recipe = f'proxpo.make_recipe("{slug}", {options!r})' if options else f'"{slug}"'
     return (
         f'```python\nargs = GRPOConfig(\n    "runs/{slug}",\n{args})\n'
@@ -127,4 +133,4 @@ def _plain(value: Any) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
 
 
-__all__ = ["command", "page", "recipe_options", "runs", "settings", "trl_arguments"]
+__all__ = ["command", "page", "recipe_options", "runs", "settings", "trl_arguments", "trl_options"]

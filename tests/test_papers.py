@@ -11,7 +11,7 @@ from proxpo.settings import make_recipe
 from proxpo.train.config import load_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import paper_pages  # noqa: E402
+import paper_pages
 
 RUNS = paper_pages.runs()
 
@@ -32,10 +32,10 @@ def test_trl_accepts_the_arguments():
     for slug, run in RUNS.items():
         if not paper_pages.in_trl(slug, run).startswith("```"):
             continue
-        options = paper_pages.recipe_options(run)
+        options = paper_pages.trl_options(slug, run)
         try:
             recipe = make_recipe(slug, options)
-            arguments = paper_pages.trl_arguments(run)
+            arguments = paper_pages.trl_arguments(slug, run)
             args = GRPOConfig("unused", use_cpu=True, bf16=False, **arguments)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

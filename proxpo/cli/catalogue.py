@@ -94,7 +94,7 @@ def _full(entry: Method) -> RenderableType:
         stages.add_row(place.split(".")[0], str(stage))
     source = Text(f"defined in {_source(entry)}", "dim", overflow="fold")
     tables = [options, stages] if stages.row_count else [options]
-    return Group(title, Text(), Text(entry.text), *tables, source)
+    return Group(title, Text(), Text(entry.prose), *tables, source)
 
 
 def _table(*headings: str) -> Table:

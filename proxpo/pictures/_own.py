@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from proxpo.ops.shapes import Tensor
-from proxpo.pictures._svg import Axes, Line, Note, Point
+from proxpo.pictures._svg import Axes, Line, Note, Number, Point
 from proxpo.stages.budget.allocation import allocate
 from proxpo.stages.regularisers.convex import base_share
+from proxpo.stages.schedule import Updates
 from proxpo.stages.schedule.clipping_bias import clipping_bias_of
 from proxpo.types import Batch, Budget, Context, Recipe
 
@@ -32,7 +33,7 @@ def procedure_panel(name: str, options: Options) -> Axes | None:
     return PROCEDURES[name](options) if name in PROCEDURES else None
 
 
-def _range(low: float, high: float, count: int = 61) -> list[float]:
+def _range(low: Number, high: Number, count: int = 61) -> list[float]:
     return [low + i * (high - low) / (count - 1) for i in range(count)]
 
 
@@ -83,7 +84,7 @@ def _length_panel(recipe: Recipe) -> Axes:
             Line(points=[(0, 0), (3, 3)], style="soft", dashed=True),
             Line(points=dots, dots=True),
         ),
-        notes=(Note(at=(2.9, 2.35), text="REINFORCE", anchor="end"),),
+        notes=(Note(at=(1.95, 2.2), text="REINFORCE", anchor="end"),),
         caption="length of the update of one layer where only this response has an advantage, "
         "over the length of its gradient, both relative to their means; 16 responses of 1 to 16 "
         "tokens. Dashed: without the transform.",
@@ -127,7 +128,7 @@ def _accumulation_panel(recipe: Recipe) -> Axes:
 # Schedules
 
 
-class _Recorder:
+class _Recorder(Updates):
     """`Updates` without a model: every step moves one unit away from the policy that sampled."""
 
     def __init__(self, recipe: Recipe, *, count: int = 2, parts: int = 1) -> None:
@@ -179,7 +180,7 @@ class _Recorder:
 
 def _timeline(recipe: Recipe) -> Axes:
     """Distance from the policy that sampled over the optimizer steps of three rollouts."""
-    stage, recorder = recipe.schedule, _Recorder(recipe)
+    stage, recorder = recipe.schedule, _Recorder(recipe)  # type: ignore[abstract]
     assert stage is not None
     state = stage.init() if stage.init is not None else {}
     generator = torch.Generator().manual_seed(1)
@@ -231,7 +232,7 @@ def _two_anchors_panel(recipe: Recipe) -> Axes:
     names = ("hold", "every", "floor")
     share = [(t, base_share(t, **{k: options[k] for k in names})) for t in range(0, 121)]
     return Axes(
-        title="KL to the base and to the last policy",
+        title="share of two anchors in the KL",
         x="optimizer steps",
         x_range=(0, 120),
         y_range=(0, 1.05),
@@ -484,7 +485,7 @@ def _tabnas_panel(options: Options) -> Axes:
             Line(points=[(p, push(p, "none")) for p in xs], style="soft", dashed=True),
             Line(points=[(p, push(p, corrected)) for p in xs]),
         ),
-        notes=(Note(at=(0.49, 0.68), text="REINFORCE", anchor="end"),),
+        notes=(Note(at=(0.49, 0.75), text="REINFORCE", anchor="end"),),
         caption="push on the logit of a sampled feasible choice of quality 1 above the mean, over "
         "its probability, with P(V) exact; infeasible choices have probability 0.5. Dashed: "
         "without the correction.",
@@ -529,8 +530,8 @@ def _adjoint_panel(options: Options) -> Axes:
         y_ticks=(0, 0.5, 1),
         lines=lines,
         notes=(
-            Note(at=(0.08, 0.72), text="g(t)", style="up"),
-            Note(at=(0.6, 0.88), text="ν(t)", style="down"),
+            Note(at=(0.3, 0.2), text="g(t)", style="up"),
+            Note(at=(0.3, 0.85), text="ν(t)", style="down"),
         ),
         caption="noise g(t) and accumulated variance ν(t) of the process that the control steers, "
         "relative to their largest values.",

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from proxpo.report.figure_images import PALETTE, SOFT
 
-Point = tuple[float, float]
+Number = int | float
+Point = tuple[Number, Number]
 WIDTH, HEIGHT = 258, 200  # of one panel with its labels
-LEFT, TOP, ACROSS, DOWN = 30, 22, 220, 140  # the axes inside it
+LEFT, TOP, ACROSS, DOWN = 30, 22, 214, 140  # the axes inside it
 LEVELS = 6  # shades of a strip
 DARK_TEXT, DARK_GRID, GRID = "#aab3c0", "#3a4150", "#dfe3ea"
 STYLES = {"up": 0, "down": 1, "other": 2}  # colours of PALETTE by name
@@ -47,13 +48,13 @@ class Axes:
     x: str
     x_range: Point
     y_range: Point
-    x_ticks: Sequence[float]
-    y_ticks: Sequence[float]
+    x_ticks: Sequence[Number]
+    y_ticks: Sequence[Number]
     lines: Sequence[Line] = ()
     notes: Sequence[Note] = ()
     legend: Sequence[tuple[str, str]] = ()  # (text, style), at the right end of the title
-    zero: float | None = 0.0  # height of a stronger horizontal line
-    mark: float | None = None  # place of a dashed vertical line
+    zero: Number | None = 0.0  # height of a stronger horizontal line
+    mark: Number | None = None  # place of a dashed vertical line
     caption: str = ""
 
 
@@ -65,7 +66,7 @@ class Strip:
     """
 
     title: str
-    rows: Sequence[Sequence[float | None]]
+    rows: Sequence[Sequence[Number | None]]
     labels: Sequence[str]
     x: str
     gaps: Sequence[int] = ()
@@ -98,7 +99,7 @@ def caption_of(panels: Sequence[Panel]) -> str:
     return " ".join(text[:1].upper() + text[1:] for text in texts)
 
 
-def number(value: float) -> str:
+def number(value: Number) -> str:
     """One digit after the point at most; the offset keeps ties from falling either way."""
     text = f"{value + 1e-6:.1f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
@@ -193,11 +194,11 @@ def _path(points: Iterable[Point]) -> str:
     return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
-def _text(x: float, y: float, text: str, kind: str) -> str:
+def _text(x: Number, y: Number, text: str, kind: str) -> str:
     return f'<text x="{number(x)}" y="{number(y)}" class="{kind}">{html.escape(text)}</text>'
 
 
-def _tick(value: float) -> str:
+def _tick(value: Number) -> str:
     return f"{value:g}".replace("-", "−")
 
 
@@ -218,6 +219,7 @@ __all__ = [
     "Axes",
     "Line",
     "Note",
+    "Number",
     "Panel",
     "Point",
     "Strip",

@@ -12,7 +12,7 @@ from typing import Any, cast
 from proxpo.errors import ProxpoError, resolve
 from proxpo.fields import LOADERS
 from proxpo.stages import STAGES, check_stages
-from proxpo.stages._options import bind, descriptions, parameters, variations
+from proxpo.stages._options import bind, descriptions, parameters, prose, variations
 from proxpo.types import KINDS, Recipe
 
 CONFIDENCE = ("official code", "framework code", "paper formulas", "reconstructed")
@@ -49,6 +49,11 @@ class Method:
     @property
     def text(self) -> str:
         return inspect.getdoc(self.make) or ""
+
+    @property
+    def prose(self) -> str:
+        """The text without its sentences on single options, which `explained` has."""
+        return prose(self.make)
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -33,11 +33,9 @@ def rosa(
 
     beta: β, the strength of the tie to the present policy
     damping: λ of the least squares
-    cg_iterations: conjugate-gradient steps at most
-    cg_tolerance: relative residual at which they stop
+    cg_iterations, cg_tolerance: most steps of conjugate gradients, and the residual that ends them
     turns: answers to a problem at most
-    parameters: a "lora" adapter, or an offset of the last "hidden" state
-    rank: rank of the adapter
+    parameters, rank: a "lora" adapter of this rank, or an offset of the last "hidden" state
     greedy: answer greedily in place of sampling
 
     Departures: reconstructed. The source confirms π*, the solve by conjugate gradients with

@@ -38,12 +38,8 @@ def stateful_policies(
     z with the targets -dim(a) and -dim(z). model.options.hidden is the width of actor and critics.
 
     variant: the learner: "ppo", "sac" or "reinforce"
-    clip: clip range on both sides of 1
-    sac_lr: learning rate of sac's actor, critics and temperatures
-    sac_tau: share by which the target critics follow at each update
-    sac_buffer: transitions that sac keeps
-    sac_batch: transitions of an update of sac
-    sac_start: transitions before its first update
+    sac_lr, sac_tau: learning rate of sac, and the share by which its target critics follow
+    sac_buffer, sac_batch, sac_start: transitions kept, of an update, and before the first update
 
     Departures: the previous action is cleared at the start of an episode, also when sampling (the
     released code keeps the last one there). The paper's settings are 2000 steps, 128 units, a rate

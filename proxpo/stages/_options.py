@@ -50,19 +50,34 @@ def descriptions(factory: Callable[..., Any]) -> dict[str, str]:
 
     A sentence ends before a blank line or the next such line.
     """
+    return _read(factory)[1]
+
+
+def prose(factory: Callable[..., Any]) -> str:
+    """The factory's docstring without the paragraphs that describe its parameters."""
+    return "\n".join(_read(factory)[0])
+
+
+def _read(factory: Callable[..., Any]) -> tuple[list[str], dict[str, str]]:
+    """Lines of the docstring outside paragraphs that begin with a parameter, and all sentences."""
     known = inspect.signature(factory).parameters
     texts: dict[str, str] = {}
     names: list[str] = []
+    kept: list[str] = []
+    inside = False
     for line in (inspect.getdoc(factory) or "").splitlines():
         head, colon, rest = line.partition(": ")
         listed = head.split(", ")
         if colon and all(name in known for name in listed):
             names, texts = listed, texts | dict.fromkeys(listed, rest)
+            inside = inside or not kept[-1:] or not kept[-1].strip()
         elif not line.strip():
-            names = []
+            names, inside = [], False
         else:
             texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
-    return texts
+        if not inside and (line.strip() or not kept or kept[-1].strip()):
+            kept.append(line)
+    return kept, texts
 
 
 def coerce(value: Any, kind: Any, *, option: str) -> Any:
@@ -154,4 +169,4 @@ def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
         return False, value
 
 
-__all__ = ["bind", "brief", "coerce", "descriptions", "parameters", "variations"]
+__all__ = ["bind", "brief", "coerce", "descriptions", "parameters", "prose", "variations"]

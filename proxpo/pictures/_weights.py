@@ -199,7 +199,7 @@ def _completed(recipe: Recipe, batch: Batch) -> Batch:
         "values": lambda: zeros(rows, tokens),
         "old_values": lambda: zeros(rows, tokens),
         "greedy_rewards": lambda: zeros(rows),
-        "prompt_id": lambda: batch.group,
+        "prompt_id": lambda: batch.require("group", by=recipe.name),
         "duration": lambda: torch.ones(rows, dtype=torch.float64),
         "void": lambda: zeros(rows, dtype=torch.bool),
         "truncated": lambda: zeros(rows, dtype=torch.bool),
@@ -210,7 +210,7 @@ def _completed(recipe: Recipe, batch: Batch) -> Batch:
         "attempt": lambda: zeros(rows, dtype=torch.int64),
         "state": lambda: zeros(rows, dtype=torch.int64),
         "reflect": lambda: zeros(rows, dtype=torch.bool),
-        "step_rewards": lambda: batch.rewards.double(),
+        "step_rewards": lambda: batch.require("rewards", by=recipe.name).double(),
         "summary": lambda: (torch.arange(tokens) < tokens // 4).expand(rows, tokens),
         "full_logp": lambda: old,
         # Every other turn is left out, but never the first.

@@ -14,7 +14,7 @@ import torch
 from proxpo.batch_file import load_batch
 from proxpo.inspection import token_gradient
 from proxpo.ops.shapes import Tensor
-from proxpo.pictures._svg import Axes, Line, Strip
+from proxpo.pictures._svg import Axes, Line, Point, Strip
 from proxpo.types import Batch, Context, Recipe
 
 LENGTH, SHORT = 1000, 8  # tokens of a response; SHORT where other tokens make no difference
@@ -37,10 +37,14 @@ def ratio_panel(recipe: Recipe) -> Axes:
     every = (*ON_POLICY, *TRIED)
     alone, moved = (_weights(recipe, every, LENGTH, whole=whole) for whole in (False, True))
     together = any(abs(a - b) > 0.02 * max(map(abs, alone[:2])) for a, b in zip(alone, moved))
+    width = _window(recipe)
+    span = RATIOS if width is None else (1 - 20 * width, 1 + 20 * width)
+    ticks = (0, 0.5, 1, 1.5, 2, 2.5) if width is None else (1 - 10 * width, 1, 1 + 10 * width)
+    length = LENGTH if together else SHORT
     lines = [
         line
         for whole in ((True, False) if together else (False,))
-        for line in _curves(_weigher(recipe, LENGTH if together else SHORT, whole=whole), whole)
+        for line in _curves(_weigher(recipe, length, whole=whole), whole, span)
     ]
     with_response = (
         f" Dashed: all {LENGTH:,} tokens of its response move together." if together else ""
@@ -49,9 +53,9 @@ def ratio_panel(recipe: Recipe) -> Axes:
     return Axes(
         title="weight over the ratio",
         x="π/π_old of the token",
-        x_range=RATIOS,
+        x_range=span,
         y_range=(-2.6, 2.6),
-        x_ticks=(0, 0.5, 1, 1.5, 2, 2.5),
+        x_ticks=ticks,
         y_ticks=(-2, -1, 0, 1, 2),
         lines=lines,
         legend=(("A > 0", "up"), ("A < 0", "down")),
@@ -105,9 +109,24 @@ def _weights(recipe: Recipe, cases: Sequence[Case], length: int, *, whole: bool)
     return (-_gradient(recipe, batch)[::2, -1]).tolist()
 
 
-def _curves(weigh: Weigher, dashed: bool) -> list[Line]:
+def _window(recipe: Recipe) -> float | None:
+    """A distance from ratio 1 within which tokens have a weight; None if they have it far beyond.
+
+    The panel of a clip too narrow to be seen shows its surroundings alone.
+    """
+    weigh = _weigher(recipe, SHORT, whole=False)
+    for width in (None, 2e-2, 2e-3, 2e-4, 2e-5, 2e-6):
+        cases = (
+            TRIED if width is None else [(s, 1 + d) for s in (1.0, -1.0) for d in (-width, width)]
+        )
+        if any(abs(w) > 1e-9 for w in weigh(cases)):
+            return width
+    return None
+
+
+def _curves(weigh: Weigher, dashed: bool, span: Point) -> list[Line]:
     """Both curves, traced at equal distances and at both ends of every edge."""
-    low, high = RATIOS
+    low, high = span
     # Half a step aside of round numbers, where clip ranges end.
     xs = [low + (i + 0.5) * (high - low) / POINTS for i in range(POINTS)]
     signs = {1.0: "up", -1.0: "down"}

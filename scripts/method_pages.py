@@ -10,10 +10,12 @@ from proxpo.pictures import panels
 from proxpo.pictures._svg import caption_of, draw_svg, same_picture
 from proxpo.recipes import Method, methods
 from proxpo.stages.schedule import variants
+from proxpo.train.domains import DOMAINS
 from proxpo.types import KINDS, Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs/pictures"
+CONTINUOUS = "gym:Pendulum-v1"  # AVG takes continuous actions alone
 
 
 @functools.cache
@@ -90,10 +92,23 @@ def usage(method: Method) -> str:
     else:
         why = f"for {' and '.join(domains)}, not for language models"
         rows += [("own loop, TRL, verl", why)]
-    command = "adapt" if domains == ("test time",) else "train --method"
-    rows.append(("command line", f"`proxpo {command} {slug}`"))
+    rows.append(("command line", f"`{command(method)}`"))
     lines = "\n".join(f"| {home} | {text} |" for home, text in rows)
     return f"## Use\n\n| in | |\n| --- | --- |\n{lines}\n"
+
+
+def command(method: Method) -> str:
+    """The shortest command that runs the method."""
+    if method.domains == ("test time",):
+        return f"proxpo adapt {method.slug}"
+    if "language" in method.domains:
+        return f"proxpo train --method {method.slug}"
+    task = CONTINUOUS if method.slug == "avg" else example_task(method.domains[0])
+    return f"proxpo train --method {method.slug} --task {task}"
+
+
+def example_task(domain: str) -> str:
+    return next(each.example for each in DOMAINS if each.name == domain)
 
 
 def own_loop(recipe: Recipe) -> str:
@@ -115,7 +130,7 @@ def in_trl(slug: str) -> str:
     made = re.search(r"\{.*?\}", needs)
     recipe = f'proxpo.make_recipe("{slug}", {made[0]})' if made else f'"{slug}"'
     note = f" ({needs})" if needs and not made else ""
-    return f"`ProxpoTrainer(model, reward_funcs, args, data, recipe={recipe})`{note}"
+    return f"`ProxpoTrainer(model, reward, args=args, train_dataset=data, recipe={recipe})`{note}"
 
 
 def in_verl(slug: str) -> str:

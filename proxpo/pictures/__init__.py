@@ -1,7 +1,9 @@
 """Pictures of methods, drawn from the code: the weight a token's gradient gets, as a small SVG.
 
-    svg = proxpo.pictures.picture("grpo")
-    svg = proxpo.pictures.picture(recipe, batch)
+    from proxpo.pictures import picture
+
+    svg = picture("grpo")
+    svg = picture(recipe, batch)
 
 docs/gallery.md shows those of all methods.
 """

@@ -109,7 +109,7 @@ def overhead_goals() -> list[Goal]:
         chosen = {
             (case, method): ratio
             for (case, method), ratio in table.items()
-            if wanted(method) and (wide is None or ("wide" in case) == wide)
+            if "135M" not in case and wanted(method) and (wide is None or ("wide" in case) == wide)
         }
         if not chosen:
             return None, ""

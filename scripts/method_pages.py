@@ -10,7 +10,7 @@ from proxpo.pictures import panels
 from proxpo.pictures._svg import caption_of, draw_svg, same_picture
 from proxpo.recipes import Method, methods
 from proxpo.stages.schedule import variants
-from proxpo.train.domains import DOMAINS
+from proxpo.train.domains import DOMAINS, TEST_TIME
 from proxpo.types import KINDS, Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,6 +91,8 @@ def usage(method: Method) -> str:
         rows += [("TRL", in_trl(slug)), ("verl", in_verl(slug))]
     else:
         why = f"for {' and '.join(domains)}, not for language models"
+        if domains == (TEST_TIME,):
+            why = "adapts a frozen model to one problem at a time: nothing is trained"
         rows += [("own loop, TRL, verl", why)]
     rows.append(("command line", f"`{command(method)}`"))
     lines = "\n".join(f"| {home} | {text} |" for home, text in rows)
@@ -99,7 +101,7 @@ def usage(method: Method) -> str:
 
 def command(method: Method) -> str:
     """The shortest command that runs the method."""
-    if method.domains == ("test time",):
+    if method.domains == (TEST_TIME,):
         return f"proxpo adapt {method.slug}"
     if "language" in method.domains:
         return f"proxpo train --method {method.slug}"

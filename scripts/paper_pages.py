@@ -1,6 +1,7 @@
 """docs/papers.md: settings of the papers' own runs as lines to paste, from docs/papers.yaml."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from proxpo.recipes import method, methods
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/papers.yaml"
+WIDTH = 100  # of a line of code
 ROWS = 8  # responses in a pass of TRL's trainer on one device
 NAMES = {  # settings of the trainer and TRL's arguments of the same meaning
     "lr": "learning_rate",
@@ -81,13 +83,27 @@ def in_trl(slug: str, run: dict[str, Any]) -> str:
     if verdict.startswith("refused: "):
         return f"In TRL: no, {verdict.removeprefix('refused: ')}.\n"
     options = trl_options(slug, run)
-    args = "".join(f"    {k}={v!r},\n" for k, v in trl_arguments(slug, run).items())
-    recipe = f'proxpo.make_recipe("{slug}", {options!r})' if options else f'"{slug}"'
+    args = "".join(f"    {k}={_code(v)},\n" for k, v in trl_arguments(slug, run).items())
+    recipe = f'proxpo.make_recipe("{slug}", {_code(options)})' if options else f'"{slug}"'
+    given = ("model", "reward", "args=args", "train_dataset=data", f"recipe={recipe}")
     return (
         f'```python\nargs = GRPOConfig(\n    "runs/{slug}",\n{args})\n'
-        "trainer = ProxpoTrainer(\n"
-        f"    model, reward, args=args, train_dataset=data, recipe={recipe}\n)\n```\n"
+        f"{_call('trainer = ProxpoTrainer', given)}\n```\n"
     )
+
+
+def _code(value: Any) -> str:
+    return repr(value).replace("'", '"')
+
+
+def _call(head: str, arguments: Sequence[str]) -> str:
+    """A call as the formatter writes it: in one line, in three, or a line for each argument."""
+    line = ", ".join(arguments)
+    if len(head) + len(line) + 2 <= WIDTH:
+        return f"{head}({line})"
+    if len(line) + 4 <= WIDTH:
+        return f"{head}(\n    {line}\n)"
+    return f"{head}(\n" + "".join(f"    {each},\n" for each in arguments) + ")"
 
 
 def page() -> str:

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train", "control", "generative", "adapt", "adapters"),
     ("compare",),
     ("report",),
-    ("doctor",),
+    ("doctor", "pictures"),
     ("cli", ""),
     ("__main__",),
 )

@@ -15,6 +15,8 @@ def opo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Recipe:
 
     One update per rollout, so r = 1 and the clip never acts; no KL, no entropy term, no std.
 
+    clip_low, clip_high: clip range below and above 1
+
     Departures: the derivation is for sums over tokens (`--set aggregate=seq_mean_token_sum`); the
     released configuration averages over tokens, which is the default here. A group of one keeps its
     raw reward, as in verl.

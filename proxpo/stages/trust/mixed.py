@@ -14,6 +14,8 @@ def mixed_clip(*, clip_low: float = 0.2, clip_high: float = 0.2):
 
     Fresh data have c = 1, the PPO clip. Stale data keep their importance weight c and move from
     there; a negative lower bound never binds.
+
+    clip_low, clip_high: ε below and above the present ratio
     """
     low, high = clip_low, clip_high
     if low < 0 or high < 0:

@@ -44,11 +44,19 @@ def inspect_command(
         typer.Argument(metavar="METHOD", help="Names (see proxpo methods) or YAML files."),
     ],
     batch: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="FILE", help="A .json or .safetensors batch, or 'sample', which is included."
         ),
-    ],
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="A run with saved batches (log.batch_every), and --step."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Step of --run whose batch is taken; default: the last."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,9 +77,10 @@ def inspect_command(
     ] = 0,
 ) -> None:
     """Show loss, gradient on every token, advantages and metrics of methods on one batch."""
-    from proxpo.cli.inspecting import inspect_methods
+    from proxpo.cli.inspecting import chosen_batch, inspect_methods
 
-    inspect_methods(methods, batch, settings or [], as_json=as_json, html=html, seed=seed)
+    source = chosen_batch(batch, run, step)
+    inspect_methods(methods, source, settings or [], as_json=as_json, html=html, seed=seed)
 
 
 @app.command("methods")

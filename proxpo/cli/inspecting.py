@@ -3,11 +3,27 @@
 import json
 from collections.abc import Sequence
 
-from proxpo.batch_file import read_batch
+from proxpo.batch_file import read_batch, saved_steps, step_file
 from proxpo.cli.named import named_recipes
+from proxpo.errors import ProxpoError
 from proxpo.inspection import as_json as entry
 from proxpo.inspection import inspect_batch
 from proxpo.runs.files import write_whole
+
+
+def chosen_batch(batch: str | None, run: str | None, step: int | None) -> str:
+    """The batch file of `--batch`, or of `--run` and `--step`."""
+    if (batch is None) == (run is None):
+        raise ProxpoError(
+            "inspect takes --batch FILE ('sample' is included) or --run DIR with --step N"
+        )
+    if batch is not None:
+        if step is not None:
+            raise ProxpoError("--step belongs to --run DIR, not to --batch")
+        return batch
+    assert run is not None
+    steps = saved_steps(run)
+    return str(step_file(run, max(steps, default=0) if step is None else step))
 
 
 def inspect_methods(

@@ -18,9 +18,11 @@ import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
+from html import unescape
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
 from typing import Any
+from urllib.parse import unquote
 
 import yaml
 
@@ -59,10 +61,13 @@ def main(site: Path) -> int:
     code = subprocess.run(
         command, cwd=staged, env={**os.environ, "PYTHONPATH": str(ROOT)}
     ).returncode
-    if code == 0:
-        shutil.rmtree(site, ignore_errors=True)
-        shutil.move(staged / "site", site)
-    return code
+    dead = dead_links(staged / "site") if code == 0 else []
+    print("\n".join(dead), file=sys.stderr, end="\n" if dead else "")
+    if code or dead:
+        return 1
+    shutil.rmtree(site, ignore_errors=True)
+    shutil.move(staged / "site", site)
+    return 0
 
 
 def with_links(text: str, source: str, faults: list[str]) -> str:
@@ -91,6 +96,24 @@ def address(path: str, page: str) -> str:
         return relpath(path, dirname(page))
     kind = "tree" if (ROOT / path).is_dir() else "blob"
     return f"{REPOSITORY}/{kind}/main/{path}"
+
+
+def dead_links(site: Path) -> list[str]:
+    """Links and pictures of a built site that lead to no file of it, or to no place in it."""
+    texts = {path: path.read_text() for path in sorted(site.rglob("*.html"))}
+    ids = {path: set(re.findall(r'\bid="?([^"\s>]+)', text)) for path, text in texts.items()}
+    dead: list[str] = []
+    for path, text in texts.items():
+        targets = dict.fromkeys(re.findall(r'\b(?:href|src)="([^"]*)"', text))
+        for target in targets if path.name != "404.html" else ():
+            name, _, anchor = unescape(unquote(target)).partition("#")
+            if re.match(r"[a-z]+:", name):
+                continue
+            file = (path.parent / name).resolve() if name else path
+            anchored = not anchor or anchor in ids.get(file, {anchor})
+            if not file.exists() or not anchored:
+                dead.append(f"{path.relative_to(site)}: {target}")
+    return dead
 
 
 def entries(nav: Any) -> list[str]:

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> ProxpoTrainer:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--recipe", default="isopo")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", default="runs/trl-isopo")
     options = parser.parse_args(argv)
 
@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> ProxpoTrainer:
         num_generations=8,
         max_completion_length=6,
         learning_rate=5e-4 if options.model == "tiny" else 1e-6,
+        lr_scheduler_type="constant",
         logging_steps=5,
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),

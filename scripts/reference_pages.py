@@ -35,20 +35,36 @@ def pages() -> dict[Path, str]:
 
 
 def settings_page() -> str:
-    """Every setting of `proxpo train`, in a YAML file or as `--set SETTING=VALUE`. `proxpo train
-    --explain` prints them with the values of a run. The last word is enough where it is unique:
-    `--set lr=1e-4`. Options of the method and other stages go the same way:
-    `--set clip_high=0.28 --set ratio=kalman`.
+    """Every setting of `proxpo train`, by section, and the presets."""
+    sections: dict[str, list[str]] = {}
+    for setting in explain(None):
+        section = setting.path.partition(".")[0] if "." in setting.path else "run"
+        effect = ON_RESUME[setting.resume]
+        row = f"| `{setting.path}` | `{setting.value}` | {effect} | {cell(setting.doc)} |"
+        sections.setdefault(section, []).append(row)
+    heading = "| setting | default | on resume | meaning |\n| --- | --- | --- | --- |"
+    tables = "\n\n".join(
+        "\n".join([f"## {name}\n", heading, *rows]) for name, rows in sections.items()
+    )
+    files = sorted(PRESETS.glob("*.yaml"))
+    presets = "\n".join(f"| `{path.stem}` | {cell(_first_comment(path))} |" for path in files)
+    return f"""# Settings of a run
 
-    *On resume*: the effect of a change when a run is continued.
+Every setting of `proxpo train`, in a YAML file or as `--set SETTING=VALUE`. `proxpo train
+--explain` prints them with the values of a run. The last word is enough where it is unique:
+`--set lr=1e-4`. Options of the method and other stages go the same way:
+`--set clip_high=0.28 --set ratio=kalman`.
 
-    {tables}
-    ## presets
+*On resume*: the effect of a change when a run is continued.
 
-    | name | |
-    | --- | --- |
-    {presets}
-    """
+{tables}
+
+## presets
+
+| name | |
+| --- | --- |
+{presets}
+"""
 
 
 def command_line_page() -> str:

@@ -8,7 +8,7 @@ a script whose code has not changed since is not run again.
 import contextlib
 import io
 import re
-import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "tutorials"
 PAGES = ROOT / "docs" / "tutorials"
 SHOWN = re.compile(r"```python\n(.*?)\n```\n(?:\n``` {\.text \.output}\n(.*?)```\n)?", re.S)
+LOG_LINE = re.compile(r"^\[\d{4}-[^\n]*\n", re.M)  # of libraries, on being loaded
 
 
 class Cell(NamedTuple):
@@ -57,20 +58,17 @@ def cells(script: Path) -> list[Cell]:
 
 
 def run(script: Path) -> list[str]:
-    """Runs the script as `python SCRIPT` does; what each cell of code has printed."""
-    sys.path.insert(0, str(SCRIPTS))
+    """Runs the script in an empty folder; what each cell of code has printed."""
     namespace: dict = {"__name__": "__main__", "__file__": str(script)}
     outputs: list[str] = []
-    try:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for cell in cells(script):
             if cell.text:
                 continue
             code = compile("\n" * cell.line + cell.source, str(script), "exec")
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(code, namespace)
-            outputs.append(printed.getvalue())
-    finally:
-        sys.path.remove(str(SCRIPTS))
+            outputs.append(LOG_LINE.sub("", printed.getvalue()))
     return outputs
 
 

@@ -16,8 +16,6 @@
 # Model, rewards and data are what they were. Here: three-digit sums, and the model in the box.
 
 # %%
-import tempfile
-
 from datasets import Dataset
 from transformers import PrinterCallback
 from trl import GRPOConfig
@@ -35,9 +33,8 @@ def exact_match(completions, answer, **_):
 
 
 policy = load_policy("tiny")
-folder = tempfile.mkdtemp()
 args = GRPOConfig(
-    folder,
+    "runs/trl",
     max_steps=4,
     per_device_train_batch_size=64,
     num_generations=8,
@@ -86,7 +83,7 @@ except ProxpoError as error:
 
 # %% [markdown]
 # The batch of step 4, under two other methods: how many responses would they have pushed? On the
-# command line: `proxpo inspect grpo p3o --run FOLDER --step 4`, with `--html` for a heat map of
+# command line: `proxpo inspect grpo p3o --run runs/trl --step 4`, with `--html` for a heat map of
 # every token.
 
 # %%
@@ -94,7 +91,7 @@ from proxpo import make_recipe
 from proxpo.batch_file import load_batch, step_file
 from proxpo.inspection import inspect_batch
 
-batch = load_batch(step_file(folder, 4))
+batch = load_batch(step_file("runs/trl", 4))
 for name in ("grpo", "p3o"):
     seen = inspect_batch(make_recipe(name), batch)
     pushed = int((seen.mass > 0).sum())

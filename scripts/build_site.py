@@ -12,7 +12,6 @@ A link to nothing, a page outside the navigation, an entry without a page and wh
 generator warns of end the build with status 1.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -58,9 +57,7 @@ def main(site: Path) -> int:
         return 1
     (staged / "mkdocs.yml").write_text(yaml.dump(settings, sort_keys=False))
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    code = subprocess.run(
-        command, cwd=staged, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    ).returncode
+    code = subprocess.run(command, cwd=staged).returncode
     dead = dead_links(staged / "site") if code == 0 else []
     print("\n".join(dead), file=sys.stderr, end="\n" if dead else "")
     if code or dead:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages.schedule.clipping_bias import ClippingBias, clipping_bias_of
 from proxpo.stages.trust.ess import ess
-from proxpo.types import Batch, Context, Recipe
+from proxpo.types import Batch, Context, Loss, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,7 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     logp = doubled.pop("logp").detach().clone().requires_grad_()
     ctx = Context(generator=torch.Generator().manual_seed(seed))
-    ready = prepare(recipe, Batch(logp=logp, **doubled), ctx)
-    loss, loss_metrics = policy_loss(recipe, ready.batch, ready.ctx)
-    gradient = torch.zeros_like(logp)
-    if loss.requires_grad:
-        slope = torch.autograd.grad(loss, logp, allow_unused=True)[0]
-        gradient = gradient if slope is None else slope.masked_fill(~batch.mask, 0.0)
+    ready, (loss, loss_metrics), gradient = token_gradient(recipe, Batch(logp=logp, **doubled), ctx)
     metrics = {key: float(value) for key, value in {**ready.metrics, **loss_metrics}.items()}
     return Inspection(
         method=name or recipe.name,
@@ -77,6 +72,28 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
         mask=ready.batch.mask,
         metrics=metrics | _measured(recipe, ready, gradient),
     )
+
+
+class TokenGradient(NamedTuple):
+    """A batch as `prepare` left it, its loss, and ∂loss/∂log π of every token."""
+
+    ready: Prepared
+    loss: Loss
+    gradient: Float[Tensor, "seq tok"]
+
+
+def token_gradient(recipe: Recipe, batch: Batch, ctx: Context) -> TokenGradient:
+    """∂loss/∂`batch.logp`, which requires a gradient; 0 at masked positions.
+
+    Other fields may depend on `logp`; the gradient through them is part of it.
+    """
+    ready = prepare(recipe, batch, ctx)
+    loss = policy_loss(recipe, ready.batch, ready.ctx)
+    gradient = torch.zeros_like(batch.logp)
+    if loss.value.requires_grad:
+        slope = torch.autograd.grad(loss.value, batch.logp, allow_unused=True)[0]
+        gradient = gradient if slope is None else slope.masked_fill(~batch.mask, 0.0)
+    return TokenGradient(ready, loss, gradient)
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
@@ -148,4 +165,4 @@ def _bias_norm(bias: ClippingBias, recipe: Recipe, ready: Prepared) -> Float[Ten
     return torch.zeros_like(value) if slope is None else slope.norm()
 
 
-__all__ = ["Inspection", "as_json", "inspect_batch"]
+__all__ = ["Inspection", "TokenGradient", "as_json", "inspect_batch", "token_gradient"]

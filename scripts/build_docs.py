@@ -1,12 +1,14 @@
-"""Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md,
-docs/trl-arguments.md, docs/engines.md, docs/reference; the tutorials, with the output of a run; and
-the tables and figures of speed, from what the benchmarks have measured (speed_pages.py).
+"""Writes the pages read off the code: docs/methods, docs/pictures, docs/gallery.md,
+docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md,
+docs/reference; the tutorials, with the output of a run; and the tables and figures of speed, from
+what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
 
-A method's page is made of its docstring, its defaults, its stages and the statements its tests
+A method's page is made of its docstring, its options, its stages and the statements its tests
 prove (`@pytest.mark.checks("slug", "statement")`), so none of them can say something else.
+Pictures of another machine may differ by a tenth of a pixel.
 """
 
 import argparse
@@ -18,18 +20,19 @@ import warnings
 from pathlib import Path
 
 import engine_pages
+import method_pages
+import paper_pages
 import reference_pages
 import speed_pages
 import tutorial_pages
+from method_pages import cell as _cell
 
 from proxpo import fields, sparsity
 from proxpo.fields import CORE, FIELDS
 from proxpo.ops import kl
-from proxpo.recipes import Method, methods
+from proxpo.recipes import methods
 from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, aggregate, load_stages
-from proxpo.stages.schedule import variants
-from proxpo.types import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOMAINS = {
@@ -58,13 +61,23 @@ def main() -> int:
         print(f"{path.relative_to(ROOT)}: drawn from other figures")
         if not check:
             speed_pages.draw(path, speed_pages.figures()[path])
-    return 1 if check and (stale or orphans or figures) else 0
+    pictures = method_pages.stale_pictures()
+    for path in pictures:
+        print(f"{path.relative_to(ROOT)}: not what the code draws")
+        if not check:
+            method_pages.write_picture(path)
+    return 1 if check and (stale or orphans or figures or pictures) else 0
 
 
 def pages() -> dict[Path, str]:
     """Text of every generated file, by path."""
     tested = tested_statements()
-    out = {ROOT / f"docs/methods/{m.slug}.md": method_page(m, tested) for m in methods().values()}
+    out = {
+        ROOT / f"docs/methods/{m.slug}.md": method_pages.page(m, _tested(m.slug, tested))
+        for m in methods().values()
+    }
+    out[ROOT / "docs/gallery.md"] = method_pages.gallery()
+    out[ROOT / "docs/papers.md"] = paper_pages.page()
     out[ROOT / "docs/methods/kl-estimators.md"] = shared_page(
         "kl-estimators", [kl, kl.kl_estimate], tested
     )
@@ -87,41 +100,6 @@ def pages() -> dict[Path, str]:
     return out
 
 
-def method_page(method: Method, tested: dict[str, list[str]]) -> str:
-    body, departures, reference = split_docstring(method.text)
-    title, _, rest = body.partition("\n")
-    made = method.make()
-    options = "\n".join(f"| `{k}` | `{_cell(repr(v))}` |" for k, v in method.defaults.items())
-    trains = "" if method.domains == ("language",) else f" For {' and '.join(method.domains)}."
-    return f"""# {method.slug}
-
-{title}
-
-**How it differs from the paper and its neighbours.** {departures or "No departure is known."}
-
-```text
-{rest.strip(chr(10))}
-```
-
-Source: {reference}. How sure we are: {method.confidence}.{trains}
-
-| option | default |
-| --- | --- |
-{options}
-
-{_stages(made) if isinstance(made, Recipe) else ""}
-{_tested(method.slug, tested)}"""
-
-
-def _stages(recipe: Recipe) -> str:
-    rows = "\n".join(
-        f"| {place.split('.')[0]} | `{_cell(str(stage))}` |" for place, stage in recipe.stages()
-    )
-    losses = variants(recipe) or ()
-    passes = f"\nRun as {len(losses)} passes over each batch.\n" if len(losses) > 1 else ""
-    return f"| stage | default |\n| --- | --- |\n{rows}\n{passes}"
-
-
 def shared_page(slug: str, parts: list, tested: dict[str, list[str]]) -> str:
     """A page for something many methods use, from the docstrings of its module and functions."""
     module, *functions = parts
@@ -130,15 +108,6 @@ def shared_page(slug: str, parts: list, tested: dict[str, list[str]]) -> str:
         signature = _signature(part)
         texts.append(f"## {part.__name__}{signature}\n\n```text\n{inspect.getdoc(part)}\n```\n")
     return "\n".join([*texts, _tested(slug, tested)])
-
-
-def split_docstring(text: str) -> tuple[str, str, str]:
-    """(summary, formula and explanation; departures; reference) of a recipe's docstring."""
-    body, _, tail = text.partition("\nDepartures:")
-    departures, _, reference = tail.partition("\nReference:")
-    if not reference:
-        body, _, reference = text.partition("\nReference:")
-    return body.strip(), _one_line(departures), _one_line(reference).rstrip(".")
 
 
 def tested_statements() -> dict[str, list[str]]:
@@ -319,16 +288,6 @@ def _signature(factory) -> str:
 
 def _after_colon(summary: str) -> str:
     return summary.partition(": ")[2] or summary
-
-
-def _cell(text: str) -> str:
-    """The text with bars escaped, which would end the cell of a table."""
-    return text.replace("|", "\\|")
-
-
-def _one_line(text: str) -> str:
-    line = re.sub(r"\s+", " ", text).strip()
-    return line[:1].upper() + line[1:]
 
 
 def _same(path: Path, text: str) -> bool:

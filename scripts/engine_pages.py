@@ -5,6 +5,7 @@ GPU results come from docs/results/engines/trl-vllm.json and verl.json, entries 
 benchmarks/gpu_step.py; the traffic of many ranks from rank-traffic.json.
 """
 
+import functools
 import json
 import math
 import re
@@ -85,6 +86,7 @@ ran in Triton's interpreter.
 {several_nodes()}"""
 
 
+@functools.cache  # asked for by several pages
 def in_trl(slug: str) -> str:
     """ "runs", with the options or the sampler that it takes, or the reason of the refusal."""
     first = ""

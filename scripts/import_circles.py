@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train", "control", "generative", "adapt", "adapters"),
     ("compare",),
     ("report",),
-    ("doctor",),
+    ("doctor", "pictures"),
     ("cli", ""),
     ("__main__",),
 )

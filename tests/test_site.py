@@ -62,7 +62,7 @@ def test_faults_are_named(tmp_path):
     assert dead == ["a.html: b.html", "a.html: #x", "c.html: a.html#z"]
 
 
-@pytest.mark.parametrize("page, code", snippets())
+@pytest.mark.parametrize(("page", "code"), snippets())
 def test_snippets_run_as_pasted(page, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(code, page, "exec"), {"__name__": "snippet"})

@@ -87,11 +87,24 @@ def inspect_command(
 def methods_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One method, in full.")] = None,
     as_json: AsJson = False,
+    picture: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Draw the weights of the method NAME into an SVG file."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method in the picture."),
+    ] = None,
 ) -> None:
     """List all methods; with a name: its formula, departures, defaults, stages and source."""
-    from proxpo.cli.catalogue import show_method, show_methods
+    from proxpo.cli.catalogue import show_method, show_methods, write_picture
+    from proxpo.errors import ProxpoError
 
-    if name is None:
+    if picture is not None and name is not None:
+        write_picture(name, settings or [], picture)
+    elif picture is not None or settings:
+        raise ProxpoError("--picture FILE needs the NAME of a method, and --set needs both")
+    elif name is None:
         show_methods(as_json=as_json)
     else:
         show_method(name, as_json=as_json)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,9 +11,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from proxpo.errors import ProxpoError
 from proxpo.recipes import Method, method, methods
 from proxpo.report.inspection_text import sentence
 from proxpo.report.terminal import console
+from proxpo.settings import make_method, parse_setting
 from proxpo.types import Recipe, Stage
 
 # Entries that measure instead of training: (paper, confidence, summary, command).
@@ -63,21 +66,35 @@ def show_method(name: str, *, as_json: bool) -> None:
         console().print(_full(entry))
 
 
+def write_picture(name: str, settings: Sequence[str], path: str) -> None:
+    """Writes the picture of a method, with these settings, as SVG."""
+    from proxpo.pictures import picture
+    from proxpo.runs.files import write_whole
+
+    if not path.endswith(".svg"):
+        raise ProxpoError(
+            f"--picture writes SVG: expected a file name ending in .svg, got '{path}'"
+        )
+    made = make_method(name, [parse_setting(text) for text in settings])
+    write_whole(path, picture(made).encode())
+    print(f"picture: {path}")
+
+
 def _full(entry: Method) -> RenderableType:
     title = Text.assemble(
         (entry.slug, "bold"),
         f"  {entry.paper}",
         (f"  {entry.confidence}  for {', '.join(entry.domains)}", "dim"),
     )
-    options = _table("option", "default")
+    options, explained = _table("option", "default", "meaning"), entry.explained()
     for name, value in entry.defaults.items():
-        options.add_row(name, Text(_shown(value), "cyan"))
+        options.add_row(name, Text(_shown(value), "cyan"), Text(explained[name]))
     stages = _table("stage", "what is used")
     for place, stage in _stages(entry):
         stages.add_row(place.split(".")[0], str(stage))
     source = Text(f"defined in {_source(entry)}", "dim", overflow="fold")
     tables = [options, stages] if stages.row_count else [options]
-    return Group(title, Text(), Text(entry.text), *tables, source)
+    return Group(title, Text(), Text(entry.prose), *tables, source)
 
 
 def _table(*headings: str) -> Table:
@@ -133,4 +150,4 @@ def _source(entry: Method) -> str:
     return f"{inspect.getsourcefile(factory)}:{inspect.getsourcelines(factory)[1]}"
 
 
-__all__ = ["show_method", "show_methods"]
+__all__ = ["show_method", "show_methods", "write_picture"]

@@ -292,14 +292,23 @@ def isopo(
 
     preset: fisher (p=-1), nearest-npg (r=-2), figure4 (q=-1, r=-2), euclidean (q=-1), reinforce;
         it sets p, q and r together.
-    reg, history: E[x²] trails over earlier mini-batches; with none yet it is the mean of the
-        micro-batch, or each sequence's own x² ("own").
+    reg: multiple of E[x²] that is added to the square of each length x. E[x²] trails over earlier
+        mini-batches.
+    history: E[x²] with no earlier mini-batch: the mean of the micro-batch, or each sequence's own
+        x² ("own").
     overlap_reg, norm_reg, rel_overlap_reg: reg for F, N and R alone, as in the released code;
         None takes `reg`.
     keep_small: reg2 divided by √(reg E[x²]), which leaves short gradients as they are.
     norm: "sketch" estimates N_i from `sketch` random projections, to within √(2/sketch) of N_i².
     scale: "mean" divides by the number of sequences in the micro-batch.
     path: how lengths are computed; all paths agree, "auto" takes the cheapest for each layer.
+    p: exponent of F, the Fisher length
+    q: exponent of N, the plain length
+    r: exponent of R = F/N
+    eps: added under the root of reg2
+    overlap: positions in the overlap set J, or "all"
+    sketch: random projections of norm="sketch"
+    seed: seed of the random draws
     """
     if preset is not None:
         chosen = PRESETS[resolve(preset, PRESETS, what="preset of isopo")]

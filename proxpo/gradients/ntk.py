@@ -172,6 +172,9 @@ def isopo_ntk(
         for large c).
     group_by: the sequences that interact: the micro-batch, or those of one prompt (pass `groups`
         to `applied`).
+
+    rho: ρ, the damping in units of the mean squared length
+    path: form in which the kernel is computed; all agree
     """
     if not (math.isfinite(rho) and rho > 0):
         raise ProxpoError(f"isopo_ntk: rho must be a finite number > 0, got {rho}")

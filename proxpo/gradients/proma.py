@@ -209,6 +209,9 @@ def proma(
 
     The running gradient of every layer is kept beside `.grad`, unsharded, between two `step()`s;
     call `step(skipped=True)` when an optimizer step is left out.
+
+    ridge: ridge of solver="solve"
+    seed: seed of the random draws
     """
     for name, number in {"sigma": sigma, "intra_sigma": intra_sigma, "ridge": ridge}.items():
         if not (math.isfinite(number) and number >= 0):

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.fields import LOADERS
-from proxpo.stages import check_stages
-from proxpo.stages._options import bind, parameters
+from proxpo.stages import STAGES, check_stages
+from proxpo.stages._options import bind, descriptions, parameters, prose, variations
 from proxpo.types import KINDS, Recipe
 
 CONFIDENCE = ("official code", "framework code", "paper formulas", "reconstructed")
@@ -51,8 +51,51 @@ class Method:
         return inspect.getdoc(self.make) or ""
 
     @property
+    def prose(self) -> str:
+        """The text without its sentences on single options, which `explained` has."""
+        return prose(self.make)
+
+    @property
     def defaults(self) -> dict[str, Any]:
         return {k: p.default for k, p in inspect.signature(self.make).parameters.items()}
+
+    def explained(self) -> dict[str, str]:
+        """A sentence on every option: the method's own, or that of the stage it is passed on to."""
+        own = _own_descriptions(self.make)
+        texts = {name: own.get(name) or self._by_effect(name) for name in self.defaults}
+        return {name: text.rstrip(".") for name, text in texts.items()}
+
+    def _by_effect(self, option: str) -> str:
+        """The sentence of the stage's option that this one sets, or of one that it switches on."""
+        made, default = self.make(), self.defaults[option]
+        if not isinstance(made, Recipe):
+            return ""
+        before = dict(made.stages())
+        for value in variations(parameters(self.make)[option].annotation, default):
+            try:
+                changed = self.make(**{option: value})
+            except ProxpoError:
+                continue
+            for place, stage in changed.stages() if isinstance(changed, Recipe) else ():
+                texts, old = descriptions(STAGES[stage.kind][stage.name]), before.get(place)
+                for name, text in texts.items():
+                    setting = stage.options[name]
+                    if old is None and setting == value:
+                        off = "none" if default is None else f"{default:g}"
+                        return f"{text}; {off}: without {stage.kind}={stage.name}"
+                    if old is not None and old.name == stage.name and setting != old.options[name]:
+                        return text
+        return ""
+
+
+def _own_descriptions(make: Callable[..., Any]) -> dict[str, str]:
+    """Sentences of the factory's docstring, and of the factories its options are passed on to."""
+    passed: dict[str, str] = {}
+    for p in inspect.signature(inspect.unwrap(make)).parameters.values():
+        if isinstance(p.default, PassedOn):
+            texts = _own_descriptions(p.default.factory)
+            passed |= {name: text for name, text in texts.items() if name in p.default}
+    return passed | descriptions(make)
 
 
 METHODS: dict[str, Method] = {}
@@ -62,9 +105,11 @@ Options = Mapping[str, Any]
 class PassedOn(dict[str, Any]):
     """Options that a method passes on: defaults by name, and the parameters they stand for."""
 
-    def __init__(self, passed: Mapping[str, inspect.Parameter]) -> None:
+    def __init__(
+        self, passed: Mapping[str, inspect.Parameter], factory: Callable[..., Any]
+    ) -> None:
         super().__init__({name: p.default for name, p in passed.items()})
-        self.parameters = passed
+        self.parameters, self.factory = passed, factory
 
 
 def options_of(factory: Callable[..., Any], *names: str, **defaults: Any) -> Options:
@@ -82,7 +127,7 @@ def options_of(factory: Callable[..., Any], *names: str, **defaults: Any) -> Opt
     known = parameters(factory)
     chosen = [*names, *(name for name in defaults if name not in names)] if names else known
     changed = {name: known[name].replace(default=value) for name, value in defaults.items()}
-    return PassedOn({name: changed.get(name, known[name]) for name in chosen})
+    return PassedOn({name: changed.get(name, known[name]) for name in chosen}, factory)
 
 
 def register(

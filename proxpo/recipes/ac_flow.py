@@ -35,6 +35,16 @@ def ac_flow(
     A = r(x_1), which with bound=none and warmup=0 is ORW-CFM-W2. weighting="softmax": over the
     batch, with mean 1; "positive": w = 1 where A > 0, else 0.
 
+    advantage_of: A: reward less the critic ("difference"), the "critic" alone or the "reward"
+    weighting: weight of a sample from A: "exp", "softmax" or "positive"
+    tau: τ, the sharpness of the weight
+    bound: largest |A|; none: unbounded
+    beta: weight of the distance to the pretrained flow
+    warmup: steps in which the critic alone learns
+    samples_per_step: samples drawn from the flow in a step
+    updates: updates of critic and actor in a step
+    actor_lr, critic_lr: learning rates
+
     Departures: reconstructed from the abstract and from ORW-CFM-W2 by the same authors, as no code
     is public: shaping, critic, clip, warm-up, f, τ and β are our choices, and so is x_t on the
     straight line, not on the path of the flow. Each step makes `updates` updates of the critic,

@@ -36,6 +36,17 @@ def adjoint_sampling(
     noise="geometric": g = σ_min R^{1-t} √(2 ln R), R = σ_max/σ_min; "constant": g = σ_max.
     `rollout.max_tokens` is the number of Euler steps (released: 500; runs here: 100).
 
+    noise: course of g(t): "geometric" or "constant"
+    sigma_min, sigma_max: range of the noise
+    samples_per_step: end points, and energies, of a step
+    buffer: steps whose end points are kept
+    batches: updates of the control in a step
+    batch: end points of an update
+    control_lr: learning rate of the control
+    clip: largest norm of a target
+    temperature: divisor of the energy
+    hidden: width of the network
+
     Departures: runs here have a learning rate of 1e-3 (released: 1e-4), for a network of 64 units.
     The network gives u/g. A step of the simulation has the exact noise of the base process. The
     regulariser's own gradient, bridge-matching, centred positions and the torus are left out.

@@ -25,6 +25,8 @@ def aspo(
     ε = 0.2, or 0.4 on tokens above the 80 % quantile of entropy within their response. Beyond the
     cap of 3 the loss is -3A log π: its value jumps there, its gradient does not.
 
+    average: mean over tokens ("token"), or within each "sequence" first
+
     Departures: average="sequence" is what the released script's micro-batches of one response come
     to. Whether its KL was split by entropy is unknown; here it is on all tokens alike.
 

@@ -37,6 +37,17 @@ def avg(
     a log-std; "std": std = exp(ℓ). As released, G restarts at termination only, not at a time
     limit. Defaults are the paper's for Humanoid; its rates come from a search per task.
 
+    lr_actor, lr_critic: learning rates
+    alpha: weight of the entropy
+    gamma: discount from step to step
+    beta1: Adam's β1 of both optimizers
+    hidden: width of the networks
+    normalise_observations: scale observations by running moments
+    normalise_features: divide the last features by their norm
+    scale_td: divide TD errors by σ
+    width: exp(ℓ) is the variance ("covariance") or the "std" of an action
+    actions: "stretch" actions to the environment's box, or let it "clip" them
+
     Departures: ‖φ‖ is held above 1e-8. Actions tanh(u) are stretched to the box of the environment;
     actions="clip" leaves them to be clipped there, as released, which is the same for a box of ±1.
 

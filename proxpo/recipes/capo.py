@@ -34,6 +34,10 @@ def capo(
     there) or REINFORCE, with the bounds of their runs unless given; a bound of 0 is none.
     sides="one": 0 ≤ m_H < τ_H. η is learning_rate, or by default the trainer's own.
 
+    host: method whose loss is masked: "grpo", "dr-grpo" or "reinforce"
+    clip: clip range on both sides of 1
+    max_tokens: divisor of host=dr-grpo; none: the host's limit
+
     Departures: hidden states and distributions belong to the same position, where the released code
     is one off. No discount, as in the code.
 

@@ -37,6 +37,9 @@ def dapo(
     over the last `cache` tokens before max_tokens: by default a fifth of the trainer's limit, and
     that limit; 4096 and the paper's 20480 where there is no trainer (`inspect`).
 
+    average: mean over tokens ("token"), or within each "prompt" first
+    group_filter: prompts whose rewards are all equal: "resample" others, "mask" them, or "off"
+
     Departures: the released penalty has no floor at -1 (penalty_floor=False). Their scripts add
     dual=10 and draw three times the prompts at once (prompts.generation_factor=3).
 

@@ -28,6 +28,8 @@ def dcpo(
     A_new standardises within the present group, A_tot against all i visits of the prompt up to now,
     so that a group of equal rewards can still teach. history=False: every visit is the first.
 
+    agg: average: the token mean of each response alone ("otm"), or over all tokens
+
     Departures: the released scripts have ε 0.2/0.28, switch the history off (history=False) and
     average over all tokens of the micro-batch (agg="token-mean"). Variances are pooled as theirs.
     A group with fewer than two rewards gets 0.

@@ -34,6 +34,10 @@ def decoupled_ppo(
     released code's variants. weight_cap with weight_mode clamp or mask bounds v. max_lag drops
     responses staler than that.
 
+    prox: the proximal policy: recomputed, or a rule that stands for it
+    weight: correct for the sampling policy
+    max_lag: largest age of a token in policy versions; none: any
+
     Departures: the paper has no cap; AReaL applies v only when a rejection rule is configured
     (weight=False), and interpolates to π_b, not π, at d = 0 (prox="areal").
 

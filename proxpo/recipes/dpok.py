@@ -38,6 +38,8 @@ def dpok(
     no policy gradient, whatever the sign of A. e is the predicted noise. A buffer of the newest
     transitions with their old log p feeds both the fit of V and the policy.
 
+    clip: clip range on both sides of 1
+
     Departures: defaults are those for Stable Diffusion, whose log p is a mean over 16,384
     dimensions. Runs of the models in the box have a clip and a learning rate for 64 dimensions and
     2, train every weight instead of LoRA, sample without guidance, and take 20 steps, not 50.

@@ -17,6 +17,9 @@ def dr_grpo(
     the trainer that runs the method; 3000, the official one, where there is none (`inspect`).
     ignore_truncated=True masks responses without end of sequence; they still count in B.
 
+    clip: clip range on both sides of 1
+    ignore_truncated: leave out responses that were cut off
+
     Departures: older verl summed over responses instead of averaging. A group of one has A = 0.
 
     Reference: Liu et al., arXiv:2503.20783, section 3.2.

@@ -24,6 +24,8 @@ def earl(
     rollout. level="batch" is the choice of entropy-80-20: one quantile for all tokens of the
     micro-batch, from current entropies.
 
+    level: highest entropies of each "response", or of the "batch"
+
     Departures: reconstructed from the abstract and one summary. ρ = 0.2, the divisor, entropies of
     the old policy, KL on all tokens and β = 0 are our choices. Its rewards, a cascade of checks of
     Verilog code, are the user's.

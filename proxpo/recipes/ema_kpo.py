@@ -16,6 +16,8 @@ def ema_kpo(
 
     mode="fixed" uses the constant alpha (the paper's ablations: 0.01 and 0.0001).
 
+    clipped: clip the smoothed ratio
+
     Departures: the paper's KPO starts from P0 = 1 (gain 0.5, falling), the released KPO from 0;
     p0=0 reproduces the latter. The gradient convention is KPO's, the paper does not state one.
 

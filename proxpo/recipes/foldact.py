@@ -32,8 +32,9 @@ def foldact(
 
     π_full is the policy before the update with the unfolded history as context. drop: share of
     turns, chosen at random, that is not trained on (dropped="skip"), or whose log π_old is that of
-    π_full ("flat"). summary, action, consistency_coef: λ_s, λ_a, λ_c. A is GAE over all turns of an
-    episode; critic=False: group advantages. KL to the reference by k3, as verl clamps it.
+    π_full ("flat"). A is GAE over all turns of an episode. KL to the reference: k3, as in verl.
+
+    critic: advantages from a critic; false: from the group
 
     Departures: the released code trains on one flattened sequence, under which dropped turns have
     r = 1 at the start and kept ones, whose log π_old is of the folded context, do not. Here each

@@ -31,6 +31,9 @@ def g2rl(
     Groups of equal rewards get a gradient too, unless skip_uniform. level="sequence": the ratio as
     typeset in the paper.
 
+    level: ratio of a "token", or GSPO's of the "sequence"
+    skip_uniform: leave out prompts whose rewards are all equal
+
     Departures: λ is not given in the paper; 1 is our choice. The divisor has δ outside the root.
     Novelties that differ by less than 1e-6 count as equal.
 

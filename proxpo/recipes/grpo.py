@@ -34,6 +34,9 @@ def grpo(
     process=True takes step rewards. ratio_cap: min(r, δ) in the unclipped branch (INTELLECT-2).
     off_policy_threshold: DeepSeek-V3.2's mask of stale negative responses.
 
+    kl_ratio_corrected: multiply the KL estimate by the ratio, as TRL does
+    process: take rewards of steps in place of one for the response
+
     Departures: β = 0 as in verl and TRL (the paper has 0.04, R1 0.001). std is unbiased with
     δ = 1e-6 (verl; TRL 1e-4). A group of one keeps its raw reward (verl; singleton="zero" gives 0).
     The average is the paper's; verl defaults to the token mean.

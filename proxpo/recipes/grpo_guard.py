@@ -33,9 +33,13 @@ def grpo_guard(
         L = (1/N) Σ δ_t · max(-A r̂, -A clip(r̂, 1±ε)),   δ_t = 1/Δt
 
     For Gaussian policies of a flow or diffusion sampler: a row is a sample, a "token" a denoising
-    step, logp the mean log-density over D dimensions, s the step's standard deviation. normalise
-    and reweight switch its two parts. noise_schedule="dance": δ_t = (1 + η²(1-t)/(2t))/Δt. kl_coef
-    adds mean_D((μ - μ_ref)²)/(2s²). policy="tokens", ours: log r + KL(π_old‖π) over the vocabulary.
+    step, logp the mean log-density over D dimensions, s the step's standard deviation. kl_coef adds
+    mean_D((μ - μ_ref)²)/(2s²). policy="tokens", ours: log r + KL(π_old‖π) over the vocabulary.
+
+    policy: "gaussian" denoising steps, or "tokens" by analogy
+    normalise: recentre and rescale log-ratios
+    reweight: divide losses by the length of the step
+    clip: clip range on both sides of 1; none: that of the policy's kind
 
     Departures: the official clip range is unknown: 1e-4, as one re-implementation has it, and 0.2
     for tokens. advantage_bound and η are our choices. Steps without noise are left out.

@@ -26,6 +26,9 @@ def gspo(
     advantages per token; equal to "sequence" when A is constant in a response. variant="luspo"
     (arXiv:2602.05261) multiplies each response's term by L_i.
 
+    variant: "sequence"; "token": each token with its own gradient; "luspo": summed, not averaged,
+        over tokens
+
     Departures: verl implements the token form for both and applies any average; only the mean of
     response means is the paper's. ScaleRL found 3e-3 and 4e-3 better for an 8B dense model.
 

@@ -27,6 +27,8 @@ def gtpo(
     mean entropy under the current policy; δ acts if the first batch of the run has a mean H of at
     most h. No clip, no KL, no std, no old policy. A response at its group's mean gets -γH.
 
+    code_compat: compute as the released code
+
     Departures: code_compat=True is the released code: a sum over responses, each divided by
     max(1, longer run), δ always on, h = 0.7. Its optimizer: Adam with both betas 0.999999.
 

@@ -47,6 +47,8 @@ def isopo(
     its multiple of E[x²] to the square of each length x; overlap_reg (F), norm_reg (N) and
     rel_overlap_reg (R) set it for one of them.
 
+    keep_small: divide by √(reg E[x²]) too, which leaves short gradients as they are
+
     Departures: norms, biases, embeddings and tied heads are treated like linear weights, where the
     released code trains them without advantages, zeroes or drops them. overlap is 64, theirs 250.
 

@@ -24,6 +24,8 @@ def kpo(
     clipped=False leaves the clip out. No gradient flows through the filter: a token never hears of
     the ratio of a later one.
 
+    clipped: clip the smoothed ratio
+
     Departures: the released code starts from P0 = 0, where the gain rises from 1e-6; the follow-up
     paper from P0 = 1. Its float32 gains are 2.4 % off at Q = 1e-6 and its cumulative products
     underflow; here gains are exact and the scan holds to 65,536 tokens. mask_mode="skip" passes

@@ -25,6 +25,8 @@ def lamer(
     with its own prompt. γ_traj > 0 pays an attempt for what it teaches the next one; the paper has
     0.6 for Minesweeper, WebShop and ALFWorld, 0.9 for Sokoban. γ_traj = 0: attempts stand alone.
 
+    clip: clip range on both sides of 1
+
     Departures: none known in the loss. The released code hands both γ to its advantage function as
     well, which does not use them; an invalid action lowers E alone, as there.
 

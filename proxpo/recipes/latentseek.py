@@ -31,6 +31,13 @@ def latentseek(
     2 more where the answer marks no final answer. sgd_lr: of the baseline, the same loop with
     plain gradient steps, which are the paper's own update.
 
+    fraction, most: share of the answer's tokens that is optimised, and their largest number
+    lr: Adam's learning rate on the states
+    iterations: steps at most
+    threshold: reward above which the search stops
+    format_rule: ask for a marked final answer too, with judge=self
+    sgd_lr: learning rate of the baseline with plain gradient steps
+
     Departures: as released, not as published: one greedy "sample" in place of an expectation over
     x ~ π(x|z), Adam in place of plain ascent. The checks are in our own words. Answers end at any
     end token of the model.

@@ -15,6 +15,8 @@ def opo(*, clip: float = 0.2) -> Recipe:
 
     One update per rollout, so r = 1 and the clip never acts; no KL, no entropy term, no std.
 
+    clip: clip range on both sides of 1
+
     Departures: the derivation is for sums over tokens (`--set aggregate=seq_mean_token_sum`); the
     released configuration averages over tokens, which is the default here. A group of one keeps its
     raw reward, as in verl.

@@ -33,6 +33,11 @@ def p3o_2019(
     step="on" is the on-policy step, -mean(Â log π) + ½ mean Â² - 0.01 mean H. kl="full" takes the
     KL over the vocabulary (`vocab_logp`, `old_vocab_logp`); "sampled" P3O's k3 on the drawn tokens.
 
+    step: loss of replayed data ("off"), or of fresh data ("on")
+    kl: KL on "sampled" tokens, or over the "full" vocabulary
+    kl_direction: KL(π_β‖π) ("beta_pi"), or the other way
+    kl_mean_over_actions: divide that KL by the size of the vocabulary
+
     Departures: paper KL(β‖π), code KL(π‖β) averaged over actions (kl_direction="pi_beta",
     kl_mean_over_actions=True). The code silences the policy term when λ ≤ 1e-7; here c = ESS holds
     there too. cap=False is the code's default ceiling of 1. Replay starts with the second rollout

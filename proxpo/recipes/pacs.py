@@ -25,6 +25,8 @@ def pacs(
     (on-policy by eps alone: a step a million times larger), "centred" does not, "plain" is r̂
     itself. proxy="mean_logp": r̂ = β·mean_t log π.
 
+    proxy: score of a response: summed "log_ratio" to the old policy, or "mean_logp"
+
     Departures: padded positions are masked, which the released code leaves to luck. A prompt with
     one response is refused (singleton="drop": it gets no loss). The released actor never clips the
     gradient norm.

@@ -31,7 +31,20 @@ def props(
     the learner needs no importance weights. ROS, the predecessor: period=1, behaviour_epochs=1,
     behaviour_parts=1, behaviour_clip=none, kl_coef=0. behaviour_lr=0 samples on-policy.
 
-    `period` is m and counts steps of all environments together. kl: KL(π_θ‖π_φ), or the other way.
+    `period` is m and counts steps of all environments together.
+
+    clip: clip range of the learner's PPO
+    gamma: discount from step to step
+    lam: GAE's λ
+    entropy_coef: weight of the learner's entropy bonus
+    buffer_batches: b, the batches that the learner trains on
+    period: m, the steps of all environments between two corrections
+    behaviour_lr: learning rate of the behaviour policy; 0: on-policy sampling
+    behaviour_clip: ε of the behaviour policy; none: no clip
+    behaviour_epochs, behaviour_parts: passes over the buffer, and parts of each
+    kl_coef: λ, the weight of the KL between behaviour and target
+    kl: direction of that KL, "target_behaviour" or "behaviour_target"
+    kl_stop: δ, the divergence at which the correction stops
 
     Departures: the direction of the KL is not confirmed by a source we read; the readable script
     has none, does not restart φ at θ, and its mini-batch is the whole buffer.

@@ -30,6 +30,8 @@ def rapid(
     nothing. Off-policy, equal rewards c leave A = c(1 - mean w): the price of the weighted
     baseline.
 
+    weight_level: weight of the whole "sequence", or of each "token"
+
     Departures: reconstructed from the abstract and public reviews. That weights are of whole
     responses, that A is not divided by the std, 1/K in V̂ and the horizon are our choices:
     weight_level="token", normalize_std=True, self_normalised_baseline=True (Σ w R/Σ w), or no

@@ -27,6 +27,12 @@ def reinforce(
     weight per token or per response (level). baseline: none, batch, group or leave_one_out.
     standardise=True takes GRPO's advantages (group mean and std) instead.
 
+    form: "score": no ratio; "ratio": gradient through it; "truncated": ratio as a weight up to
+        `cap`
+    standardise: divide by the group's std
+    cap: largest weight of form="truncated"
+    level: ratio of a "token", or of the whole "sequence", in form="truncated"
+
     Departures: with form="score" the gradient is -A whatever the ratio. Frameworks usually average
     over tokens instead (`--set aggregate=token_mean`). A group of one has advantage 0.
 

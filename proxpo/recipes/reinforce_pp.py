@@ -16,6 +16,8 @@ def reinforce_pp(
         ρ_it = 1[t last]·r_i - β(log π_old - log π_ref)_t,   A_it = Σ_{s≥t} γ^{s-t} ρ_is
         Â = (A - μ)/σ over all valid tokens,   L = token mean of max(-Â r, -Â clip(r, 1±ε))
 
+    clip: clip range on both sides of 1
+
     Departures: verl whitens with the unbiased variance (default here), OpenRLHF with the population
     variance (whiten_unbiased=False). The token-weighted μ lets long responses dominate. β = 0.01 is
     OpenRLHF's; kl_coef=0 needs no reference model.

@@ -14,6 +14,8 @@ def reinforce_pp_baseline(
         A'_i = r_i - mean_g r,   Â = (A' - μ)/σ over all valid tokens
         L = token mean of max(-Â r, -Â clip(r, 1±ε)) + λ·½(log π - log π_ref)²
 
+    clip: clip range on both sides of 1
+
     Departures: μ ≠ 0 in general, so a prompt with equal rewards gets Â = -μ/σ, not 0. verl has no
     KL term unless asked (kl_coef=0). A group of one keeps its raw reward, as in verl.
 

@@ -25,6 +25,8 @@ def remax(
     form="official" is the repository's, A_it = γ^{L_i-t}·clip(r_i - b, ±5) - β log(π_old/π_ref)_t:
     the last token already carries one γ and the KL is not accumulated.
 
+    form: "framework": as verl; "official": as the repository
+
     Departures: the paper is undiscounted without KL, which is the default here; the repository's
     script sets γ = 0.99 and β = 0.05 (`--set form=official --set kl_coef=0.05`). verl pairs the
     advantage with a PPO clip (`--set ratio=token --set trust=ppo_clip`).

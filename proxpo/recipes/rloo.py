@@ -28,6 +28,10 @@ def rloo(
     form="trl": one ratio per response, ρ_i = exp(Σ_t log π/π_old), not length-normalised, in a PPO
     clip. normalise=True standardises A over the batch. reward_low/high clip r before the KL term.
 
+    form: "paper": REINFORCE; "trl": a clipped ratio of the whole response
+    clip: clip range of form="trl"
+    reward_low, reward_high: bounds on the reward; none: unbounded
+
     Departures: the paper is strictly on-policy and unclipped; every framework adds a ratio and a
     clip. β = 0.05 is TRL's; a group of one has advantage 0. kl_coef=0 needs no reference model.
 

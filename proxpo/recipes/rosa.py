@@ -31,6 +31,13 @@ def rosa(
     it is wrong; prompt: nothing; auto: dialogue where the task's prompts are chat messages.
     sgd_lr: of the baseline θ ← θ + lr · r ∇Σ_t log π(y_t), in the same loop.
 
+    beta: β, the strength of the tie to the present policy
+    damping: λ of the least squares
+    cg_iterations, cg_tolerance: most steps of conjugate gradients, and the residual that ends them
+    turns: answers to a problem at most
+    parameters, rank: a "lora" adapter of this rank, or an offset of the last "hidden" state
+    greedy: answer greedily in place of sampling
+
     Departures: reconstructed. The source confirms π*, the solve by conjugate gradients with
     Jacobian-vector products, the update on failure alone and both choices of θ; it does not confirm
     the linear system, which is token by token here, nor β, λ, the number of iterations, the LoRA

@@ -22,6 +22,8 @@ def sapo(
     The gradient weight sech²(τ(r-1)/2)·r is 1 on-policy and never exactly 0. level="sequence" gates
     GSPO's ratio instead (AReaL).
 
+    level: ratio of a "token", or GSPO's of the "sequence"
+
     Departures: none known; the loss is offset by -2A/τ against -A r, so compare gradients.
 
     Reference: arXiv:2511.20347.

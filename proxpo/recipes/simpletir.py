@@ -30,6 +30,11 @@ def simpletir(
     drop_truncated also takes out over-long ones. group_filter="resample": the released recipe's
     choice of prompts.
 
+    statistics: rewards in the group's statistics: of "all" responses, or of "nonvoid" ones
+    filter_void: leave out responses with a void turn
+    drop_truncated: leave out responses that were cut off
+    group_filter: "resample" prompts that are too easy or too hard, or "off"
+
     Departures: the token mean is that of the whole step, the released one of a micro-batch. The
     paper filters responses out; the released code, followed here, zeroes their loss.
 

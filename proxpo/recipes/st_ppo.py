@@ -31,6 +31,12 @@ def st_ppo(
     (SO-GRPO). split="mask" takes runs of valid tokens as turns. `inspect` shows ∇J and, as a proxy,
     ‖∂C/∂log π‖; a trainer measures C over the parameters.
 
+    variant: "st-ppo", turn ratios alone ("turn-ppo"), or the division alone ("s-ppo")
+    clip: clip range on both sides of 1
+    when_unclipped: nothing clipped: leave the gradient ("identity"), or divide by the floor
+    critic: advantages from a critic; false: from the group
+    average: mean within each "sequence" first, or over all tokens
+
     Departures: the division is reconstructed from the abstract and reviews. Nothing clipped leaves
     the gradient alone, and norm_floor=0 divides literally, which amplifies where ‖C‖ < 1; 1 never
     does. Framework code averages over tokens. No KL; a secondary source has kl_coef=0.001.

@@ -27,6 +27,12 @@ def tabnas(
     No update where no z_k is feasible. Language models have the same correction as
     regularisers=feasible_share (docs/stages.md).
 
+    controller_lr: learning rate of the controller
+    draws: N, the samples that estimate P(V)
+    momentum: of the moving average Q̄
+    correction: P(V): "estimated", "exact", "none", or as a released notebook
+    penalty: weight of the cost in place of rejection; 0: rejection
+
     Departures: the shared-weight network that is trained along with the controller is left out: the
     toy's qualities are given.
 

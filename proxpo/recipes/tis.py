@@ -29,6 +29,9 @@ def tis(
     the ratio to π_roll instead, without w, which would count twice. reject_threshold adds a
     rejection mask (see filter=reject). Any recipe can have the weight: `--set weights+=tis`.
 
+    reject_estimator: measure of the mismatch in the rejection mask: k1, k2 or k3
+    reject_statistic: per token, or the response's sum, mean or largest
+
     Departures: verl C = 2; TRL's default is a sequence mask with cap 3. Masking by weight 0 keeps
     the denominators, a rejection mask shrinks them.
 

@@ -45,6 +45,41 @@ def bind(factory: Callable[..., Any], settings: Mapping[str, Any], *, what: str)
     }
 
 
+def descriptions(factory: Callable[..., Any]) -> dict[str, str]:
+    """Sentences on a factory's parameters, from lines `name: ...` or `a, b: ...` of its docstring.
+
+    A sentence ends before a blank line or the next such line.
+    """
+    return _read(factory)[1]
+
+
+def prose(factory: Callable[..., Any]) -> str:
+    """The factory's docstring without the paragraphs that describe its parameters."""
+    return "\n".join(_read(factory)[0])
+
+
+def _read(factory: Callable[..., Any]) -> tuple[list[str], dict[str, str]]:
+    """Lines of the docstring outside paragraphs that begin with a parameter, and all sentences."""
+    known = inspect.signature(factory).parameters
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    kept: list[str] = []
+    inside = False
+    for line in (inspect.getdoc(factory) or "").splitlines():
+        head, colon, rest = line.partition(": ")
+        listed = head.split(", ")
+        if colon and all(name in known for name in listed):
+            names, texts = listed, texts | dict.fromkeys(listed, rest)
+            inside = inside or not kept[-1:] or not kept[-1].strip()
+        elif not line.strip():
+            names, inside = [], False
+        else:
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
+        if not inside and (line.strip() or not kept or kept[-1].strip()):
+            kept.append(line)
+    return kept, texts
+
+
 def coerce(value: Any, kind: Any, *, option: str) -> Any:
     """Converts `value` to one of the types `kind` allows; raises if it is none of them."""
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
@@ -134,4 +169,4 @@ def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
         return False, value
 
 
-__all__ = ["bind", "brief", "coerce", "parameters", "variations"]
+__all__ = ["bind", "brief", "coerce", "descriptions", "parameters", "prose", "variations"]

@@ -41,7 +41,7 @@ def test_formulas_in_brackets_survive(proxpo):
     """rich reads [x] as markup unless that is switched off; formulas are full of brackets."""
     for slug, one in library.methods().items():
         shown = "".join(proxpo("methods", slug).out.split())
-        assert "".join(one.text.split()) in shown, slug
+        assert "".join(one.prose.split()) in shown, slug
 
 
 def test_json_of_the_catalogue(proxpo):

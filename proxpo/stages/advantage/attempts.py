@@ -115,6 +115,13 @@ def attempts(
     mean is over all turns of the group, 0 for a group of one turn.
     G: cross-episode return; a cluster is the turns of the group in equal states, and a turn alone
     has no part here. scale=True divides each part by its (unbiased std + eps), 1 + eps if alone.
+
+    gamma_step: discount from turn to turn within an attempt
+    gamma_traj: discount from an attempt to the next
+    step_weight: weight of the part that compares turns in equal states
+    scale: divide each part by its std
+    invalid: subtracted for a void turn
+    eps: added to the std
     """
     for name, gamma in (("gamma_step", gamma_step), ("gamma_traj", gamma_traj)):
         if not 0 <= gamma <= 1:

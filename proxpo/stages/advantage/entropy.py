@@ -26,6 +26,10 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
     H_i is the mean entropy of the response under the current policy, without gradient: each update
     computes it anew. if_calm=True: δ acts only in a run whose first batch had a mean H at or below
     `most`. A group of one keeps -γH alone; a response without a reward gets 0.
+
+    gamma: weight of the response's entropy
+    most: largest mean entropy of a response that is trained on
+    if_calm: apply `most` only in runs that start below it
     """
     if gamma < 0 or not most > 0:
         raise ProxpoError(
@@ -83,6 +87,14 @@ def entropy_modulated(
     batch, each counted once. A_i is group_relative(scale, eps). Steps are the turns of the batch,
     the maximal runs of valid tokens ("mask"), or whole responses. Responses without a reward are
     no part of it.
+
+    k: sharpness of the weight by a step's own certainty
+    k_future: sharpness of the bonus for a certain next step
+    bonus: ζ, the weight of that bonus
+    split: a step: a "turn", a run of valid tokens ("mask") or a whole "response"
+    scale: divisor of the rewards, as in group_relative
+    eps: added to the std
+    tiny: added to divisors of entropies
     """
     base = group_relative(scale=scale, eps=eps)
 

@@ -16,6 +16,10 @@ def episode_gae(*, gamma: float = 1.0, lam: float = 1.0, whitening: bool = True)
 
     The token after the last one of a turn is the first of the next turn; ρ is a turn's reward on
     its last token. Values are those at rollout time (`old_values`, else `values`).
+
+    gamma: discount from token to token
+    lam: GAE's λ, the discount of later TD errors
+    whitening: centre and scale advantages over all tokens of the step
     """
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:

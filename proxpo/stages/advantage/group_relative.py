@@ -30,6 +30,12 @@ def group_relative(
     "centred" by the std of all centred rewards (ScaleRL); "none" does not divide (Dr. GRPO).
     A group of one: singleton="raw" keeps the reward (mean 0, std 1, as verl), "zero" gives 0.
     Responses without a reward (NaN) are left out of the statistics and get 0.
+
+    scale: divisor: std of the "group", of the "batch", of all "centred" rewards, or "none"
+    eps: added to the std
+    unbiased: std over n-1 (true) or n
+    singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
+    bound: largest magnitude of an advantage
     """
     if not bound > 0:
         raise ProxpoError(f"group_relative: bound must be positive, got {bound}")
@@ -58,6 +64,10 @@ def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: Sing
     """A_i = r_i - mean of the other responses = G/(G-1) · (r_i - mean_g). RLOO, arXiv:2402.14740.
 
     normalise=True also standardises over the batch, (A - mean)/(std + eps), as TRL offers.
+
+    normalise: divide by the group's std
+    eps: added to the std
+    singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
     """
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
@@ -78,6 +88,8 @@ def length_weighted_baseline(*, singleton: Singleton = "raw"):
     """A_i = r_i - Σ_j L_j r_j / Σ_j L_j over the group: OPO's variance-optimal baseline.
 
     Σ_i L_i A_i = 0 per group. arXiv:2505.23585.
+
+    singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
     """
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
@@ -95,6 +107,8 @@ def group_process(*, eps: float = 1e-6):
 
     GRPO's process supervision, arXiv:2402.03300 section 4.1.3. A step's reward sits on its last
     token, marked by `step_end` (without it: wherever a token reward is not 0).
+
+    eps: added to the std
     """
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:

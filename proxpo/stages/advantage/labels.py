@@ -25,6 +25,9 @@ def signed_labels(
     group with one label; "none": w = 1; "only_positive", "only_negative": 1 for that label, else 0.
     Right is `correct` where given, else a reward of 1 (not 0 or -1; others are refused). A response
     alone in its group is refused, or gets 0 (singleton="drop"); so does one without a reward.
+
+    balance: class weights: by "question", "none", or one label alone
+    singleton: a response alone in its group: "refuse", or "drop" it
     """
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:

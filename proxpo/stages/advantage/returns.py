@@ -58,6 +58,12 @@ def discounted_return(
 
     b = 0 ("none"), the mean reward of the batch, of the group, or of the group's other responses.
     A group of one has b = 0 (singleton="raw", as verl) or A = 0 ("zero").
+
+    gamma: discount from token to token
+    baseline: mean reward that is subtracted: "none", of the batch, group or others
+    whitening: centre and scale advantages over all tokens of the step
+    whiten_unbiased: variance over N-1 (true) or N
+    singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
     """
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
@@ -105,6 +111,11 @@ def greedy_baseline(
 
     form="official" is the repository's: A_it = γ^{L_i-t}·clip(r_i - b, ±reward_clip)
     - kl_coef·(log π_old - log π_ref)_t with t = 0..L_i-1 and a KL that is not accumulated.
+
+    form: "framework": as verl; "official": as the repository
+    gamma: discount of form="official", counted from the end
+    reward_clip: bound on the advantage of form="official"
+    kl_coef: weight of the KL of form="official"
     """
 
     def framework(batch: Batch, ctx: Context) -> PerToken:
@@ -149,6 +160,12 @@ def gae(
     Masked tokens are skipped: V_next and A_next are those of the next valid token, 0 after the
     last. holes="reset": a masked token ends the recursion, so that no credit crosses it. Values are
     those at rollout time (`old_values`, else `values`).
+
+    gamma: discount from token to token
+    lam: GAE's λ, the discount of later TD errors
+    whitening: centre and scale advantages over all tokens of the step
+    whiten_unbiased: variance over N-1 (true) or N
+    holes: masked positions inside a response: "skip" them, or "reset" the sum there
     """
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:

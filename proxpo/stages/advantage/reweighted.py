@@ -37,6 +37,12 @@ def reweighted_baseline(
     normalise_std=True divides by the group's std + eps. A group of one has A = 0. Off-policy, equal
     rewards c leave A = c(1 - mean w) under "weighted". Reconstructed from the abstract and public
     reviews, arXiv:2510.03515.
+
+    cap: largest weight of a response
+    level: weight of the whole "sequence", or the mean over its tokens
+    baseline: "weighted", "self_normalised" or the plain "mean"
+    normalise_std: divide by the group's std
+    eps: added to the std
     """
     if not cap > 0:
         raise ProxpoError(f"reweighted_baseline: cap must be positive, got {cap}")

@@ -73,6 +73,8 @@ def smooth_standardised(*, history: bool = True):
 
     i counts the visits of `prompt_id`. A zero spread gives 0 for its part; a group with fewer than
     two rewards gives 0 and is no visit. history=False: every visit is the first, A = A_new.
+
+    history: standardise over all visits of the prompt; false: the present one alone
     """
 
     def init() -> State:

@@ -33,6 +33,8 @@ def guarded_token_mean(*, max_ratio: float = 10.0):
     """Σ m x / N, or 0 where the mean ratio π/π_old of the step is above `max_ratio`.
 
     As TRL's first PPO trainer has it: such a step teaches neither policy nor critic.
+
+    max_ratio: largest mean ratio of a step that is made
     """
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
@@ -56,7 +58,10 @@ def token_sum():
 
 @stage("aggregate", takes=("loss",))
 def seq_mean_token_sum(*, count_empty: bool = False):
-    """(1/B⁺) Σ_i Σ_t m x: the derivation-faithful REINFORCE average."""
+    """(1/B⁺) Σ_i Σ_t m x: the derivation-faithful REINFORCE average.
+
+    count_empty: count responses without tokens in the divisor
+    """
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return masked_sum(x, batch.mask) / _rows(ctx, x, count_empty), {}
@@ -69,6 +74,8 @@ def seq_mean_token_mean(*, count_empty: bool = False):
     """(1/B⁺) Σ_i (1/L_i) Σ_t m x: GRPO's average; long responses weigh less per token.
 
     count_empty=True divides by all rows instead, as TRL's "grpo" does.
+
+    count_empty: count responses without tokens in the divisor
     """
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
@@ -94,6 +101,9 @@ def constant_length(*, max_tokens: float | None, count_empty: bool = False):
     max_tokens=None: the longest response that the host allows; 3000 without a host. K must not be
     the padded width of the batch, which would move the step size with the longest response of the
     moment. verl calls this seq-mean-token-sum-norm.
+
+    max_tokens: K, the divisor; none: the host's longest response
+    count_empty: count responses without tokens in the divisor
     """
     longest = DR_GRPO_LENGTH if max_tokens is None else max_tokens
     if not longest > 0:
@@ -141,6 +151,11 @@ def pairwise_logistic(
 
     The two responses of a pair may lie in different micro-batches: the other one's sum then comes
     from `all_sum`, and each response carries the gradient of the loss to itself.
+
+    beta: β, the strength of the tie to the reference
+    label_smoothing: ε, the share of pairs that are taken as swapped
+    form: "sigmoid" (DPO), "robust" or "ipo"
+    ipo_mean: length-averaged log-ratios in form="ipo"
     """
     if form == "robust" and not label_smoothing < 0.5:
         raise ProxpoError("pairwise_logistic: the robust form needs label_smoothing below 0.5")

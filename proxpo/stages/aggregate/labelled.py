@@ -80,6 +80,11 @@ def labelled_scores(
     Nothing is detached. Responses without a reward are no part of their group; empty ones have
     r̂ = 0 there and no term of their own. Groups may be cut over micro-batches: the sums run over
     all of them, and each term carries the gradient of the whole loss to its own response.
+
+    beta: β, the scale of the score
+    score: comparison within the group: "leave_one_out", "standardised", "centred", "plain"
+    per: "sum" or "mean" of the log-ratios of a response
+    eps: added to the std of score="standardised"
     """
     if not beta > 0:
         raise ProxpoError(f"labelled_scores: beta must be positive, got {beta}")

@@ -62,6 +62,15 @@ def knapsack(
     if that visit had fewer. With fewer than `min_history` known a prompt keeps its share; p = 1 and
     p = 0 get `positive` and `negative`; the others between `low` and `high`. code_compat=True is
     the released dynamic programme, which can miss the optimum; see `proxpo.stages.budget.allocate`.
+
+    low, high: fewest and most responses to a prompt that is neither always nor never solved
+    positive, negative: responses to a prompt that was always, or never, solved
+    min_history: responses that must be known before a prompt's share changes
+    window: latest responses that count where the last visit had fewer
+    confidence: probability with which a prompt's cost covers a right and a wrong response
+    cost: responses that a prompt costs: a quantile at `confidence`, or the expectation
+    fallback: spread responses that are left over evenly
+    code_compat: allocate as the released code, which can miss the optimum
     """
     if not 1 <= low <= high or positive < 0 or negative < 0:
         raise ProxpoError(

@@ -26,6 +26,10 @@ def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1)
 
     L_max is the budget that comes in; L_q stays at or above min_tokens and is rounded down. A
     truncated response is wrong. A prompt not seen before has L_max.
+
+    target: pass rate from which on a prompt's limit shrinks
+    tau: share of the longest right responses that the shorter limit cuts
+    min_tokens: smallest limit
     """
     if not 0 <= tau <= 1:
         raise ProxpoError(f"length_budget: tau must be in [0, 1], got {tau}")

@@ -65,7 +65,10 @@ def not_truncated():
 
 @stage("filter", needs=("lag",))
 def fresh_enough(*, max_lag: float):
-    """Keeps a response only if no token is more than `max_lag` policy versions old (AReaL's η)."""
+    """Keeps a response only if no token is more than `max_lag` policy versions old (AReaL's η).
+
+    max_lag: largest age of a token in policy versions
+    """
 
     def keep(batch: Batch, ctx: Context) -> Keep:
         oldest = torch.where(batch.mask, batch.lag, 0).amax(dim=1)
@@ -87,6 +90,10 @@ def reject(
     k3 are kept up to the threshold. For k1 the threshold "lo_hi" bounds the ratio π_roll/π_old
     (k1 is -u!), and one number h means "1/h_h". Rejected tokens leave every denominator.
     Several criteria: add the stage several times. verl's rollout correction.
+
+    estimator: measure of the mismatch: k1, k2 or k3
+    statistic: per token, or the response's sum, mean or largest
+    threshold: bound, or for k1 a pair of bounds on the ratio, "0.5_2.0"
     """
     if statistic == "seq_max" and estimator == "k1":
         raise ProxpoError(f"reject: statistic '{statistic}' does not go with {estimator}")

@@ -23,6 +23,11 @@ def within_reach(
 
     min_responses: how many responses with tokens and a reward it needs. generation_factor and
     max_rounds as in prompts=informative. SimpleTIR's released recipe, which draws 3 times as many.
+
+    low, high: smallest and largest share of right responses
+    min_std: smallest std of the rewards
+    generation_factor: prompts drawn in a round, in multiples of those still missing
+    max_rounds: rounds of drawing at most
     """
     check_redrawing("within_reach", generation_factor, max_rounds)
     if not 0 <= low <= high <= 1:

@@ -13,6 +13,9 @@ def informative_prompts(*, generation_factor: int = 1, max_rounds: int = 10):
     DAPO's dynamic sampling, arXiv:2503.14476 eq. 11. Each round a trainer draws `generation_factor`
     times the prompts it still needs, keeps the first good ones and drops the surplus, in at most
     `max_rounds` rounds. verl's script has generation_factor=3: fewer rounds, more samples.
+
+    generation_factor: prompts drawn in a round, in multiples of those still missing
+    max_rounds: rounds of drawing at most
     """
     check_redrawing("informative", generation_factor, max_rounds)
 

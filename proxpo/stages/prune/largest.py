@@ -55,6 +55,12 @@ def largest_advantages(
     largest, "random" any. |A| is the largest over the tokens; ties go to the earlier row. The
     others leave every denominator; advantages stay as they are. prompt_factor: how many times the
     prompts a trainer draws, so that pruned batches are full.
+
+    rate: P, the share of responses that leaves
+    pool: rank within each "question" or over the "batch"
+    prune: responses that leave: "smallest", "largest" or "random"
+    floor: round down the number that is "kept" or "removed"
+    prompt_factor: prompts that a trainer draws, in multiples, so that pruned batches are full
     """
     if not 0 <= rate < 1:
         raise ProxpoError(f"largest_advantages: rate must be in [0, 1), got {rate}")

@@ -18,6 +18,9 @@ def segments(*, drop: float = 0.5, dropped: Literal["skip", "flat"] = "skip"):
     dropped="skip": they are left out, and cost no pass. "flat": they stay, with the log-probability
     after the whole history in place of that under the folded context (ratio=folded), and tokens
     without a known one (0 or below -1e5) are left out.
+
+    drop: share of the turns that is dropped
+    dropped: "skip" them, or train them on the "flat" history
     """
     check_share(drop, by="prune=segments")
 

@@ -18,7 +18,10 @@ def current():
 
 @stage("ratio", gives="log_ratio")
 def log_ratio(*, anchor: Literal["old", "none"] = "old"):
-    """log π - log π_old per token, or log π itself, for losses that compare whole responses."""
+    """log π - log π_old per token, or log π itself, for losses that compare whole responses.
+
+    anchor: "old": less log π_old; "none": log π itself
+    """
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         return (batch.logp - batch.old_logp.detach() if anchor == "old" else batch.logp), {}

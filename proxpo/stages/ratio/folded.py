@@ -58,6 +58,9 @@ def folded(*, drop: float = 0.5, limit: float = 20.0):
 
     A turn is kept where segment_draw >= drop; log π_old of the others is that of the sequence with
     the whole history. FoldAct, arXiv:2512.22733.
+
+    drop: share of turns whose old policy is that after the whole history
+    limit: bound on the log-ratio, in either direction
     """
     check_share(drop, by="ratio=folded")
     check_limit(limit, stage="folded")

@@ -60,6 +60,8 @@ def gaussian(*, limit: float = 20.0):
 
     Log-densities are means over the D latent dimensions, so s (ℓ + b) = mean_D(Δμ·ε): zero in the
     mean and of the same spread at every step. The exponent is held within ±limit.
+
+    limit: bound on the log-ratio, in either direction
     """
     check_limit(limit, stage="gaussian")
 
@@ -77,6 +79,8 @@ def recentred(*, limit: float = 20.0):
 
     What `gaussian` does, for tokens: there b is the KL of a step from the old to the new policy. An
     extension, in no paper.
+
+    limit: bound on the log-ratio, in either direction
     """
     check_limit(limit, stage="recentred")
 

@@ -35,6 +35,13 @@ def kalman(
     No gradient flows through the filter. mask_mode="zero": a masked position inside a response
     counts as an observation of 0 (released code); "skip": it is passed over. clamp holds the gains
     within [1e-6, 1-1e-6].
+
+    q: variance by which the true log-ratio moves from token to token
+    v: variance of an observed log-ratio
+    p0: variance before the first token
+    mask_mode: a masked position counts as an observation of 0 ("zero"), or is passed over ("skip")
+    clamp: hold the gains within [1e-6, 1-1e-6]
+    limit: bound on the log-ratio, in either direction
     """
     check_variances(q=q, v=v, p0=p0)
     check_limit(limit, stage="kalman")
@@ -62,6 +69,14 @@ def ema(
 
     mode="scheduled": α_t = K_t(q, v, p0), the Kalman gains from P_{-1} = p0 = 1; p0 = 0 gives KPO.
     mode="fixed": the constant `alpha`.
+
+    mode: gains of the Kalman filter ("scheduled"), or a constant ("fixed")
+    alpha: the constant gain
+    q: variance by which the true log-ratio moves from token to token
+    v: variance of an observed log-ratio
+    p0: variance before the first token
+    mask_mode: a masked position counts as an observation of 0 ("zero"), or is passed over ("skip")
+    limit: bound on the log-ratio, in either direction
     """
     check_variances(q=q, v=v, p0=p0)
     if not 0 <= alpha <= 1:

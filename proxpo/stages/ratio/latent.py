@@ -55,6 +55,10 @@ def latent(*, sigma: float = 10.0, noise: float = 0.0, limit: float = 10.0):
     The exponents are held within ±limit. noise: thoughts are drawn as z = μ_old + noise·σ·ε; with
     0, as in VLPO's released code (2511.21395), z = μ_old, so that the ratio is at most 1 and has no
     gradient at μ = μ_old; with 1 z is a draw from the density.
+
+    sigma: σ, the width of the Gaussian of a latent thought
+    noise: noise on sampled thoughts, in units of σ
+    limit: bound on the log-ratio, in either direction
     """
     check_sigma(sigma, by="ratio=latent")
     check_limit(limit, stage="latent")

@@ -24,6 +24,11 @@ def sequence(
 
     own_gradient=True: each token carries the gradient of its own log-probability only,
     s_it = sg(s_i)·π/sg(π) (GSPO-token, eq. 14). The exponent is held below `limit` (verl: 10).
+
+    anchor: policy in the denominator
+    normalise: geometric mean over the tokens (true), or their product
+    own_gradient: each token carries its own gradient alone
+    limit: bound on the log-ratio, in either direction
     """
     check_limit(limit, stage="sequence")
 
@@ -50,6 +55,10 @@ def geometric_clip(
     d' = min(d, high) if A > 0, max(d, -low) if A < 0: bounds in log space. A clipped token still
     counts in g_i but gets no gradient. per="sequence" clips Σ_t d instead (ablation); "none" clips
     nothing. normalise=False leaves out 1/L_i.
+
+    low, high: bounds on the log-ratio, below for A < 0 and above for A > 0
+    per: clip each "token", the "sequence", or "none"
+    normalise: geometric mean over the tokens (true), or their product
     """
 
     def clip(d: Tensor, advantage: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ def smoothed(*, alpha: float = 0.1, level: Literal["token", "sequence"] = "token
     """r̃ = ((1-α) π + α π_old)/π_old = (1-α) r + α. PSPO, arXiv:2509.21282.
 
     Its gradient is (1-α) times that of r, for every token alike. level="sequence": r is GSPO's.
+
+    alpha: share of the old policy in the mixture
+    level: ratio of a "token", or GSPO's of the "sequence"
     """
     if not 0 <= alpha <= 1:
         raise ProxpoError(f"ratio=smoothed: alpha must be in [0, 1], got {alpha}")

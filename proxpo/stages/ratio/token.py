@@ -33,6 +33,9 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
 
     anchor: old, rollout, ref, prox, or a proximal policy computed on the spot (recompute, a3po,
     areal, linear; see proximal_logp). smooth=ε: π/(π_anchor + ε), as the 2019 code of P3O.
+
+    limit: bound on the log-ratio, in either direction
+    smooth: ε of π/(π_anchor + ε)
     """
     check_limit(limit, stage="token")
 

@@ -34,6 +34,9 @@ def turn(*, split: Split = "turn", limit: float = 20.0):
 
     Turns come from the batch field `turn`, or are the maximal runs of valid tokens (split="mask").
     The exponent is held within ±limit.
+
+    split: a turn: by the field "turn", or a run of valid tokens ("mask")
+    limit: bound on the log-ratio, in either direction
     """
     check_limit(limit, stage="turn")
 

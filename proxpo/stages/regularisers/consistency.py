@@ -22,6 +22,8 @@ def context_consistency(
     d = log π - full_logp; I: tokens with a known full_logp. k1: d, whose gradient 1/|I| lowers
     every log-probability whatever full_logp is; k2: d²/2 and k3: e^{-d} - 1 + d pull towards it.
     every: steps between those that have this term, from step 0 on; the others need no full_logp.
+    coef: weight of the term
+    estimator: estimator of the KL: k1, k2 or k3
     """
     if every < 1:
         raise ProxpoError(f"context_consistency: every is at least 1, got {every}")

@@ -28,6 +28,13 @@ def kl_convex(
     """β·[λ·KL(π‖π_base) + (1-λ)·KL(π‖π_{k-1})]: two KL terms, not the KL to a mixture.
 
     λ falls from 1 to `floor` over training (`base_share`); `share` fixes it. arXiv:2507.06892.
+
+    coef: β, the weight of both terms
+    share: λ, the share of the base; none: falls over training
+    hold: optimizer steps before λ falls
+    every: optimizer steps between two falls by 0.1
+    floor: smallest λ
+    estimator: estimator of the KL, k1, k2 or k3; docs/methods/kl-estimators.md has all
     """
     if share is not None and not 0 <= share <= 1:
         raise ProxpoError(f"kl_convex: share lies between 0 and 1, got {share}")

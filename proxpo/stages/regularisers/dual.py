@@ -32,6 +32,13 @@ def kl_dual(
     kl="exact" is over the whole vocabulary, ∂KL/∂logits = π - π_old; "sampled" is r - 1 - log r on
     the drawn tokens, which bounds nothing. β starts at `coef` and moves by Adam at `lr`, after
     every optimizer step.
+
+    coef: β at the start
+    radius: size of the trust region
+    margin: factor on the KL before it is compared with the radius
+    lr: learning rate of β
+    statistic: "max" or "mean" of the KL over tokens
+    kl: "exact" over the vocabulary, or "sampled"
     """
     if coef < 0 or not radius > 0 or margin < 0:
         raise ProxpoError(

@@ -12,7 +12,10 @@ from proxpo.types import Batch, Context, PerToken
 
 @stage("regularisers", needs=("entropy",))
 def entropy_bonus(*, coef: float):
-    """-coef · H of the next-token distribution; `entropy` must carry gradient to have an effect."""
+    """-coef · H of the next-token distribution; `entropy` must carry gradient to have an effect.
+
+    coef: weight of the entropy
+    """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         return -coef * batch.entropy, {"entropy": masked_mean(batch.entropy.detach(), batch.mask)}
@@ -26,6 +29,9 @@ def covariance_penalty(*, share: float = 2e-3, coef: float = 1.0):
 
     Covariance of log-probability and advantage over the N valid tokens of the micro-batch;
     share=0 selects none. arXiv:2505.22617 eqs 13-14 (the paper writes a KL, the code |log-ratio|).
+
+    share: share of the tokens that is penalised
+    coef: weight of |log-ratio|
     """
     if not 0 <= share <= 1:
         raise ProxpoError(f"covariance_penalty: share must be between 0 and 1, got {share}")

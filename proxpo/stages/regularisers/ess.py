@@ -17,6 +17,10 @@ def ess_kl_from_old(*, scope: Scope = "batch", eps: float = 1e-8, eps_in: EpsIn 
     """(1 - ESS)·[x + e^{-x} - 1], x = log π - log π_old: P3O's pull to the behaviour policy.
 
     The exponent is held within ±10, as the official code does. ESS is that of the ratio in use.
+
+    scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
+    eps: added to Σ r², or to the count
+    eps_in: place of eps: with the "squares", or the "count" as in 2019
     """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
@@ -32,6 +36,9 @@ def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
     """(1 - min(ESS_b, ESS_p))·KL(π‖π_mix), π_mix the anchors weighted by staleness. P4O.
 
     log π_mix = log[(w_b π_b + w_p π_p)/(w_b + w_p)], w = 1 - ESS; nothing when both are fresh.
+
+    scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
+    eps: added to Σ r²
     """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
@@ -63,6 +70,12 @@ def ess_kl_full(
 
     direction="beta_pi": KL(π_β‖π), the paper's; "pi_beta": KL(π‖π_β), the code's.
     mean_over_actions=True divides by the size of the vocabulary, as the code does.
+
+    direction: KL(π_β‖π) ("beta_pi"), or the other way
+    mean_over_actions: divide by the size of the vocabulary
+    scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
+    eps: added to Σ r², or to the count
+    eps_in: place of eps: with the "squares", or the "count" as in 2019
     """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:

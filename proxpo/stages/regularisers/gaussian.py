@@ -9,7 +9,10 @@ from proxpo.types import Batch, Context, PerToken
 
 @stage("regularisers", needs=("mean", "ref_mean", "noise"))
 def gaussian_kl(*, coef: float):
-    """coef · mean_D((μ - μ_ref)²)/(2 s²): KL(π‖π_ref) of a denoising step, per dimension."""
+    """coef · mean_D((μ - μ_ref)²)/(2 s²): KL(π‖π_ref) of a denoising step, per dimension.
+
+    coef: weight of the KL
+    """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = mean_distance(batch.mean, batch.ref_mean.detach(), batch.noise)
@@ -23,6 +26,8 @@ def noise_distance(*, coef: float = 0.01):
     """coef · mean_D((e - e_ref)²), e the predicted noise. DPOK, arXiv:2305.16381.
 
     Stands for the KL of the denoising steps, whose weights by time are left out.
+
+    coef: weight of the distance
     """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:

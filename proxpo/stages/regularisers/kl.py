@@ -19,6 +19,11 @@ def kl_to_ref(
 
     With the token ratio, r·k3 has the gradient r·d: the unbiased reverse-KL gradient off-policy
     (arXiv:2512.02556; TRL's default when β > 0).
+
+    coef: β, the weight of the KL
+    estimator: estimator of the KL, k1, k2 or k3; docs/methods/kl-estimators.md has all
+    clamp: bounds on the estimate: "none", or those of a released code, by its name
+    ratio_corrected: multiply the estimate by the ratio
     """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
@@ -31,7 +36,12 @@ def kl_to_ref(
 
 @stage("regularisers", needs=("old_logp",))
 def kl_from_old(*, coef: float, estimator: Estimator = "k3", clamp: Clamp = "none"):
-    """coef · estimate of KL(π‖π_old) on tokens drawn from π_old."""
+    """coef · estimate of KL(π‖π_old) on tokens drawn from π_old.
+
+    coef: weight of the KL
+    estimator: estimator of the KL, k1, k2 or k3; docs/methods/kl-estimators.md has all
+    clamp: bounds on the estimate: "none", or those of a released code, by its name
+    """
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = kl_estimate(batch.logp, batch.old_logp.detach(), estimator=estimator, clamp=clamp)

@@ -16,6 +16,9 @@ def latent_kl(*, coef: float = 0.01, sigma: float = 10.0):
     """coef · k3 of KL(π‖π_ref), the log-ratio within ±10; a latent thought counts like a token.
 
     Its log-probability is -‖z - μ‖²/(2σ²). VLPO, arXiv:2511.21395.
+
+    coef: weight of the KL
+    sigma: σ, the width of the Gaussian of a latent thought
     """
     check_sigma(sigma, by="regularisers=latent_kl")
 

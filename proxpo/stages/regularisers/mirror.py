@@ -41,6 +41,12 @@ def mirror_kl(
     log r + 1/r - 1, biased there; "exact": Σ_a π (log π - log π_old) over the vocabulary.
     tsallis=q ≠ 1 takes instead log_{2-q} π - log_{2-q} π_old of the sampled token, with
     log_q x = (x^{1-q} - 1)/(1-q).
+
+    estimator: "sampled", "k3", or "exact" over the vocabulary
+    tsallis: q of a Tsallis divergence in place of the KL; none: the KL
+    start: t_0, the step size at the start
+    floor: smallest step size
+    anneal: course of t_k: "linear", as the released "code", or "constant"
     """
     if not (start > 0 and floor > 0):
         raise ProxpoError(f"mirror_kl: start and floor must be positive, got {start} and {floor}")

@@ -23,6 +23,9 @@ def dither(
     to prepare(), which must differ between ranks (without one: torch's own). Filters and
     everything logged keep the rewards as they were. After a division by the group's std even a
     tiny noise gives a group of equal rewards advantages of full size.
+
+    scale: size of the noise in units of the reward, or a function of the step
+    distribution: "gaussian" or "uniform"
     """
     if not callable(scale) and not (isinstance(scale, float) and 0 <= scale < math.inf):
         raise ProxpoError(f"reward=dither: scale must not be negative or infinite, got {scale}")

@@ -11,6 +11,9 @@ def episode_targets(*, gamma: float = 1.0, lam: float = 1.0):
     """Leaves the rewards; adds the critic's target R = A + V_old, A of advantage=episode_gae.
 
     Before turns are pruned, whose rewards belong to the turns ahead of them.
+
+    gamma: discount from token to token
+    lam: GAE's λ, the discount of later TD errors
     """
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:

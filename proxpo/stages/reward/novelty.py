@@ -58,6 +58,11 @@ def gradient_novelty(
     f = 1 + λ ν̄, which enlarges rewards and penalties alike. "signed": f = 1 + λ(2ν̄ - 1), so that
     what is not new counts less. ν̄ is ν scaled to [0, 1] within the group; where novelties differ by
     no more than `min_spread`, as in groups of one or two, rewards stay as they are.
+
+    strength: λ, the weight of the novelty
+    reading: formula of the factor: "described", "printed" or "signed"
+    clip: bound on the shaped reward
+    min_spread: novelties closer than this change no reward
     """
     if not strength >= 0:
         raise ProxpoError(f"gradient_novelty: strength must not be negative, got {strength}")

@@ -19,7 +19,10 @@ DAPO_LENGTH = 20480.0  # of DAPO's runs, with a soft zone of a fifth of it
 
 @stage("reward", needs=("rewards",))
 def clip_reward(*, low: float, high: float):
-    """r_i -> clip(r_i, low, high)."""
+    """r_i -> clip(r_i, low, high).
+
+    low, high: bounds on the reward
+    """
 
     def shape(batch: Batch, ctx: Context) -> ShapedBatch:
         return batch.replace(rewards=batch.rewards.clamp(low, high)), {}
@@ -40,6 +43,11 @@ def overlong_penalty(
     0 if n ≤ L_max - L_c;  ((L_max - L_c) - n)/L_c up to n = L_max;  -1 beyond (floor=False: linear
     without the floor, as verl). L_c = 0 means no soft zone. max_tokens=None: L_max is the longest
     response that the host allows, 20480 without a host; cache=None: L_c is a fifth of L_max.
+
+    max_tokens: L_max, the longest response; none: the host's limit
+    cache: L_c, length of the soft zone; none: a fifth of L_max
+    factor: weight of the penalty
+    floor: hold the penalty at -1 beyond L_max
     """
     longest = DAPO_LENGTH if max_tokens is None else max_tokens
     zone = longest / 5 if cache is None else cache
@@ -80,6 +88,14 @@ def kl_in_reward(
     with n responses (Ziegler et al., arXiv:1909.08593); "doubling": halved below target/1.5,
     doubled above 1.5·target (arXiv:1707.06347 section 4). KL is the mean over responses of their
     token means.
+
+    coef: β, the weight of the KL at the start
+    estimator: estimator of the KL, or "full" over the whole vocabulary
+    per: "token": on each token; "sequence": its sum off the response's reward
+    clamp: bounds on the estimate: "none", or those of a released code, by its name
+    controller: rule that changes β: "fixed", "horizon" or "doubling"
+    target: KL at which a controller leaves β alone
+    horizon: responses over which controller="horizon" acts
     """
     if estimator == "full" and clamp != "none":
         raise ProxpoError(f"kl_in_reward: clamp={clamp} bounds an estimate, not estimator=full")

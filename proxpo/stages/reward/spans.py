@@ -112,6 +112,8 @@ def span_reward(*, outcome: bool = False):
 
     The response's own reward, and token rewards that were there, do not count; outcome=True keeps
     both.
+
+    outcome: keep the response's own reward and earlier token rewards
     """
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:

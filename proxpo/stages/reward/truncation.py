@@ -8,7 +8,10 @@ from proxpo.types import Batch, Context, Metrics
 
 @stage("reward", needs=("rewards", "truncated"))
 def fail_truncated(*, reward: float = 0.0):
-    """r_i -> `reward` for a response cut at its length limit: over the budget is wrong."""
+    """r_i -> `reward` for a response cut at its length limit: over the budget is wrong.
+
+    reward: reward of a response that was cut off
+    """
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:
         cut = batch.truncated & ~batch.rewards.isnan()

@@ -9,6 +9,9 @@ def usable_only(*, truncated: bool = False, void: bool = False):
     """r_i -> NaN, no reward, for a response without a token: its group's statistics ignore it.
 
     truncated=True: also for one cut at its length limit; void=True: also for one with a void turn.
+
+    truncated: drop the rewards of responses that were cut off
+    void: drop the rewards of responses with a void turn
     """
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:

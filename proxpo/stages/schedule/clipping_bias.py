@@ -66,6 +66,11 @@ def clipping_bias(
     Reconstructed from the abstract and public reviews. floor=0 is the literal division, which
     amplifies where ‖C‖ < 1; floor=1 never does. Nothing clipped: the gradient stays as it is, or is
     divided by the floor (when_unclipped="floor"). A critic's gradient is left alone.
+
+    low: clip range below 1
+    high: clip range above 1
+    norm_floor: smallest divisor; 0: the literal division
+    when_unclipped: nothing clipped: "identity" leaves the gradient, "floor" divides by the floor
     """
     if low < 0 or high < 0:
         raise ProxpoError(f"clipping_bias: the clip range must not be negative, got {low}, {high}")

@@ -36,6 +36,9 @@ def inner_steps(*, steps: int = 10, on: Literal["whole", "parts"] = "whole"):
     on="whole": each on the whole rollout (MDPO's m inner steps, arXiv:2005.09814). on="parts": each
     on its own share of the prompts, so that one large rollout feeds many small steps (RAPID's
     horizon H, arXiv:2510.03515).
+
+    steps: optimizer steps on each rollout
+    on: the "whole" rollout each time, or "parts" of it
     """
     if steps < 1:
         raise ProxpoError(f"inner_steps: steps is at least 1, got {steps}")
@@ -95,6 +98,12 @@ def poisson_replay(
     buffer; batch=None takes one earlier rollout, whole. The released code counts frames of Atari
     games: start 15,000, and 6 times the parallel environments. fresh_entropy: on fresh data the
     loss is -Â log π - fresh_entropy·H in place of the recipe's ratio, trust and ESS penalties.
+
+    ratio: replayed updates for each fresh one, on average
+    capacity: responses that the buffer holds
+    start: responses before the first replay
+    batch: prompts of a replayed update, in multiples of a rollout's; none: one earlier rollout
+    fresh_entropy: weight of the entropy on fresh data; none: the recipe's own loss there
     """
     if not 0 <= ratio <= MOST_REPLAYS or capacity < 1 or not 0 <= start <= capacity:
         raise ProxpoError(

@@ -26,6 +26,13 @@ def fast_slow(
     token entropy leaves the last `window` ones by `trigger` standard deviations; for good with
     `latch`. trigger=None never asks. The optimizer's moments run through all steps;
     restore_optimizer=True puts those of θ₀ back before the last one.
+
+    steps: K, the fast steps
+    alpha: share of the fast steps that is kept
+    trigger: standard deviations of the entropy that end the fast steps; none: never
+    window: rollouts over which they are measured
+    latch: end them for good
+    restore_optimizer: put the optimizer's moments back before the last step
     """
     if steps < 0 or not 0 <= alpha <= 1:
         raise ProxpoError(

@@ -35,6 +35,10 @@ def fixup(
     follows every optimizer step. The rollout is looked at `rows` responses at a time; parts that
     leave the region get one step on β·mean KL, until one whole pass finds none. After `max_passes`
     the last weights known to be inside come back, and the metrics say so.
+
+    every: after each "epoch", or the "last" alone
+    rows: responses that are looked at together
+    max_passes: passes over the rollout at most
     """
     if rows < 1 or max_passes < 1:
         raise ProxpoError(f"fixup: rows and max_passes are at least 1, got {rows}, {max_passes}")

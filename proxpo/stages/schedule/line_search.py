@@ -28,6 +28,14 @@ def line_search(
     its advantages and filters are the recipe's. Log-probabilities of the whole vocabulary are held
     at once: for small models and adapters. A step that the search refuses leaves the weights alone.
     Conjugate gradients stop at |g - (F + λI)x|² ≤ cg_tolerance · |g|², or after cg_iterations.
+
+    delta: δ, the radius of the KL ball
+    damping: λ, added to the Fisher matrix
+    cg_iterations: conjugate-gradient steps at most
+    cg_tolerance: squared residual, relative to |g|², at which they stop
+    shrink: factor on the step after a failed trial
+    searches: trials at most
+    average: weights of the surrogate: per "token" or per "sequence"
     """
     if not delta > 0 or damping < 0 or not 0 < shrink < 1 or min(cg_iterations, searches) < 1:
         raise ProxpoError(

@@ -33,6 +33,10 @@ def split_passes(
 
     Each pass is the recipe with one more `select` stage, `probability_split`. rule="quantile": the
     threshold is a quantile of π_old over the micro-batch. arXiv:2505.12929.
+
+    threshold: probability, or quantile, that separates the passes
+    rule: threshold as a "probability" or a "quantile"
+    high_first: start with the probable tokens
     """
     order: tuple[Literal["low", "high"], ...] = ("high", "low") if high_first else ("low", "high")
     parts = [probability_split(threshold=threshold, part=part, rule=rule) for part in order]

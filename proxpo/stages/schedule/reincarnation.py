@@ -18,6 +18,11 @@ def reincarnation(*, share: float = 0.4, window: int = 2, passes: int = 2, at: i
     Every batch is used `passes` times (the update-to-data ratio). The log-probabilities under the
     policy before the last rollout's updates are added as `prev_logp`. at=None never resets.
     arXiv:2507.06892.
+
+    share: chance that a prompt comes from an earlier rollout
+    window: earlier rollouts that are kept
+    passes: uses of every batch
+    at: optimizer step of the new base; none: never
     """
     if not 0 <= share < 1 or window < 1 or passes < 1:
         raise ProxpoError(

@@ -24,6 +24,12 @@ def transition_buffer(
     draws of `value_batch` transitions, r the reward of the whole sample; then `updates` of the
     policy, each on `batch` transitions drawn from the buffer. value_draws=0 leaves V at 0. The
     buffer holds whole samples: as many as have at most `buffer` transitions, and the newest always.
+
+    buffer: transitions that are kept
+    updates: policy updates on each rollout
+    batch: transitions of an update
+    value_draws, value_batch: draws whose gradients the critic's step averages, and their size
+    value_lr: learning rate of the critic
     """
     if min(buffer, updates, batch, value_batch) < 1 or value_draws < 0:
         raise ProxpoError(

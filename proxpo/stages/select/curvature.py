@@ -183,6 +183,15 @@ def curvature_mask(
     learning_rate=None: η is the trainer's at the moment, 1.5e-5 without a trainer. The Adam model
     remembers two moments for each row of the head that was a candidate; they move after every
     optimizer step, by the tokens that all ranks have kept.
+
+    tau_policy, tau_objective: largest shift of the policy and of the objective; 0: no bound
+    optimizer: step that is foreseen: "adam" or "sgd"
+    sides: bound |m_H| ("two"), or m_H from 0 up ("one")
+    k: candidates of each token
+    learning_rate: η; none: the trainer's
+    beta1, beta2: Adam's, in the foreseen step
+    eps: Adam's, in the foreseen step
+    normalize: divide each response by its kept tokens ("sequence"), or by "all"
     """
     for name, bound in (("tau_policy", tau_policy), ("tau_objective", tau_objective)):
         if not bound >= 0:

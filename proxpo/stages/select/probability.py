@@ -19,6 +19,10 @@ def probability_split(
     """1 on tokens with π_old < threshold (part="low") or ≥ threshold ("high"): Lopti's two passes.
 
     rule="quantile": the threshold is a quantile of π_old over the valid tokens of the micro-batch.
+
+    threshold: probability, or quantile, that separates the parts
+    part: tokens that are kept: "low" or "high"
+    rule: threshold as a "probability" or a "quantile"
     """
 
     def weights(batch: Batch, ctx: Context) -> PerToken:

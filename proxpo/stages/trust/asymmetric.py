@@ -22,6 +22,11 @@ def asymmetric_clip(
 
     Without gradient beyond 1+ε (A ≥ 0) or below 1-ε (A < 0). Where w > cap: x = -A·cap·log π. ε is
     `clip_uncertain` on tokens above the response's entropy quantile, else `clip`.
+
+    clip: ε, the clip range
+    clip_uncertain: ε on tokens of high entropy
+    quantile: quantile of the response's entropies from which on a token is uncertain
+    cap_pos, cap_neg: largest weights of tokens with A ≥ 0 and with A < 0
     """
     if not (clip >= 0 and clip_uncertain >= 0):
         raise ProxpoError(f"asymmetric_clip: ε must be >= 0, got {clip} and {clip_uncertain}")

@@ -62,6 +62,13 @@ def balanced_clip(
     "official": P/N ≥ target with w = 1, c_low rises first. "paper": P/(P+N) ≥ target with
     w = π_rollout, c_high rises first. "gradient" (an extension): the share over tokens that still
     have a gradient, which also answers to c_low. None takes the statistic's own range.
+
+    statistic: measure of balance and order of the search: "official", "paper", "gradient"
+    target: balance at which the search stops; none: the statistic's own
+    low_from, low_to, low_step: lower bounds that are tried; none: the statistic's own
+    high_from, high_to, high_step: upper bounds that are tried; none: the statistic's own
+    dual: ceiling on the loss of tokens with A < 0, in units of |A|; none: no ceiling
+    scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
     """
     default = SEARCHES[statistic]
     goal = default.target if target is None else target

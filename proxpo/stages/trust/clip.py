@@ -32,6 +32,11 @@ def ppo_clip(
 
     dual=c > 1: where A < 0, x is held below c|A| (arXiv:1912.09729). cap=δ: the unclipped branch
     uses min(r, δ) (two-sided clip of INTELLECT-2).
+
+    low: clip range below 1
+    high: clip range above 1
+    dual: ceiling on the loss of tokens with A < 0, in units of |A|; none: no ceiling
+    cap: largest ratio of the unclipped branch; none: no bound
     """
     clipped_loss = clipper(low=low, high=high, dual=dual, cap=cap)
 
@@ -87,6 +92,9 @@ def hard_clip(*, low: float = 1e-4, high: float = 1e-4):
     """x = -A clip(r, 1-low, 1+high), without the minimum of PPO. DPOK, arXiv:2305.16381.
 
     Outside the range the gradient is 0 for either sign of A, where a step back would help too.
+
+    low: clip range below 1
+    high: clip range above 1
     """
     if low < 0 or high < 0:
         raise ProxpoError(f"hard_clip: the clip range must not be negative, got {low} and {high}")
@@ -114,6 +122,12 @@ def clip_cov(
     Eligible: not clipped, and cov_low < (A - Ā)(log π - mean log π) < cov_high over the N valid
     tokens of the micro-batch. Their loss is 0 (official code); keep_value=True keeps its value and
     only detaches it, as arXiv:2505.22617 eq. 12 writes. Pass a generator for reproducible draws.
+
+    share: share of the tokens that loses its gradient
+    cov_low, cov_high: covariances between which a token is eligible
+    low: clip range below 1
+    high: clip range above 1
+    keep_value: detach the loss of these tokens in place of zeroing it
     """
     if not 0 <= share <= 1:
         raise ProxpoError(f"clip_cov: share must be between 0 and 1, got {share}")

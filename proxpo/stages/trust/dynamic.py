@@ -32,6 +32,10 @@ def dynamic_clip(
     """x = max(-A r, -A clip(r, lo_t, hi_t)) with bounds from π_old. DCPO, arXiv:2509.02333.
 
     lo is in [0.5, 1), hi in (1, most]. dual=c: where A < 0, x is held below c|A|.
+
+    low, high: ε below and above, bounds on the change of probability
+    most: largest upper bound on a ratio
+    dual: ceiling on the loss of tokens with A < 0, in units of |A|; none: no ceiling
     """
     if not (0 <= low < torch.inf and 0 <= high < torch.inf):
         raise ProxpoError(f"dynamic_clip: low and high must be finite and >= 0, got {low}, {high}")

@@ -55,6 +55,11 @@ def ess_cap(
     The cap is ESS, never 1/ESS, which would loosen as data gets stale. scope="batch": ESS of the
     whole optimizer batch; "microbatch": of each micro-batch over the ranks, as the official code.
     cap=False: ceiling 1 (the 2019 code's default).
+
+    scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
+    eps: added to Σ r², or to the count
+    eps_in: place of eps: with the "squares", or the "count" as in 2019
+    cap: ceiling ESS (true) or 1
     """
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
@@ -70,6 +75,9 @@ def two_anchor_ess_cap(*, scope: Scope = "batch", eps: float = 1e-8):
     """x = -sg[min(r, min(ESS_b, ESS_p))]·A·log π: P4O's cap by the worse of two anchors.
 
     ESS_b is that of the ratio to the behaviour policy, ESS_p that of the ratio to `prox_logp`.
+
+    scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
+    eps: added to Σ r²
     """
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:

@@ -14,6 +14,8 @@ def mixed_clip(*, clip: float = 0.2):
 
     Fresh data have c = 1, the PPO clip. Stale data keep their importance weight c and move ε from
     there; a negative lower bound never binds.
+
+    clip: ε, the clip range around the present ratio
     """
     if clip < 0:
         raise ProxpoError(f"mixed_clip: the clip range must not be negative, got {clip}")

@@ -12,7 +12,10 @@ from proxpo.types import Batch, Context, Metrics, PerToken
 
 @stage("trust", takes=("ratio", "no ratio"), gives="loss")
 def score_function(*, cap: float = math.inf):
-    """x = -sg[min(r, cap)]·A·log π; without a ratio plain REINFORCE, x = -A log π."""
+    """x = -sg[min(r, cap)]·A·log π; without a ratio plain REINFORCE, x = -A log π.
+
+    cap: largest weight of a token
+    """
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         weight = ratio.detach()
@@ -39,6 +42,9 @@ def clipped_weight(
     absolute=True: the cap is `high` itself, not 1+high (TRL's convention, ScaleRL's ε_max).
     mask_low, mask_high: the unified form (eqs 6-7), which silences A > 0 with r > 1+mask_high and
     A < 0 with r < 1-mask_low.
+
+    low, high: range of the weight below and above 1
+    absolute: `high` is the cap itself, not its distance from 1
     """
     ceiling = high if absolute else 1 + high
 

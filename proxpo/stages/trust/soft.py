@@ -14,6 +14,8 @@ def soft_gate(*, tau_pos: float = 1.0, tau_neg: float = 1.05):
     """x = -(4/τ)·σ(τ(r-1))·A, τ = τ_pos if A > 0 else τ_neg. SAPO, arXiv:2511.20347.
 
     The gradient weight is sech²(τ(r-1)/2)·r: 1 at r = 1, falling smoothly on both sides.
+
+    tau_pos, tau_neg: sharpness of the gate for A > 0 and for A < 0
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ProxpoError(f"soft_gate: τ must be positive, got {tau_pos} and {tau_neg}")

@@ -22,6 +22,12 @@ def value_loss(
 
     clip=None: ½(V - R)². R uses the advantages before whitening, with their γ, λ and
     holes. verl: clip 0.5; TRL: 0.2 with coefficient 0.1.
+
+    coef: weight of the critic's loss
+    clip: largest change of a value; none: unclipped
+    gamma: discount from token to token
+    lam: GAE's λ, the discount of later TD errors
+    holes: masked positions inside a response: "skip" them, or "reset" the sum there
     """
 
     def prepare(batch: Batch) -> dict[str, Tensor]:

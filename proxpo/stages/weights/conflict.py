@@ -91,6 +91,9 @@ def conflict_tokens(*, boost: float = 2.0, divide: bool = False):
     the runs overlap both factors apply. Responses at the group's mean keep λ = 1 and are not
     counted. divide=True also divides by max(1, |leading|, |trailing|), as the released code does.
     Found once per rollout. GTPO, arXiv:2508.03772.
+
+    boost: weight of conflict tokens in positive responses
+    divide: divide by the length of the runs, as released
     """
     if not boost >= 0:
         raise ProxpoError(f"conflict_tokens: boost must not be negative, got {boost}")

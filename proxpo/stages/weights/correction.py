@@ -44,6 +44,12 @@ def tis(
     judge: the level whose ratio is held against the bounds, where it is not that of the weight:
     mode="mask", judge="geometric" keeps the token weights of responses whose mean is in bounds
     (OpenRLHF). truncate_tokens=True bounds the tokens' ratios before they are pooled (verl's GMPO).
+
+    mode: "truncate" w at the bounds, or "mask" tokens outside
+    level: ratio of a token, of a whole sequence, or its geometric mean
+    cap, floor: upper and lower bound of w
+    normalise: divide by the batch mean of w
+    truncate_tokens: bound the tokens' ratios before they are pooled
     """
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
@@ -80,6 +86,11 @@ def behaviour(
 
     Above the cap v is held there (mode="clamp") or the token is dropped with the denominator kept
     ("mask"). level="geometric": the response's geometric mean is the common weight and criterion.
+
+    prox: the proximal policy: recomputed, or a rule that stands for it
+    mode: above the cap: "clamp" v, or "mask" the token
+    level: ratio of a token, of a whole sequence, or its geometric mean
+    cap: largest v
     """
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
@@ -101,6 +112,8 @@ def off_policy_mask(*, threshold: float = 0.5):
     """0 for responses with A < 0 whose mean of log π_roll - log π exceeds the threshold, else 1.
 
     DeepSeek-V3.2's off-policy sequence mask, arXiv:2512.02556; the denominators stay.
+
+    threshold: largest mean log-ratio of a negative response that still counts
     """
 
     def weights(batch: Batch, ctx: Context) -> PerToken:

@@ -12,6 +12,9 @@ def inverse_step(*, noise_schedule: Literal["flow", "dance"] = "flow", eta: floa
     """δ_t = 1/Δt, or (1 + η²(1-t)/(2t))/Δt where σ_t = η ("dance"). GRPO-Guard, arXiv:2510.22319.
 
     "flow" is Flow-GRPO's σ_t = η√(t/(1-t)). Δt and t are held above 1e-6.
+
+    noise_schedule: σ_t of Flow-GRPO ("flow") or a constant one ("dance")
+    eta: η of noise_schedule="dance"
     """
 
     def weights(batch: Batch, ctx: Context) -> PerToken:

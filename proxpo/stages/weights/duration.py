@@ -16,6 +16,9 @@ def by_duration(*, max_weight: float | None = None, min_duration: float = 0.0):
     the weight undoes that. Durations are raised to `min_duration` first, weights held below
     `max_weight` last. A mean of 0 leaves every weight 1. Data that was collected in lockstep has no
     such bias: there the weight favours slow actions.
+
+    max_weight: largest weight; none: unbounded
+    min_duration: shorter durations count as this one
     """
     if max_weight is not None and not max_weight > 0:
         raise ProxpoError(f"by_duration: max_weight must be positive, got {max_weight}")

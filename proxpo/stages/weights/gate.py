@@ -31,6 +31,9 @@ def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "al
     The quantile is interpolated and ties at it stay. Found once per rollout, from the entropies of
     the policy that starts it. normalize="all" leaves the divisor; "gated" divides by the gated
     tokens under a token mean. EARL, reconstructed from the abstract, arXiv:2511.12033.
+
+    share: share of a response's tokens that is kept
+    normalize: divide by "all" tokens or by the "gated" ones
     """
     if not 0 <= share <= 1:
         raise ProxpoError(f"entropy_gate: share must be in [0, 1], got {share}")

@@ -14,6 +14,8 @@ def separate_means(*, summary: float = 1.0, action: float = 1.0):
 
     The token mean of the weighted losses is λ_s·(mean over summaries) + λ_a·(mean over actions). A
     kind without tokens contributes 0, and the other one's weight stays.
+
+    summary, action: weights of the mean over summaries and of that over actions
     """
     if summary < 0 or action < 0:
         raise ProxpoError(f"separate_means: weights are 0 or more, got {summary} and {action}")

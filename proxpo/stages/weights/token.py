@@ -15,7 +15,10 @@ from proxpo.types import Batch, Context, PerToken
 
 @stage("weights")
 def constant(*, factor: float = 1.0):
-    """The same factor on the policy loss of every token; regularisers keep their own."""
+    """The same factor on the policy loss of every token; regularisers keep their own.
+
+    factor: the weight
+    """
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         return torch.full_like(batch.logp, factor), {}
@@ -25,7 +28,10 @@ def constant(*, factor: float = 1.0):
 
 @stage("weights", needs=("old_logp",))
 def probability_reweight(*, alpha: float = 0.3):
-    """α·p + (1-α) with p = π_old of the token: rare tokens weigh less. AR, arXiv:2505.12929."""
+    """α·p + (1-α) with p = π_old of the token: rare tokens weigh less. AR, arXiv:2505.12929.
+
+    alpha: α; 0 weighs all tokens alike
+    """
     if not 0 <= alpha <= 1:
         raise ProxpoError(f"weights=probability_reweight: alpha must be in [0, 1], got {alpha}")
 
@@ -47,6 +53,10 @@ def top_entropy(
     K = max(1, ⌈share·N⌉) of the N valid tokens of the micro-batch (rule="top_k"), or those with
     entropy at or above the interpolated quantile (rule="quantile", TRL). normalize="selected"
     divides the loss by the K selected tokens (weight N/K under a token mean); "all" by all N.
+
+    share: share of the tokens that is kept
+    normalize: divide by the "selected" tokens or by "all"
+    rule: exactly the "top_k", or all from the "quantile" on
     """
     if not 0 < share <= 1:
         raise ProxpoError(f"weights=top_entropy: share must be in (0, 1], got {share}")

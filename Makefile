@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Modules are compiled when first imported; most of what the environments hold never is.
 export PIP_NO_COMPILE := 1
 
-.PHONY: train test test-versions lint docs check-docs models clean env env-verl env-vllm browser
+.PHONY: train test test-versions lint docs check-docs site models clean env env-verl env-vllm browser
 
 env: $(ENV)/.ready
 env-verl: $(VERL)/.ready
@@ -65,6 +65,10 @@ docs: env
 check-docs: env
 	$(ENV)/bin/python scripts/build_docs.py --check
 
+# The documentation as pages: site/index.html, readable without a server or a network.
+site: env
+	$(ENV)/bin/python scripts/build_site.py
+
 test:
 	$(MAKE) -j 2 --output-sync env env-verl env-vllm browser lint check-docs
 	OMP_NUM_THREADS=1 \
@@ -77,4 +81,4 @@ test-versions: env
 	PYTHONPATH=. $(ENV)/bin/python scripts/other_versions.py
 
 clean:
-	rm -rf $(ENV) $(VERL) $(VLLM) .venv-versions build *.egg-info
+	rm -rf $(ENV) $(VERL) $(VLLM) .venv-versions build site *.egg-info

@@ -20,9 +20,9 @@ from proxpo.models import load_policy
 
 
 def additions(count: int, seed: int = 0) -> Dataset:
-    """Sums of two numbers of two digits."""
-    random_numbers = random.Random(seed)
-    pairs = [(random_numbers.randint(10, 99), random_numbers.randint(10, 99)) for _ in range(count)]
+    """Sums of two numbers of three digits, a good half of which the model in the box answers."""
+    drawn = random.Random(seed)
+    pairs = [(drawn.randint(100, 999), drawn.randint(100, 999)) for _ in range(count)]
     return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs])
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> ProxpoTrainer:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--recipe", default="isopo")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", default="runs/trl-isopo")
     options = parser.parse_args(argv)
 
@@ -43,10 +43,11 @@ def main(argv: list[str] | None = None) -> ProxpoTrainer:
     args = GRPOConfig(
         options.out,
         max_steps=options.steps,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=256 if options.model == "tiny" else 32,
         num_generations=8,
         max_completion_length=6,
-        learning_rate=3e-5,
+        learning_rate=5e-4 if options.model == "tiny" else 1e-6,
+        lr_scheduler_type="constant",
         logging_steps=5,
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),

@@ -1,7 +1,7 @@
 """Writes the pages read off the code: docs/methods, docs/pictures, docs/gallery.md,
-docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md, README's
-table; and the tables and figures of speed, from what the benchmarks have measured
-(speed_pages.py).
+docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md,
+docs/reference; the tutorials, with the output of a run; and the tables and figures of speed, from
+what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -22,7 +22,9 @@ from pathlib import Path
 import engine_pages
 import method_pages
 import paper_pages
+import reference_pages
 import speed_pages
+import tutorial_pages
 from method_pages import cell as _cell
 
 from proxpo import fields, sparsity
@@ -33,7 +35,14 @@ from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, aggregate, load_stages
 
 ROOT = Path(__file__).resolve().parents[1]
-START, END = "<!-- catalogue: written by scripts/build_docs.py -->", "<!-- end of catalogue -->"
+DOMAINS = {
+    "language": "Language models",
+    "test time": "Test time",
+    "control": "Control",
+    "architecture": "Architectures",
+    "generative models": "Generative models",
+    "energies": "Energies",
+}
 
 
 def main() -> int:
@@ -85,10 +94,9 @@ def pages() -> dict[Path, str]:
     out[ROOT / "docs/trl-arguments.md"] = trl_arguments_page()
     out[ROOT / "docs/engines.md"] = engine_pages.page()
     out |= speed_pages.pages()
-    readme = ROOT / "README.md"
-    if readme.exists():
-        head, _, rest = readme.read_text().partition(START)
-        out[readme] = f"{head}{START}\n{catalogue()}{END}{rest.partition(END)[2]}"
+    out[ROOT / "docs/methods/README.md"] = catalogue()
+    out |= reference_pages.pages()
+    out |= tutorial_pages.pages()
     return out
 
 
@@ -244,11 +252,25 @@ def _code(text: str) -> str:
 
 
 def catalogue() -> str:
-    rows = [
-        f"| [`{m.slug}`](docs/methods/{m.slug}.md) | {_cell(_after_colon(m.summary))} | {m.paper} |"
-        for m in methods().values()
+    """Page of all methods, by what they are for."""
+    parts = [
+        """# Catalogue
+
+Every method in one line; its page has the formula, the departures from the paper, the options and
+the stages. *Written from*: the code or formulas that it is held against; what is reconstructed
+filled gaps of its paper. `proxpo methods` prints the same list.
+"""
     ]
-    return "\n".join(["| method | what it does | source |", "| --- | --- | --- |", *rows, ""])
+    heading = ["| method | what it does | paper | written from |", "| --- | --- | --- | --- |"]
+    for domain, title in DOMAINS.items():
+        rows = [
+            f"| [`{m.slug}`]({m.slug}.md) | {_cell(_after_colon(m.summary))} | {m.paper} | "
+            f"{m.confidence} |"
+            for m in methods().values()
+            if m.domains[0] == domain
+        ]
+        parts.append("\n".join([f"## {title}\n", *heading, *rows, ""]))
+    return "\n".join(parts)
 
 
 def _tested(slug: str, tested: dict[str, list[str]]) -> str:

@@ -68,9 +68,8 @@ def test_own_loop_is_short_and_swapping_the_method_changes_one_line():
     ]
 
 
-@pytest.mark.parametrize("method", ["isopo", "ema-kpo"])
-def test_own_loop_learns(method, tmp_path, run):
-    folder = changed(tmp_path, METHOD=f'"{method}"')
+def test_own_loop_learns(tmp_path, run):
+    folder = changed(tmp_path, METHOD='"ema-kpo"')  # as isopo does in its tutorial
     seen = [float(reward) for _, reward, _ in LINE.findall(run(folder / "own_loop.py"))]
     assert len(seen) == 8
     assert sum(seen[-3:]) / 3 > seen[0] + 0.2

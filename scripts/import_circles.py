@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train", "control", "generative", "adapt", "adapters"),
     ("compare",),
     ("report",),
+    ("search",),
     ("doctor",),
     ("cli", ""),
     ("__main__",),

@@ -232,36 +232,76 @@ def compare_command(
     list_them: Annotated[
         bool, typer.Option("--studies", help="List the shipped studies and their questions.")
     ] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Search compositions of stages, against the methods named [eight of them]; "
+            "settings of --sweep are part of the search.",
+        ),
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="RUNS|MIN", help="Of a search: 240 runs or 90min, unconfirmed."),
+    ] = None,
+    unseen: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Of a search: settings of the task that only confirms, e.g. task=gsm8k or "
+            "task.options.digits=2. May be repeated.",
+        ),
+    ] = None,
+    proposals: Annotated[
+        str | None,
+        typer.Option(metavar="tpe|random", help="Of a search: how candidates are drawn [tpe]."),
+    ] = None,
+    candidates: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a search: candidates of a bracket [16].")
+    ] = None,
+    finalists: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a search: candidates to confirm [3].")
+    ] = None,
 ) -> None:
     """Compare methods on equal terms: same model, prompts, budget and seeds; writes a report.
 
     Can be stopped or killed at any time: the same command continues it.
     """
-    from proxpo.cli.comparing import CompareOptions, list_studies, run_comparison
+    from proxpo.cli.comparing import CompareOptions, SearchOptions, list_studies, run_comparison
 
     if list_them:
         list_studies()
         return
-    code = run_comparison(
-        CompareOptions(
-            methods=methods or (),
-            study=study,
-            config=config,
-            model=model,
-            task=task,
-            settings=settings or (),
-            seeds=seeds,
-            tune_seeds=tune_seeds,
-            sweep=sweep or (),
-            vary=vary or (),
-            jobs=jobs,
-            threads=threads,
-            on=on,
-            out=out,
-            retry_failed=retry_failed,
-        )
+    searched = SearchOptions(
+        budget=budget,
+        unseen=unseen or (),
+        proposals=proposals,
+        candidates=candidates,
+        finalists=finalists,
     )
-    raise typer.Exit(code)
+    options = CompareOptions(
+        methods=methods or (),
+        study=study,
+        config=config,
+        model=model,
+        task=task,
+        settings=settings or (),
+        seeds=seeds,
+        tune_seeds=tune_seeds,
+        sweep=sweep or (),
+        vary=vary or (),
+        jobs=jobs,
+        threads=threads,
+        on=on,
+        out=out,
+        retry_failed=retry_failed,
+    )
+    if search:
+        from proxpo.cli.searching import run_search_command
+
+        raise typer.Exit(run_search_command(options, searched))
+    searched.refuse_unused()
+    raise typer.Exit(run_comparison(options))
 
 
 @app.command("report")

@@ -16,6 +16,7 @@ from proxpo.compare.design import first_runs
 from proxpo.compare.plan import PLAN, Arm, Plan, Seeds, check_runs, read_plan
 from proxpo.compare.runner import Display, Pool, open_comparison, planned_state, run_plan
 from proxpo.errors import ProxpoError
+from proxpo.report.text import plural
 from proxpo.search.plan import SearchPlan, SearchState, kept, write_search
 from proxpo.search.proposals import Proposal, propose, replay
 from proxpo.search.space import METHOD, Space
@@ -86,8 +87,8 @@ def halve(search: SearchPlan, arms: Sequence[Arm], folder: Path, runner: Runner)
         else:
             base = {**search.base, "train": {**search.base["train"], "steps": steps}}
             plan = _comparison(search, base, arms, seeds, title=f"{folder.name}, rung {rung}")
-        heading = f"{plan.title}: {len(plan.arms)} arms, {steps} steps, {len(seeds)} seeds"
-        runner.run(plan, place, heading)
+        size = f"{plural(len(plan.arms), 'arm')}, {plural(steps, 'step')}"
+        runner.run(plan, place, f"{plan.title}: {size}, {plural(len(seeds), 'seed')}")
         going_on = [result for result in _rung_results(place, rung) if result.score is not None]
         arms = [result.arm for result in going_on[: kept(len(plan.arms))]]
         if not arms:

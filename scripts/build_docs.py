@@ -1,6 +1,6 @@
 """Writes the pages read off the code: docs/methods, docs/stages.md, docs/fields.md,
-docs/trl-arguments.md, docs/engines.md, README's table; and the tables and figures of speed, from
-what the benchmarks have measured (speed_pages.py).
+docs/trl-arguments.md, docs/engines.md, the tables of README and docs/choose.md; and the tables and
+figures of speed, from what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -21,6 +21,7 @@ import engine_pages
 import speed_pages
 
 from proxpo import fields, sparsity
+from proxpo.cli.choosing import choice_table
 from proxpo.fields import CORE, FIELDS
 from proxpo.ops import kl
 from proxpo.recipes import Method, methods
@@ -31,6 +32,7 @@ from proxpo.types import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- catalogue: written by scripts/build_docs.py -->", "<!-- end of catalogue -->"
+CHOICES = "<!-- choices: written by scripts/build_docs.py -->", "<!-- end of choices -->"
 
 
 def main() -> int:
@@ -72,11 +74,19 @@ def pages() -> dict[Path, str]:
     out[ROOT / "docs/trl-arguments.md"] = trl_arguments_page()
     out[ROOT / "docs/engines.md"] = engine_pages.page()
     out |= speed_pages.pages()
-    readme = ROOT / "README.md"
-    if readme.exists():
-        head, _, rest = readme.read_text().partition(START)
-        out[readme] = f"{head}{START}\n{catalogue()}{END}{rest.partition(END)[2]}"
+    for path, (start, end), text in (
+        (ROOT / "README.md", (START, END), catalogue),
+        (ROOT / "docs/choose.md", CHOICES, choice_table),
+    ):
+        if path.exists():
+            out[path] = between(path.read_text(), start, end, text())
     return out
+
+
+def between(page: str, start: str, end: str, text: str) -> str:
+    """The page with `text` between two markers."""
+    head, _, rest = page.partition(start)
+    return f"{head}{start}\n{text}{end}{rest.partition(end)[2]}"
 
 
 def method_page(method: Method, tested: dict[str, list[str]]) -> str:

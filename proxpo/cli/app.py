@@ -77,12 +77,26 @@ def inspect_command(
 @app.command("methods")
 def methods_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One method, in full.")] = None,
+    setting: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="SETTING,...",
+            help="Methods for a setting, with the measured reason: stale,long for example.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List all methods; with a name: its formula, departures, defaults, stages and source."""
     from proxpo.cli.catalogue import show_method, show_methods
+    from proxpo.cli.choosing import show_choice
+    from proxpo.errors import ProxpoError
 
-    if name is None:
+    if setting is not None:
+        if name is not None:
+            raise ProxpoError("--for chooses among all methods: leave the name away")
+        show_choice(setting, as_json=as_json)
+    elif name is None:
         show_methods(as_json=as_json)
     else:
         show_method(name, as_json=as_json)

@@ -8,7 +8,7 @@ provide is never drawn, nor is a pair whose `takes` and `gives` do not fit.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from proxpo.errors import ProxpoError
 from proxpo.settings import make_recipe
@@ -163,6 +163,7 @@ STALE_ONLY = (
 )
 
 
+@runtime_checkable
 class Draw(Protocol):
     """A source of choices, each under a name that stands for the same alternatives always."""
 

@@ -43,7 +43,7 @@ class Result:
         """Larger is better: the rung reached, the score there, the smaller KL; failures last."""
         if self.score is None:
             return (-1.0, 0.0, 0.0)
-        return (self.rung, self.score, -(self.kl if self.kl is not None else 0.0))
+        return (float(self.rung), self.score, -(self.kl if self.kl is not None else 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ out stages whose effect a search cannot see. A stage that reads a batch field wh
 provide is never drawn, nor is a pair whose `takes` and `gives` do not fit.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -183,7 +184,7 @@ class Space:
     def compose(self, draw: Draw) -> tuple[Settings, Settings]:
         """(settings of the recipe, swept settings) as `draw` chooses them."""
         ratio = draw.choose("ratio", self.stages["ratio"])
-        given = STAGES["ratio"][ratio]().gives
+        given = _make("ratio", ratio).gives
         trust = draw.choose(f"trust of {given}", self.trusts(given))
         recipe: Settings = {}
         for kind, name in (
@@ -227,7 +228,7 @@ class Space:
         """Number of compositions, options not counted; further stages in pairs of two kinds."""
         total = 0
         for ratio in self.stages["ratio"]:
-            given = STAGES["ratio"][ratio]().gives
+            given = _make("ratio", ratio).gives
             extra = self.further(given)
             pairs = sum(
                 a.split(".")[0] != b.split(".")[0] or a.split(".")[0] in MANY
@@ -287,6 +288,7 @@ def _provided(kind: str, name: str, base: Recipe, task: Task, config: Config) ->
     return not config.rollout.thoughts or kind != "gradient"
 
 
+@functools.cache
 def _make(kind: str, name: str) -> Stage:
     """The stage with its defaults; options without one at the low end of their ranges."""
     ranges, known = RANGES.get(f"{kind}.{name}", {}), parameters(STAGES[kind][name])

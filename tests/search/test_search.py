@@ -131,14 +131,14 @@ def found(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "sets",
-    [[], ["task=calculator"], ["mini_batches=1"], ["off_policy_lag=2"]],
+    ("sets", "count"),
+    [([], 40), (["task=calculator"], 10), (["mini_batches=1"], 10), (["off_policy_lag=2"], 20)],
     ids=["stale", "turns", "fresh", "lag"],
 )
-def test_every_proposal_is_a_recipe_with_a_gradient(sets) -> None:
+def test_every_proposal_is_a_recipe_with_a_gradient(sets, count) -> None:
     space = make_space(load_config("comparison", sets), {"lr": (1e-4, 3e-4)})
     batch = make_batch(1, groups=4, size=4)
-    for proposal in propose(space, "random", 60, seed=3, bracket=1, earlier=[]):
+    for proposal in propose(space, "random", count, seed=3, bracket=1, earlier=[]):
         recipe = space.check(proposal.recipe)
         ready = prepare(recipe, batch, Context(generator=torch.Generator().manual_seed(0)))
         leaves = with_leaves(ready.batch)

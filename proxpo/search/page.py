@@ -18,7 +18,7 @@ from proxpo.search.verdict import Confirmation, Verdict, judge, winner
 from proxpo.train.config import load_config
 
 PAGE, WINNER = "search.html", "winner.yaml"
-WIDTH, HEIGHT, MARGIN = 640, 360, 48  # of the figure
+WIDTH, HEIGHT, MARGIN = 640.0, 360.0, 48.0  # of the figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ def _figure(findings: Findings) -> str:
         f'<text x="4" y="{MARGIN / 2 + 5}">{max(scores):.3g}</text>'
     )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="score against KL">'
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="score against KL">'
         f'<polyline points="{line}"/>{points}{ticks}</svg>'
         '<p><span class="candidate">●</span> candidates, <span class="named">●</span> named '
         "methods, after the last rung, on tuning seeds. The line is the frontier: no arm has a "

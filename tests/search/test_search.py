@@ -38,7 +38,7 @@ from proxpo.search.plan import (
 from proxpo.search.proposals import propose, replay
 from proxpo.search.space import LEFT_OUT, RANGES, make_space
 from proxpo.settings import make_recipe
-from proxpo.stages import STAGES
+from proxpo.stages import STAGES, load_stages
 from proxpo.stages._options import parameters
 from proxpo.train.config import load_config
 from proxpo.types import Context
@@ -155,6 +155,7 @@ def test_every_proposal_is_a_recipe_with_a_gradient(sets, count) -> None:
 
 
 def test_the_tables_name_stages_and_options_that_exist() -> None:
+    load_stages()
     for name in (*RANGES, *LEFT_OUT):
         kind, _, stage = name.partition(".")
         assert stage in STAGES[kind], name

@@ -68,13 +68,14 @@ def load_policy(
     name: str,
     *,
     device: str | torch.device = "cpu",
-    dtype: str | torch.dtype | None = None,
+    dtype: str | torch.dtype = "auto",
     lora: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Policy:
     """The policy called `name`: "tiny", "smollm2", a folder or a Hugging Face id.
 
-    dtype: of the arithmetic; by default bfloat16 on a GPU and float32 on a CPU.
+    device: "auto" is the GPU where there is one, else the CPU.
+    dtype: of the arithmetic; "auto" is bfloat16 on a GPU and float32 on a CPU.
     lora: options of peft.LoraConfig; {} takes its defaults on every linear layer. `seed` is the
         adapter's.
     """
@@ -114,6 +115,8 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -127,15 +130,15 @@ def _device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    if dtype is None:
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    valid = ("float32", "float64", "bfloat16", "float16")
+    valid = ("auto", "float32", "float64", "bfloat16", "float16")
     text = str(dtype).removeprefix("torch.")
     if text not in valid:
         raise ProxpoError(f"unknown dtype '{text}'{nearest(text, valid)}")
     if device.type == "cpu" and text.endswith("float16"):
-        raise ProxpoError(f"dtype {text} is too slow on a CPU; leave dtype out to use float32")
+        raise ProxpoError(f"dtype {text} is too slow on a CPU; dtype=auto is float32")
     return getattr(torch, text)
 
 

@@ -175,13 +175,20 @@ def _option(key: str, defaults: Mapping[str, Any], slug: str) -> str:
 
 
 def _unfold(key: str, value: Any) -> list[tuple[str, Any]]:
-    """{"name": "kalman", "q": 1e-6} under `ratio` becomes ratio=kalman, ratio.q=1e-6."""
+    """{"name": "kalman", "q": 1e-6} under `ratio` becomes ratio=kalman, ratio.q=1e-6.
+
+    Without a name, tables within tables are places: {"kl": {"coef": 0.1}} under `regularisers`.
+    """
     if not isinstance(value, Mapping):
         return [(key, value)]
     kind = key.rstrip("+")
     rest = {option: setting for option, setting in value.items() if option != "name"}
     if "name" not in value:
-        return [(f"{kind}.{option}", setting) for option, setting in rest.items()]
+        inner = [
+            _unfold(option, rest[option]) if kind in MANY else [(option, rest[option])]
+            for option in rest
+        ]
+        return [(f"{kind}.{place}", setting) for pairs in inner for place, setting in pairs]
     place = f"{kind}.{value['name']}" if kind in MANY else kind
     return [(key, value["name"]), *((f"{place}.{option}", rest[option]) for option in rest)]
 

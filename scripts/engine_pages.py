@@ -1,18 +1,20 @@
 """docs/engines.md: which method runs in which engine, from the refusals of the adapters.
 
 GPU results come from docs/results/engines/trl-vllm.json and verl.json, entries "task/method" or
-"task/method/variant" of benchmarks/engines_trl.py and engines_verl.py; the traffic of many ranks
-from rank-traffic.json.
+"task/method/variant" of benchmarks/engines_trl.py and engines_verl.py, and from backends.json of
+benchmarks/gpu_step.py; the traffic of many ranks from rank-traffic.json.
 """
 
 import json
 import math
 import re
+import statistics
 import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
 
+from speed_pages import load, table
 from trl import GRPOConfig
 
 from proxpo.adapters.trl._refusals import check_recipe
@@ -26,6 +28,7 @@ from proxpo.stages.schedule import variants
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/results/engines"
 RUNS = "runs"
+TIMES = ("step", "rollout", "update", "sync")
 
 
 def page() -> str:
@@ -42,7 +45,7 @@ def page() -> str:
         f"| {engine} | {reason} | {', '.join(f'`{slug}`' for slug in slugs)} |"
         for (engine, reason), slugs in sorted(reasons.items())
     ]
-    table, refusals = "\n".join(rows), "\n".join(why)
+    methods_table, refusals = "\n".join(rows), "\n".join(why)
     tested = "\n".join(f"| {env} | `{env.command}` |" for env in TESTED)
     return f"""# Engines
 
@@ -54,7 +57,7 @@ decides what they decide, is refused in one line.
 
 | method | TRL: `ProxpoTrainer` | verl: `proxpo_...` | on a GPU |
 | --- | --- | --- | --- |
-{table}
+{methods_table}
 
 The first two columns are what the adapters decide at their defaults; the tests train every method
 that runs (`tests/adapters/trl/test_trl_recipes.py`, `tests/adapters/verl`), on a CPU. *Engine*:
@@ -69,6 +72,7 @@ engine's own loss.
 Arguments of TRL: [trl-arguments.md](trl-arguments.md). `proxpo doctor` tries the engines that are
 installed.
 
+{measured()}
 ## Versions
 
 | tested together | command |
@@ -120,9 +124,7 @@ def on_gpu(slug: str) -> str:
     """Steps and relative time of the runs of this method, by engine."""
     cells = []
     for engine, file in (("TRL + vLLM", "trl-vllm.json"), ("verl", "verl.json")):
-        path = RESULTS / file
-        entries: dict[str, Any] = json.loads(path.read_text())["entries"] if path.exists() else {}
-        for name, entry in entries.items():
+        for name, entry in entries(file).items():
             task, method, *variant = name.split("/")
             if method != slug:
                 continue
@@ -130,6 +132,74 @@ def on_gpu(slug: str) -> str:
             result = "failed" if "error" in entry else f"{len(entry['steps'])} steps{relative}"
             cells.append(f"{engine}, {' '.join([task, *variant])}: {result}")
     return "; ".join(cells)
+
+
+def entries(file: str) -> dict[str, Any]:
+    """Runs of a file of results by name; none where it is missing."""
+    return (load(RESULTS / file) or {"entries": {}})["entries"]
+
+
+def measured() -> str:
+    """Steps on a GPU: TRL with vLLM, verl, and the trainer with either sampler."""
+    return f"""## On a GPU
+
+One H200, SmolLM2-135M in bf16. TRL with vLLM colocated, 20 steps of 64 x 8 responses of at most 12
+tokens (sums), importance-sampling correction on: `ProxpoTrainer` beside TRL's own GRPO in the same
+run, rewards the means of the first and of the last five steps. *Gap*: mean |log pi| between sampler
+and trainer at the first step.
+
+{table(("run", "seconds a step", "over TRL", "reward", "gap", "peak"), trl_rows())}
+![Rewards in TRL with vLLM](results/engines/trl-vllm.svg)
+
+proxpo's trainer with either sampler, GSM8K, 16 x 8 responses of at most 256 tokens
+(`rollout.backend`; `auto` takes the local one for models that it knows). vLLM receives the weights
+after every update (`sync`): the gap does not grow.
+
+{table(("run", *TIMES, "gap, first and last", "peak"), backends())}
+verl: {verl_text()}
+"""
+
+
+def trl_rows() -> list[tuple[str, ...]]:
+    rows = []
+    for name, entry in entries("trl-vllm.json").items():
+        if "error" in entry or not entry["steps"]:
+            continue
+        rewards = [step["reward"] for step in entry["steps"]]
+        first, last = statistics.mean(rewards[:5]), statistics.mean(rewards[-5:])
+        relative = f"{entry.get('relative', 1):.2f}x"
+        rows.append(
+            (name.replace("/", ", "), f"{entry['median_s']:.2f}", relative,
+             f"{first:.2f} to {last:.2f}", f"{entry['steps'][0]['gap']:.3f}",
+             f"{entry['peak_gib']:.0f} GiB")
+        )  # fmt: skip
+    return rows
+
+
+def backends() -> list[tuple[str, ...]]:
+    rows = []
+    for name, entry in entries("backends.json").items():
+        steps = entry["steps"]
+        times = [statistics.median(step[k] for step in steps) for k in TIMES]
+        gaps = [step["gap"] for step in (*entry["warm_up"], *steps) if "gap" in step]
+        gap = f"{gaps[0]:.3f}, {gaps[-1]:.3f}" if gaps else ""
+        arm = name.split("/")[1]
+        rows.append(
+            (f"`{arm}`", *(f"{t:.2f} s" for t in times), gap, f"{entry['peak_gib']:.0f} GiB")
+        )
+    return rows
+
+
+def verl_text() -> str:
+    runs = entries("verl.json")
+    if not runs:
+        return "not run on a GPU yet; its tests run on a CPU."
+    lines = [
+        f"{name}: " + (f"failed, {entry['error'][-1]}" if "error" in entry else
+        f"{len(entry['steps'])} steps, {entry.get('median_s', math.nan):.2f} s a step")
+        for name, entry in runs.items()
+    ]  # fmt: skip
+    return "; ".join(lines) + "."
 
 
 def several_nodes() -> str:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/speed.md", "docs/isopo/overhead.md", "docs/isopo/growth.md", "docs/control.md")
+ENGINES = ROOT / "docs/results/engines"
 SPEED, ISOPO = ROOT / "docs/speed", ROOT / "docs/isopo/results"
 BLOCK = re.compile(r"(<!-- ([\w-]+): written from JSON -->\n).*?(<!-- end -->)", re.S)
 PAPER = "the paper's loop, 250"
@@ -351,6 +352,7 @@ def figures() -> dict[Path, Path]:
     """The measured file of every figure that has one."""
     drawn = {ISOPO.parent / f"growth-{d}.svg": ISOPO / f"growth-{d}.json" for d in ("cpu", "gpu")}
     drawn[SPEED / "steps.svg"] = SPEED / "gpu-step.json"
+    drawn[ENGINES / "trl-vllm.svg"] = ENGINES / "trl-vllm.json"
     return {figure: data for figure, data in drawn.items() if data.exists()}
 
 
@@ -424,6 +426,32 @@ def draw_steps(_: dict[str, Any], canvas: Any) -> None:
         axis.legend(frameon=False)
 
 
+def draw_rewards(data: dict[str, Any], canvas: Any) -> None:
+    """Rewards over the steps of each method, one panel for each task and variant."""
+    from proxpo.report.figure_images import PALETTE
+
+    panels: dict[str, dict[str, list[float]]] = {}
+    for name, entry in data["entries"].items():
+        task, method, variant = name.split("/")
+        rewards = [step["reward"] for step in entry["steps"]]
+        panels.setdefault(f"{task}, {variant}", {})[method] = rewards
+    for axis, (title, curves) in zip(
+        canvas.subplots(1, len(panels), squeeze=False)[0], panels.items()
+    ):
+        for (method, rewards), (colour, _) in zip(curves.items(), PALETTE):
+            axis.plot(
+                range(1, len(rewards) + 1), rewards, color=colour, label=method, linewidth=1.4
+            )
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_ylabel("reward")
+        axis.legend(frameon=False, fontsize=8)
+
+
+DRAWINGS = {"growth": draw_growth, "steps": draw_steps, "trl-vllm": draw_rewards}
+
+
 def draw(figure: Path, data: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
@@ -433,7 +461,7 @@ def draw(figure: Path, data: Path) -> None:
     with rc_context(LOOK):
         growth = figure.name.startswith("growth")
         canvas = Canvas(figsize=(11, 6) if growth else (10, 3.2), layout="constrained")
-        (draw_growth if growth else draw_steps)(load(data), canvas)
+        DRAWINGS[figure.stem.removesuffix("-cpu").removesuffix("-gpu")](load(data), canvas)
         for axis in canvas.axes:
             axis.grid(color=GRID, linewidth=0.7)
             axis.set_axisbelow(True)

@@ -9,8 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from proxpo.adapt.page import write_page
 from proxpo.adapt.resampling import resample
 from proxpo.adapt.responder import Responder, output_layer
@@ -82,7 +80,7 @@ def _ready(settings: Settings) -> Iterator[tuple[Sequence[Problem], Callable[[in
     problems = task.test[settings.first : settings.first + settings.problems]
     policy = load_policy(
         settings.model,
-        device=_device(settings.device),
+        device=settings.device,
         dtype=settings.dtype,
         lora=None if adaptation.lora is None else dict(adaptation.lora),
         seed=derive(settings.seed, "init"),
@@ -278,12 +276,6 @@ def adapt_task(settings: Settings) -> Task:
             f"problems={settings.problems} ask for {last}"
         )
     return task
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 __all__ = ["ROWS", "adapt", "adapt_task", "finding", "idle_notes", "sign_test", "summarise"]

@@ -137,6 +137,38 @@ def train_command(
     run_training(config, settings or [], overrides, resume=resume)
 
 
+@app.command("warmup")
+def warmup_command(
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK",
+            help="A task with worked solutions: gsm8k, column-sums, arithmetic, "
+            "reasoning-gym:chain_sum, :gcd, :letter_counting, a .jsonl file.",
+        ),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder of the model.")],
+    model: Model = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="problems, epochs, batch, lr, weight_decay, grad_clip, optimizer, max_prompt, "
+            "max_tokens, save_every, device, dtype, task.options.NAME. May be repeated.",
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
+) -> None:
+    """Train on the worked solutions of a task; writes a model to start training from.
+
+    Can be stopped at any time: the same command continues it.
+    """
+    from proxpo.cli.warming import run_warmup
+
+    run_warmup(task, settings or [], out=out, model=model, seed=seed)
+
+
 @app.command("adapt")
 def adapt_command(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="rosa or latentseek.")],

@@ -26,10 +26,13 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "matplotlib.backends.backend_agg",
 )
+CONTEXT = 0.06  # share of a GPU's memory that stays outside torch's allocators
 
 
 class LocalPool:
     """Makes at most `jobs` runs at a time, with `threads` threads each, spread over the GPUs.
+
+    Runs that share a GPU get equal parts of its memory.
 
     entry: MODULE:FUNCTION, called with the arguments of each run; preload: modules it imports.
     """
@@ -46,6 +49,8 @@ class LocalPool:
         cores, self.gpus = len(os.sched_getaffinity(0)), _gpus()
         self.jobs = jobs or (self.gpus or cores)
         self.threads = threads or max(1, cores // self.jobs)
+        sharing = -(-self.jobs // self.gpus) if self.gpus else 1  # runs on each GPU
+        self.gpu_share = round((1 - CONTEXT) / sharing, 4) if sharing > 1 else 0.0
         self._free = list(range(self.jobs))
         self._running: dict[str, tuple[Any, int]] = {}
         self._context: Any = multiprocessing.get_context(
@@ -67,7 +72,7 @@ class LocalPool:
             env["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
         process = self._context.Process(
             target=run_process,
-            args=(self.entry, list(argv), str(folder), self.threads, env),
+            args=(self.entry, list(argv), str(folder), self.threads, env, self.gpu_share),
             name=name,
         )
         with _environment(env):  # the first start is the server's: OpenMP reads it on loading

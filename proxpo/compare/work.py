@@ -18,12 +18,24 @@ from proxpo.runs.lock import exclusive
 
 
 def run_process(
-    entry: str, argv: Sequence[str], folder: str, threads: int, env: Mapping[str, str]
+    entry: str,
+    argv: Sequence[str],
+    folder: str,
+    threads: int,
+    env: Mapping[str, str],
+    gpu_share: float,
 ) -> None:
-    """The body of a process that makes one run, in a process group of its own."""
+    """The body of a process that makes one run, in a process group of its own.
+
+    gpu_share: of the GPU's memory that the run may take; 0: all of it, or there is no GPU
+    """
     os.setpgid(0, 0)  # Ctrl-C is for the comparison, which then stops its runs in good order
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update(env)
+    if gpu_share:
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(gpu_share)
     sys.exit(make_run(entry, argv, Path(folder), threads))
 
 

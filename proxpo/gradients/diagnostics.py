@@ -159,6 +159,7 @@ class _Watched:
 
     def gradient(self, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Tensor:
         update = self.inner.gradient(handle, rows, layout)
+        assert update is not None
         generator = handle.session.generator
         state = generator.get_state()
         self._measure(handle, rows, layout, update.detach())

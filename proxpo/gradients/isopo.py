@@ -161,7 +161,9 @@ class Isopo(LengthRule):
         """ρ of F, N and R."""
         return self.overlap_reg, self.norm_reg, self.rel_overlap_reg
 
-    def gradient(self, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Tensor:
+    def gradient(
+        self, handle: ParameterHandle, rows: AnyGradients, layout: Layout
+    ) -> Tensor | None:
         """U = Σ_i A_i s_i V_i of one parameter."""
         return measure.weighted_by_lengths(self, handle, rows, layout)
 

@@ -8,6 +8,7 @@ for Ã, `kernel` says what K is, `Ntk` puts them together, `isopo_ntk` makes the
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,23 +23,36 @@ from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.transform import Transform
 from proxpo.ops.shapes import Float, Int, Tensor
 
+_MOST = 512  # rows of triangular systems that cuBLAS solves in batches
+
 
 def mixed_advantages(
     K: Float[Tensor, "*group row row"],
-    A: Float[Tensor, "*group row"],
-    c: Float[Tensor, ""],
+    A: Float[Tensor, "..."],
+    c: Float[Tensor, "..."],
 ) -> Float[Tensor, "*group row"]:
     """c Ã = c (K + cI)⁻¹ A by Cholesky in float64; A itself where c = 0, since then every V_i is 0.
 
-    Solving (K/c + I) x = A keeps the numbers near 1 whatever the scale of the objective.
+    Solving (K/c + I) x = A keeps the numbers near 1 whatever the scale of the objective. A and c
+    are broadcast over the groups.
     """
-    c = c.double()
-    scaled = K.double() / torch.where(c > 0, c, 1.0)
-    eye = torch.eye(scaled.shape[-1], dtype=torch.float64, device=K.device)
-    factor, info = torch.linalg.cholesky_ex(scaled + eye)
-    solved = torch.cholesky_solve(A.double()[..., None], factor)[..., 0]
+    c = c.double()[..., None, None]
+    matrix = K.double() / torch.where(c > 0, c, 1.0)
+    matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    solved = _twice_solved(factor, A.double().expand(K.shape[:-1])[..., None])[..., 0]
     # A failed factorisation must not pass for a number.
     return torch.where(info[..., None] == 0, solved, torch.nan)
+
+
+def _twice_solved(
+    L: Float[Tensor, "*group row row"], b: Float[Tensor, "*group row 1"]
+) -> Float[Tensor, "*group row 1"]:
+    """(L Lᵀ)⁻¹ b. On CUDA `cholesky_solve` takes the matrices one by one."""
+    if not L.is_cuda or L.dim() == 2 or L.shape[-1] > _MOST:
+        return torch.cholesky_solve(b, L)
+    half = torch.linalg.solve_triangular(L, b, upper=False)
+    return torch.linalg.solve_triangular(L.mT, half, upper=True)
 
 
 def kernel(G: Float[Tensor, "pos *shape"], seq: Int[Tensor, " pos"]) -> Float[Tensor, "row row"]:
@@ -64,7 +78,9 @@ class Ntk(KernelRule):
     overlap = None
     spreads = True
 
-    def gradient(self, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Tensor:
+    def gradient(
+        self, handle: ParameterHandle, rows: AnyGradients, layout: Layout
+    ) -> Tensor | None:
         """U = Σ_i Ã_i V_i of one parameter."""
         return measure.weighted_by_kernel(self, handle, rows, layout)
 
@@ -73,48 +89,69 @@ class Ntk(KernelRule):
         return session.advantages
 
     def kernel_weights(
-        self, handle: ParameterHandle, kernel: Float[Tensor, "group member member"]
-    ) -> Float[Tensor, " row"]:
+        self,
+        handles: Sequence[ParameterHandle],
+        kernels: Float[Tensor, "parameter group member member"],
+    ) -> Float[Tensor, "parameter row"]:
         """Ã (times c for scale="c"); the mean squared length of the sequences is collected."""
-        handle.done = True
-        session, key = handle.session, f"{handle.name}/trace"
-        known = session.averages.get(key)
-        if session.padded is None:
-            weights, mean = self.solve(kernel, session.advantages, known, session.groups)
-        else:  # rows of padding have no part in the mean
-            mean = kernel.diagonal(dim1=1, dim2=2).sum() / session.count
-            average = mean if known is None else known
-            weights, _ = self.solve(kernel, session.advantages, average, session.groups)
-        session.collect(key, mean, mean=True)
-        if session.observer is not None:
-            c = self.rho * (mean if known is None else known)
-            handle.observe(kernel=session.groups.joined(kernel), c=c, weights=weights)
-        session.expect_finite(handle, mean[None])
-        session.expect_finite(handle, weights)
+        session = handles[0].session
+        keys = [f"{handle.name}/trace" for handle in handles]
+        known = [session.averages.get(key) for key in keys]
+        means = None
+        if session.padded is not None:  # rows of padding have no part in the mean
+            means = kernels.diagonal(dim1=2, dim2=3).sum((1, 2)) / session.count
+        averages = _averages(known, means, kernels.device)
+        weights, own = self.solve(kernels, session.advantages, averages, session.groups)
+        means = own if means is None else means
+        for handle, key, K, E, mean, w in zip(handles, keys, kernels, known, means, weights):
+            handle.done = True
+            session.collect(key, mean, mean=True)
+            if session.observer is not None:
+                c = self.rho * (mean if E is None else E)
+                handle.observe(kernel=session.groups.joined(K), c=c, weights=w)
+            session.expect_finite(handle, mean[None])
+            session.expect_finite(handle, w)
         return weights
 
     def solve(
         self,
-        kernel: Float[Tensor, "group member member"],
+        kernels: Float[Tensor, "parameter group member member"],
         advantages: Float[Tensor, " row"],
-        average: Float[Tensor, ""] | None,
+        averages: Float[Tensor, " parameter"] | None,
         groups: Groups,
-    ) -> tuple[Float[Tensor, " row"], Float[Tensor, ""]]:
+    ) -> tuple[Float[Tensor, "parameter row"], Float[Tensor, " parameter"]]:
         """Ã (times c) and tr K / m; c is ρ times the average of tr K / m, or times its own."""
         A = groups.arranged(advantages).view(groups.count, groups.size)
-        fused = measure.fused_kernels() if kernel.is_cuda else None
+        fused = measure.fused_kernels() if kernels.is_cuda else None
         if fused is not None and groups.size <= fused.MAX_KERNEL:
-            # A restored average may still be on the host.
-            average = None if average is None else average.to(kernel.device)
             paper, number = self.scale == "paper", len(advantages)
-            solved, mean = fused.solve(kernel, A, average, rho=self.rho, paper=paper, number=number)
-            return groups.by_sequence(solved.flatten()), mean
-        mean = kernel.diagonal(dim1=1, dim2=2).sum() / len(advantages)
-        c = self.rho * (mean if average is None else average.to(mean)).double()
-        solved = mixed_advantages(kernel, A, c)
-        if self.scale == "paper":
-            solved = torch.where(c > 0, solved / torch.where(c > 0, c, 1.0), 0.0)
-        return groups.by_sequence(solved.flatten()).to(advantages.dtype), mean
+            solved, means = fused.solve(
+                kernels, A, averages, rho=self.rho, paper=paper, number=number
+            )
+        else:
+            means = kernels.diagonal(dim1=2, dim2=3).sum((1, 2)) / len(advantages)
+            c = self.rho * (means if averages is None else averages.to(means)).double()[:, None]
+            solved = mixed_advantages(kernels, A, c)
+            if self.scale == "paper":
+                c = c[..., None]
+                solved = torch.where(c > 0, solved / torch.where(c > 0, c, 1.0), 0.0)
+        by_sequence = groups.by_sequence(solved.flatten(1).T).T
+        return by_sequence.to(advantages.dtype), means
+
+
+def _averages(
+    known: Sequence[Float[Tensor, ""] | None],
+    means: Float[Tensor, " parameter"] | None,
+    device: torch.device,
+) -> Float[Tensor, " parameter"] | None:
+    """E[tr K / m] of some parameters, their own means where it is not known; None for all so."""
+    if means is None:
+        (E,) = known
+        return None if E is None else E.to(device)[None]  # a restored one may be on the host
+    if not any(E is not None for E in known):
+        return means
+    values = [mean.double() if E is None else E for E, mean in zip(known, means)]
+    return torch.stack(values).to(means)
 
 
 def isopo_ntk(

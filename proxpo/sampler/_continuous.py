@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from proxpo.errors import ProxpoError
+from proxpo.ops.memory import free_memory
 from proxpo.ops.shapes import Int, Num, Tensor
 from proxpo.sampler._decoder import WINDOW, Decoder, pages_of
 from proxpo.sampler._step import PAGE
@@ -201,6 +202,4 @@ def most_pages(decoder: Decoder) -> int:
     device = decoder.token.device
     if device.type != "cuda":
         return 1 << 40
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free // 2 // decoder.page_bytes
+    return free_memory(device) // 2 // decoder.page_bytes

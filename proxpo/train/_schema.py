@@ -68,8 +68,8 @@ class ModelConfig:
 class TaskConfig:
     name: str = setting(
         "arithmetic",
-        "arithmetic[:LEVEL], arithmetic-chat, arms, calculator, dialogue, gsm8k[:PATH], "
-        "reasoning-gym:NAME, textarena:GAME, verifiers:TASKSET, FILE",
+        "arithmetic[:LEVEL], arithmetic-chat, arms, calculator, column-sums[:LEVEL], dialogue, "
+        "gsm8k[:PATH], reasoning-gym:NAME, textarena:GAME, verifiers:TASKSET, FILE",
         resume="fixed",
     )
     options: dict = setting({}, "options of the task, such as digits or held_out", resume="fixed")
@@ -230,7 +230,13 @@ class CheckpointConfig:
     every: int = setting(
         50, "steps between checkpoints; 0: at the end alone", resume="next", low=0, high=STEPS
     )
-    keep: int = setting(2, "how many to keep", resume="next", low=1, high=STEPS)
+    keep: int = setting(
+        2,
+        "how many to keep; 0: none is written, and a run that was stopped begins anew",
+        resume="next",
+        low=0,
+        high=STEPS,
+    )
     grace: float = setting(
         20.0,
         "seconds a stop signal waits for an update to end; then the last checkpoint counts",

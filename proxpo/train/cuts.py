@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from proxpo.models import Policy
+from proxpo.ops.memory import free_memory
 from proxpo.ops.shapes import Bool, Int, Tensor
 from proxpo.train.faults import is_out_of_memory
 
@@ -164,9 +165,7 @@ def fitted_tokens(policy: Policy, *, transform: bool) -> int:
     model, device = policy.model, policy.device
     if device.type != "cuda":
         return CPU_TOKENS
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = free - sum(16 * p.numel() for p in model.parameters() if p.requires_grad)
+    room = free_memory(device) - sum(16 * p.numel() for p in model.parameters() if p.requires_grad)
     fitting = room // 2 // token_bytes(policy, transform=transform)
     power = 1 << max(fitting, 1).bit_length() - 1  # the same from run to run
     return GPU_TOKENS if fitting >= GPU_TOKENS else max(power, LEAST_TOKENS)

@@ -216,8 +216,8 @@ def build_language_job(config: Config) -> LanguageJob:
     _check_blocks(config)
     policy = load_policy(
         config.model.name,
-        device=_device(config.model.device),
-        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        device=config.model.device,
+        dtype=config.model.dtype,
         lora=config.model.lora,
         seed=derive(config.seed, "init"),
     )
@@ -400,12 +400,6 @@ def _exam(config: Config, task: Task) -> Examination:
 
 def _sampled(metrics: dict[str, float]) -> float | None:
     return next((value for name, value in metrics.items() if name.startswith("eval/avg@")), None)
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 __all__ = ["LanguageJob", "build_language_job", "fitted", "sampling_backend", "splits"]

@@ -9,10 +9,11 @@ from typing import Any
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import Checkpoint, load_latest
+from proxpo.runs.files import read_object
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.jsonlines import JsonLines
 from proxpo.runs.sinks import Sinks, make_sinks, public_names
-from proxpo.runs.status import clear_end
+from proxpo.runs.status import SUMMARY, clear_end
 from proxpo.runs.stop import Overdue, StopRequest, stop_on_signal
 from proxpo.train.build import build_job
 from proxpo.train.config import (
@@ -75,6 +76,8 @@ class _ActiveRun:
         return replace(self.observer, on_progress=on_progress)
 
     def save(self) -> None:
+        if not self.job.config.checkpoint.keep:
+            return
         self.at.phase = "checkpoint"
         save(self.job, self.out / "checkpoints")
         self.at.saved = self.job.step
@@ -100,7 +103,8 @@ def _finished(run: _ActiveRun) -> dict[str, Any]:
     except (_Stopped, Overdue) as end:
         by = run.stop.by
         if at.saved is None:
-            observer.on_notice(f"stopped by {by} before the first step; nothing was saved")
+            when = f"after step {job.step}" if job.step else "before the first step"
+            observer.on_notice(f"stopped by {by} {when}; nothing was saved")
         else:
             late = f", in the {at.phase} of step {at.step + 1}" if isinstance(end, Overdue) else ""
             observer.on_notice(
@@ -206,6 +210,10 @@ def _resumed(
     """The checkpoint to continue from and the settings that change there, if there is one."""
     checkpoint = load_latest(out / "checkpoints")
     if checkpoint is None:
+        if read_object(out / SUMMARY) is not None:
+            raise ProxpoError(
+                f"{out} holds a finished run without checkpoints: choose another --out"
+            )
         return None
     if not resume:
         raise ProxpoError(f"{out} already holds a run: --resume continues it, --out starts another")

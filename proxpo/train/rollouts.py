@@ -125,8 +125,8 @@ class RolloutJob(Job):
 
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         learner, device = self.learner, self.learner.policy.device
-        _fill(learner.policy.model, parts["weights"])
-        _restore_optimizer(learner.optimizer, parts["optimizer"])
+        fill_weights(learner.policy.model, parts["weights"])
+        restore_optimizer(learner.optimizer, parts["optimizer"])
         learner.state = parts["recipe"]
         if learner.transform is not None:
             learner.transform.load_state_dict(parts["transform"])
@@ -146,7 +146,7 @@ class RolloutJob(Job):
         return Experience(**tensors)
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Loads the optimizer's state; its rate and decay stay those of the settings.
 
     Groups come as last scheduled, `lr` = `base_lr` x factor; a new rate takes the factor over
@@ -163,7 +163,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) 
             group["lr"], group["base_lr"] = settings["lr"] * factor, settings["lr"]
 
 
-def _fill(model: nn.Module, weights: dict[str, Any]) -> None:
+def fill_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     """Loads the trained weights of the checkpoint, which must have these and no others."""
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if own.keys() != weights.keys():

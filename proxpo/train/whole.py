@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm
 
-from proxpo.gradients._engine.transform import position_vector
+from proxpo.gradients._engine.transform import scaled_norm
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.sampler._lean import attention_before
 from proxpo.sampler._pieces import gated, turned
@@ -53,8 +52,8 @@ def _qkv(
 
 
 def _normed(norm: Any, x: Float[Tensor, "pos *heads wide"], eps: float) -> Tensor:
-    """RMS norm in one kernel, times its weight."""
-    return rms_norm(x, x.shape[-1:], None, eps) * position_vector(norm.weight, x.shape[:-1])
+    """RMS norm in one kernel, with its weight."""
+    return scaled_norm(x, norm.weight, eps)
 
 
 __all__ = ["states_of_rows"]

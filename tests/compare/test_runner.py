@@ -14,6 +14,7 @@ import pytest
 from comparisons import SMALL, Started, arguments, data_of, folder_of, rows_of
 
 from proxpo.cli import main
+from proxpo.compare.local import LocalPool
 from proxpo.compare.plan import read_plan
 from proxpo.compare.runner import choose_settings, open_comparison
 from proxpo.compare.state import state_of
@@ -211,3 +212,9 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:  # closed since it was listed
         return ""
+
+
+def test_runs_that_share_a_gpu_get_equal_parts_of_its_memory(monkeypatch):
+    monkeypatch.setattr("proxpo.compare.local._gpus", lambda: 2)
+    shares = [LocalPool("x:y", jobs=jobs).gpu_share for jobs in (1, 2, 3, 8)]
+    assert shares == [0.0, 0.0, 0.47, 0.235]

@@ -135,9 +135,10 @@ def test_solving_for_the_weights_of_ntk(numbers, scale, known):
 
     def solved(device: str) -> list[torch.Tensor]:
         groups = Groups.of(torch.tensor(numbers, device=device))
-        average = None if known is None else torch.tensor(known, device=device)
+        averages = None if known is None else torch.tensor([known, 1.0], device=device)
         kernel = groups.blocks((sums @ sums.T).to(device))
-        return [x.cpu() for x in rule.solve(kernel, advantages.to(device), average, groups)]
+        kernels = torch.stack([kernel, 3 * kernel])
+        return [x.cpu() for x in rule.solve(kernels, advantages.to(device), averages, groups)]
 
     assert_close(solved("cuda"), solved("cpu"), rtol=1e-4, atol=1e-6)
 

@@ -192,8 +192,10 @@ def test_a_long_kernel_is_summed_in_slices():
     assert_close(inner_products.kernel_stacked(sums), want, **EXACT)
     assert_close(inner_products.kernel_stacked(sums[:1]), want[:1], **EXACT)
     on_cuda = [inner_products._slice_length(m, 576 * 576, "cuda") for m in (2, 64, 512)]
-    assert on_cuda == [1280, 1280, 65536]
-    assert inner_products._slice_length(8, 576, "cuda") == 512
+    assert on_cuda == [1536, 1536, 55296]  # 576 * 576 is a multiple of each
+    assert inner_products.even_step(1536, 1323) == 768
+    assert inner_products.even_step(100, 30) == 30
+    assert inner_products._slice_length(8, 576, "cuda") == 576
 
 
 class Sizes(TorchDispatchMode):

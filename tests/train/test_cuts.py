@@ -348,9 +348,7 @@ def policy_on_a_gpu(*, trained: int = 0, checkpointing: bool = False):
 def test_the_budget_follows_free_memory(monkeypatch):
     """Half of what is free besides the optimizer, in a power of two, between two limits."""
     policy, free = policy_on_a_gpu(), []
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 0))
+    monkeypatch.setattr(cuts, "free_memory", lambda device: free[-1])
     per_token = token_bytes(policy, transform=False)
     assert per_token == 30 * (32 * 576 + 6 * 1536) * 2
     found = []

@@ -309,3 +309,12 @@ def test_old_log_probs_of_fresh_data_need_no_pass_of_their_own(tmp_path, monkeyp
     train(config_of(tmp_path / "early", "steps=2", method="grpo"))
     late, early = weights_of(tmp_path / "late", 2), weights_of(tmp_path / "early", 2)
     assert all(torch.equal(late[name], value) for name, value in early.items())
+
+
+def test_a_run_without_checkpoints_writes_none_and_is_not_overwritten(tmp_path):
+    config = config_of(tmp_path, "steps=1", "checkpoint.keep=0", method="grpo")
+    assert train(config)["steps"] == 1
+    assert not (tmp_path / "checkpoints").exists()
+    for resume in (False, True):
+        with pytest.raises(ProxpoError, match="finished run without checkpoints"):
+            train(config, resume=resume)

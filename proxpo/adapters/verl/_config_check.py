@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from proxpo.adapters.verl._environment import notify
-from proxpo.adapters.verl._estimators import estimators
+from proxpo.adapters.verl._estimators import check_lengths, estimators
 from proxpo.adapters.verl._losses import AVERAGES, loss_options
 from proxpo.adapters.verl._recipes import (
     GROUP_KINDS,
@@ -30,7 +30,7 @@ from proxpo.adapters.verl._settings import (
     setting_values,
 )
 from proxpo.errors import ProxpoError, nearest
-from proxpo.settings import make_recipe
+from proxpo.settings import at_length, make_recipe
 from proxpo.stages.advantage import gae, group_relative, leave_one_out, length_weighted_baseline
 from proxpo.types import KINDS, Recipe, Stage
 
@@ -83,12 +83,21 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
     estimator = str(algorithm.adv_estimator)
     _check_algorithm(algorithm, estimator, explicit)
     slug = known_slug(str(actor.policy_loss.get("loss_mode", "")))
-    if slug is None:
-        return
+    if slug is not None:
+        _check_loss_mode(slug, config, explicit)
+    if estimator.startswith(PREFIX):
+        recipe = _recipe_of_estimator(estimator, algorithm)
+        check_lengths(estimator, recipe, config.data.max_response_length)
+
+
+def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
+    """Refuses settings that a loss mode does not read, and an estimator of another method."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     options = as_builtins(loss_options(actor))
     recipe = loss_recipe(slug, options, changed_settings(actor))
     _check_explicit(recipe, actor, explicit)
     _check_options(recipe, options, actor)
+    _check_divisor(recipe, actor, config.data.max_response_length)
     _check_estimator(recipe, options, config)
     _check_updates(recipe, config)
     _check_bypass(recipe, algorithm)
@@ -137,6 +146,17 @@ def _check_options(recipe: Recipe, options: Mapping[str, Any], actor: Any) -> No
             )
 
 
+def _check_divisor(recipe: Recipe, actor: Any, tokens: int) -> None:
+    """Refuses a constant divisor that is open: verl takes the longest response of a micro-batch."""
+    same = AVERAGES.get(str(actor.loss_agg_mode)) == recipe.aggregate.name
+    own = recipe.aggregate.length is None or recipe.aggregate.options["max_tokens"] is not None
+    if same and not own and not actor.loss_scale_factor:
+        raise ProxpoError(
+            f"verl: {recipe.name} divides by one length for all responses; verl by the longest of "
+            f"each micro-batch, unless {ACTOR}.loss_scale_factor={tokens} is set"
+        )
+
+
 def _averages_alike(stage: Stage, actor: Any) -> bool:
     same = AVERAGES.get(str(actor.loss_agg_mode)) == stage.name
     return same and stage.options.get("max_tokens") in (None, actor.loss_scale_factor)
@@ -159,12 +179,13 @@ def estimator_stages(recipe: Recipe) -> Stages:
 
 def _check_estimator(recipe: Recipe, options: Mapping[str, Any], config: Any) -> None:
     """Refuses an estimator that does not compute the advantages of the loss mode's method."""
+    tokens = config.data.max_response_length
+    recipe, default = at_length(recipe, tokens), at_length(make_recipe(recipe.name), tokens)
     name, wanted = str(config.algorithm.adv_estimator), estimator_stages(recipe)
-    default = make_recipe(recipe.name)
     if name == verl_name(recipe.name) and wanted == estimator_stages(default):
         return  # algorithm.options decide over the advantages
     if name.startswith(PREFIX):
-        run = estimator_stages(_recipe_of_estimator(name, config.algorithm))
+        run = estimator_stages(at_length(_recipe_of_estimator(name, config.algorithm), tokens))
     else:
         run = verl_stages(name, config)
     left = {kind for kind in GROUP_KINDS if getattr(default, kind) and not getattr(recipe, kind)}

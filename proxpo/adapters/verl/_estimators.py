@@ -8,6 +8,7 @@ import torch
 
 from proxpo.adapters.verl._environment import notify
 from proxpo.adapters.verl._recipes import (
+    GROUP_KINDS,
     NO_CLOCK,
     PREFIX,
     as_builtins,
@@ -15,10 +16,11 @@ from proxpo.adapters.verl._recipes import (
     verl_name,
 )
 from proxpo.compose import prepare
+from proxpo.errors import ProxpoError
 from proxpo.ops.masked import last_valid
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.recipes import methods
-from proxpo.settings import at_length
+from proxpo.settings import lengths
 from proxpo.stages import STAGES, load_stages
 from proxpo.types import Batch, Context, Recipe
 
@@ -65,7 +67,7 @@ def estimator(name: str, make: Make) -> Callable[..., tuple[Tensor, Tensor]]:
         reward_baselines: Float[Tensor, " seq"] | None = None,
     ) -> tuple[Float[Tensor, "seq tok"], Float[Tensor, "seq tok"]]:
         recipe = make((config.get("options", None) or {}) if config is not None else {})
-        recipe = at_length(recipe, response_mask.shape[1])  # verl pads to its response length
+        check_lengths(name, recipe)
         batch = reward_batch(recipe, token_level_rewards, response_mask.bool(), index)
         ready = prepare(recipe.replace(value=None), batch, Context(clock=NO_CLOCK))
         advantages = ready.batch.advantages
@@ -77,6 +79,20 @@ def estimator(name: str, make: Make) -> Callable[..., tuple[Tensor, Tensor]]:
 
     estimate.__name__ = estimate.__qualname__ = name
     return estimate
+
+
+def check_lengths(name: str, recipe: Recipe, tokens: int | None = None) -> None:
+    """Refuses an estimator whose longest response is open: verl pads to the longest of a batch.
+
+    tokens: verl's data.max_response_length where it is known
+    """
+    for place, length in lengths(recipe).items():
+        if length is None and place.split(".")[0] in GROUP_KINDS:
+            value = "data.max_response_length" if tokens is None else tokens
+            raise ProxpoError(
+                f"verl: adv_estimator={name} depends on the longest response allowed, which verl "
+                f"does not hand over: set +algorithm.options.{place}={value}"
+            )
 
 
 def reward_batch(
@@ -109,4 +125,4 @@ def prompt_numbers(index: Any) -> Int[Tensor, " seq"]:
     return torch.as_tensor(numbers)
 
 
-__all__ = ["estimator", "estimators", "register_estimators"]
+__all__ = ["check_lengths", "estimator", "estimators", "register_estimators"]

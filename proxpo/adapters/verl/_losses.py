@@ -180,7 +180,10 @@ class ActorLoss:
 
 
 def response_length(recipe: Recipe, info: Mapping[str, Any], width: int) -> float:
-    """The constant that stands for a response's length: the recipe's, verl's, the padded width."""
+    """The constant that stands for a response's length: the recipe's, verl's, the padded width.
+
+    The width is that of the micro-batch, as in verl's own losses.
+    """
     own, factor = recipe.aggregate.options.get("max_tokens"), info.get("loss_scale_factor")
     if own is not None and factor and float(own) != float(factor):
         raise ProxpoError(

@@ -92,10 +92,10 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, ctx.call = layer, _begin(layer.module_handle, x.shape[:-1])
         ctx.inputs = inputs
-        ctx.save_for_backward(x, weight)
         ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
         with no_autocast(x):
             kernel = layer.kernel(weight, x.dtype)
+            ctx.save_for_backward(x, weight, None if kernel.dtype == weight.dtype else kernel)
             if bias is not None and bias.dtype != x.dtype:
                 bias = bias.to(x.dtype)
             out = F.linear(x, kernel.T if layer.transposed else kernel, bias)
@@ -106,8 +106,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: LinearLayer = ctx.layer
         needs = ctx.needs_input_grad
-        x, weight = ctx.saved_tensors
-        made = layer.backward(ctx.call, grad, x, weight, ctx.bias_dtype, needs, ctx.inputs)
+        x, weight, kernel = ctx.saved_tensors
+        made = layer.backward(
+            ctx.call, grad, x, weight, ctx.bias_dtype, needs, ctx.inputs, kernel=kernel
+        )
         return *made, None, None
 
 
@@ -185,13 +187,17 @@ class LinearLayer:
         bias_dtype: torch.dtype,
         needs: Sequence[bool],
         inputs: SharedInput | None,
+        kernel: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of input, weight and bias, where `needs` asks for them."""
+        """Gradients of input, weight and bias, where `needs` asks for them.
+
+        kernel: the weight in the dtype of x, where the forward pass has cast it
+        """
         module_handle = self.module_handle
         with no_autocast(x):
             grad_x = None
             if needs[0]:
-                kernel = self.kernel(weight, x.dtype)
+                kernel = self.kernel(weight, x.dtype) if kernel is None else kernel
                 grad_x = F.linear(grad, kernel if self.transposed else kernel.T)
             a, g = _flatten(x, module_handle), _flatten(grad, module_handle)
             rows: dict[str, AnyGradients] = {}
@@ -337,6 +343,42 @@ class _Expand(torch.autograd.Function):
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.vectors.finish(ctx.attribute, grad, ctx.dtype), None, None, None
+
+
+class _NormWeight(torch.autograd.Function):
+    """The output of an RMS norm, beside which the weight gets the gradient of each position.
+
+    x̂ is computed again: cheaper than a product with the weight at every position, both ways.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        weight: Tensor,
+        x: Tensor,
+        eps: float,
+        attribute: str,
+        vectors: "VectorCall",
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.eps, ctx.attribute, ctx.vectors, ctx.dtype = eps, attribute, vectors, weight.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        rows = F.rms_norm(x, x.shape[-1:], None, ctx.eps) * grad
+        out = ctx.vectors.finish(ctx.attribute, rows, ctx.dtype)
+        return grad, out, None, None, None, None
+
+
+def norm_weight(
+    y: Tensor, weight: Tensor, x: Tensor, eps: float, attribute: str, vectors: "VectorCall"
+) -> Tensor:
+    """y, the RMS norm of x times `weight`, with a gradient of the weight by position."""
+    return _NormWeight.apply(y, weight, x, eps, attribute, vectors)
 
 
 class VectorCall:

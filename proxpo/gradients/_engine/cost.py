@@ -27,6 +27,7 @@ PATHS = ("auto", "gram", "materialise", "stream")
 # Stacked sequence gradients are kept whole up to this many entries, else built in blocks (twice).
 KEEP = 1 << 26
 HELD = 1 << 30  # bytes of stacked sequence gradients that a kernel may hold
+POSTPONED = 1 << 31  # bytes of position gradients that wait for the weights of many parameters
 _LAUNCH = 2e9  # three small kernels, in the FLOPs a large GPU does meanwhile
 
 
@@ -86,9 +87,17 @@ def cheapest_form(
 
 
 def gram_kernel(
-    shape: tuple[int, ...], layout: Layout, groups: Groups, path: str, kind: torch.dtype
+    shape: tuple[int, ...],
+    layout: Layout,
+    groups: Groups,
+    path: str,
+    kind: torch.dtype,
+    *,
+    held: bool,
 ) -> bool:
-    """True where K of a weight O x D is cheaper in Gram form; `kind`: dtype of stacked V.
+    """True where K of a weight O x D is cheaper in Gram form.
+
+    kind, held: dtype of stacked V, and whether all of it would be held at once.
 
     Of n places for sequences in groups of s, the longest of L positions (FLOPs, and bytes moved):
 
@@ -105,7 +114,6 @@ def gram_kernel(
     gram = pairs * (2.0 * (out + inp) + 16 * byte) + sent * places * length * (out + inp)
     stacked = places * out * inp * (2.0 * groups.size + 4 * kind.itemsize * byte + sent)
     again = 2.0 * places * length / layout.ranks * out * inp
-    held = holds_stack(shape, layout, groups, kind)
     return gram < stacked + (0.0 if held else again)
 
 
@@ -115,6 +123,10 @@ def holds_stack(shape: tuple[int, ...], layout: Layout, groups: Groups, kind: to
     Up to the size of a block always; up to HELD bytes if reading V costs less than that GEMM.
     """
     size = groups.count * groups.size * shape[0] * shape[1] * kind.itemsize
-    reading = kind.itemsize * traffic(layout.seq.device.type)
-    limit = HELD if 2.0 * max(layout.whole.lengths) > reading else inner_products.STACK
+    limit = HELD if reading_pays(layout, kind) else inner_products.STACK
     return layout.alone and size <= limit
+
+
+def reading_pays(layout: Layout, kind: torch.dtype) -> bool:
+    """True where reading V costs less than Σ w_i V_i from its positions, 2L FLOPs an entry."""
+    return 2.0 * max(layout.whole.lengths) > kind.itemsize * traffic(layout.seq.device.type)

@@ -18,6 +18,7 @@ from proxpo.gradients._engine.device import matmul
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.position_gradients import Dense, Outer
+from proxpo.logp.head import add_matmul_
 from proxpo.ops.shapes import Float, Tensor
 
 _COLUMNS = 1024
@@ -213,11 +214,12 @@ def _solve_kernel(
     kernel, average, advantages, weights, mean, places, size, number, rho, KNOWN: tl.constexpr,
     PAPER: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """(K/c + I)⁻¹ A of one group in float64, by the sweep operator: no pivots are needed.
+    """(K/c + I)⁻¹ A of a parameter's group in float64, by the sweep operator: it needs no pivots.
 
     The matrix stays symmetric, so that a step needs one of its rows and no column.
     """
-    group = tl.program_id(0)
+    group, parameter = tl.program_id(0), tl.program_id(1)
+    kernel = kernel + parameter.to(tl.int64) * places * size
     total = tl.zeros([CHUNK], tl.float64)
     for start in range(0, places, CHUNK):
         n = start + tl.arange(0, CHUNK)
@@ -225,9 +227,9 @@ def _solve_kernel(
         total += tl.load(at, mask=n < places, other=0.0).to(tl.float64)
     c = tl.sum(total, 0) / number
     if group == 0:
-        tl.store(mean, c)
+        tl.store(mean + parameter, c)
     if KNOWN:
-        c = tl.load(average).to(tl.float64)
+        c = tl.load(average + parameter).to(tl.float64)
     c = c * rho
     safe = tl.where(c > 0, c, 1.0)
     i = tl.arange(0, SIZE)
@@ -246,7 +248,8 @@ def _solve_kernel(
         k = tl.where(swept[:, None] | swept[None, :], 0.0, k) - row[:, None] * share[None, :]
     if PAPER:
         x = tl.where(c > 0, x / safe, 0.0)
-    tl.store(weights + group * size + i, x.to(weights.dtype.element_ty), mask=inside)
+    at = weights + parameter * places + group * size + i
+    tl.store(at, x.to(weights.dtype.element_ty), mask=inside)
 
 
 def fits(layout: Layout, overlap_set: OverlapSet | None, kind: torch.dtype) -> bool:
@@ -269,9 +272,9 @@ def _constants(options: Any, own: tuple[bool, ...], norm: bool, picks: int) -> d
 
 
 class Weighted(NamedTuple):
-    """Σ_i w_i V_i, and F², R² and w of every sequence."""
+    """Σ_i w_i V_i (None where a total has it), and F², R² and w of every sequence."""
 
-    grad: Tensor
+    grad: Tensor | None
     f2: Float[Tensor, " row"]
     r2: Float[Tensor, " row"]
     weights: Float[Tensor, " row"]
@@ -286,10 +289,12 @@ def weighted(
     advantages: Float[Tensor, " row"],
     options: Any,
     means: Means,
+    total: Float[Tensor, "out inp"] | None = None,
 ) -> Weighted:
     """Σ_i A_i s_i V_i of one parameter.
 
     sums: stacked V, of a vector or where it was built.
+    total: tensor to which the sum is added, without `sums`.
     options, means: `ScaleOptions` of the rule, and E[x²] of F, N and R; None for each sequence's
         own x².
     """
@@ -307,7 +312,7 @@ def weighted(
     own = tuple(mean is None for mean in means)
     constants = _constants(options, own, norm2 is not None, picks)
     # No position stores the weight of a sequence without any.
-    make = torch.zeros if layout.has_empty else torch.empty
+    make = torch.zeros if layout.has_empty and sums is None else torch.empty
     stored = make(3, count, device=advantages.device)
     if sums is not None:
         flat = sums.flatten(1)
@@ -329,8 +334,11 @@ def weighted(
         narrow.stride(0), picks, count, ROWS=8,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)), **constants,
     )  # fmt: skip
-    grad = scaled.T @ rows.a if by_g else rows.g.T @ scaled
-    return Weighted(grad, *stored.unbind())
+    factors = (scaled.T, rows.a) if by_g else (rows.g.T, scaled)
+    if total is None:
+        return Weighted(factors[0] @ factors[1], *stored.unbind())
+    add_matmul_(total, *factors)
+    return Weighted(None, *stored.unbind())
 
 
 def _overlaps(
@@ -340,9 +348,10 @@ def _overlaps(
     index, count = overlap_set.index, layout.count
     gg = matmul(rows.g.index_select(0, index), rows.g.T)
     out = gg.new_empty(len(index), count + 1)
+    block = min(1024, max(32, triton.next_power_of_2(layout.size // count)))
     _overlap_kernel[(len(index), count)](
         gg, rows.input_products(index), layout.seq, layout.first, layout.last, index, out,
-        layout.size, count, BLOCK=min(1024, max(32, triton.next_power_of_2(layout.size // count))),
+        layout.size, count, BLOCK=block, num_warps=1 if block <= 128 else 4,
     )  # fmt: skip
     return out
 
@@ -362,21 +371,22 @@ def _vector_overlaps(
 
 
 def solve(
-    kernel: Float[Tensor, "group member member"],
+    kernels: Float[Tensor, "parameter group member member"],
     advantages: Float[Tensor, "group member"],
-    average: Float[Tensor, ""] | None,
+    averages: Float[Tensor, " parameter"] | None,
     *,
     rho: float,
     paper: bool,
     number: int,
-) -> tuple[Float[Tensor, "group member"], Float[Tensor, ""]]:
+) -> tuple[Float[Tensor, "parameter group member"], Float[Tensor, " parameter"]]:
     """The weights of ISOPO-NTK and tr K / m of `number` = m sequences, in one launch."""
     groups, size = advantages.shape
-    weights, mean = torch.empty_like(advantages), kernel.new_empty(())
-    _solve_kernel[(groups,)](
-        kernel.contiguous(), kernel if average is None else average, advantages.contiguous(),
-        weights, mean, groups * size, size, number, rho, KNOWN=average is not None, PAPER=paper,
+    weights = advantages.new_empty(len(kernels), groups, size)
+    means = kernels.new_empty(len(kernels))
+    _solve_kernel[(groups, len(kernels))](
+        kernels.contiguous(), kernels if averages is None else averages, advantages.contiguous(),
+        weights, means, groups * size, size, number, rho, KNOWN=averages is not None, PAPER=paper,
         SIZE=triton.next_power_of_2(size), CHUNK=min(1024, triton.next_power_of_2(groups * size)),
         num_warps=1 if size <= 32 else 4,
     )  # fmt: skip
-    return weights, mean
+    return weights, means

@@ -244,6 +244,8 @@ def by_vocabulary(work: HeadPass, rule: LengthRule | KernelRule) -> HeadGradient
     if isinstance(rule, LengthRule) and rule.measurement.norm:
         stack = inner_products.BLOCK // (work.scored.layout.count * tokens.hidden.shape[1])
         cols = min(cols, max(stack, 128))
+    if tokens.hidden.is_cuda:
+        cols = inner_products.even_step(len(head.weight), cols)
     for col in blocks(len(head.weight), cols):
         g = head.grad(tokens, col)
         if d_hidden is not None:
@@ -266,7 +268,9 @@ def all_logits(work: HeadPass) -> HeadGradients:
                 x.new_zeros(layout.size, x.shape[1]).index_copy_(0, work.scored.index, x)
                 for x in (side, g)
             )
-        outs.append(parameter.handle.gradient(Outer(side, full), layout).to(side.dtype))
+        gradient = parameter.handle.gradient(Outer(side, full), layout)
+        assert gradient is not None
+        outs.append(gradient.to(side.dtype))
     return (g @ work.head.weight if work.to_hidden else None), outs
 
 
@@ -350,7 +354,8 @@ class _KernelSums:
         kind = inner_products.stack_dtype(rows, self.layout, rounded=True)
         shape = (len(work.head.weight), parameter.side.shape[1])
         held = size[0] ** 2 * work.precise.itemsize <= inner_products.STACK
-        if held and cost.gram_kernel(shape, self.layout, everyone, rule.path, kind):
+        stacked = cost.holds_stack(shape, self.layout, everyone, kind)
+        if held and cost.gram_kernel(shape, self.layout, everyone, rule.path, kind, held=stacked):
             self.gram = parameter.side.new_zeros(size, dtype=work.precise)
 
     def add(self, g: Float[Tensor, "tok col"]) -> None:
@@ -367,7 +372,7 @@ class _KernelSums:
         """Weights of the rule, once all blocks are added."""
         kernel = self.kernel if self.gram is None else self._from_gram(self.gram)
         assert kernel is not None
-        return self.rule.kernel_weights(self.parameter.handle, kernel)
+        return self.rule.kernel_weights([self.parameter.handle], kernel[None])[0]
 
     def _from_gram(self, gram: Float[Tensor, "tok tok"]) -> Float[Tensor, "group member member"]:
         """Σ_{t in i, t' in j} (g_t·g_t')(s_t·s_t')."""

@@ -245,6 +245,16 @@ def _slices(size: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, size))
 
 
+def even_step(size: int, most: int) -> int:
+    """Step of at most `most` through `size` columns: parts of like width, in multiples of 64.
+
+    Products in half precision are several times slower for odd widths.
+    """
+    most = max(1, min(size, most))
+    step = -(-size // -(-size // most))
+    return min(-(-step // 64) * 64, most // 64 * 64 or most) if step < size else size
+
+
 def kernel_stacked(
     sums: Float[Tensor, "group member entry"],
 ) -> Float[Tensor, "group member member"]:
@@ -272,8 +282,11 @@ def _slice_length(size: int, entries: int, device: str) -> int:
     """Entries of V in one product: on CUDA, so that 256 tiles of 64 x 64 occupy the device."""
     if device != "cuda":
         return entries // max(1, entries // 8192)
-    products = max(1, 256 // ((size + 63) // 64) ** 2)
-    return min(max(entries // products // 64 * 64, 512), _LONG, entries)
+    products = min(256 // ((size + 63) // 64) ** 2, entries // 512)
+    products = max(1, products, -(-entries // _LONG))
+    even = (n for n in range(products, products // 2, -1) if entries % (64 * n) == 0)
+    length = entries // next(even, products)  # nothing is left over where that is possible
+    return length if products == 1 else length // 64 * 64
 
 
 def _upper(tiles: Float[Tensor, "tile row entry"]) -> Float[Tensor, "tile row row"]:
@@ -302,7 +315,7 @@ def kernel_materialised(
     a = groups.arranged(layout.grid(rows.a, clear=False))
     product = torch.bmm if kind == torch.bfloat16 else matmul
     kernel: Tensor | None = None
-    for columns in _slices(inp, max(1, min(inp, width))):
+    for columns in _slices(inp, even_step(inp, width)):
         sums = layout.total(product(g, a[:, :, columns]))
         part = kernel_stacked(sums.view(groups.count, groups.size, -1))
         kernel = part if kernel is None else kernel.add_(part)
@@ -312,7 +325,7 @@ def kernel_materialised(
     return kernel, sums if held else None
 
 
-def stack_dtype(rows: Outer, layout: Layout, *, rounded: bool) -> torch.dtype:
+def stack_dtype(rows: Outer, layout: Layout, *, rounded: bool = True) -> torch.dtype:
     """Dtype of stacked V: float32 or better, or where it may be `rounded`, bfloat16 on CUDA.
 
     Sums over positions and over entries of V are taken in float32 either way. Rounding changes an

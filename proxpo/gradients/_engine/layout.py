@@ -39,7 +39,7 @@ class Layout:
         """Sequence i in row i of a padded batch, for the recording of CUDA graphs.
 
         Nothing is read from the device: `lengths` are upper bounds (`bounded`), and any row may
-        hold padding, or nothing else.
+        hold padding, or nothing else. The gradient of padding is 0.
         """
         layout = Layout(seq, count)
         layout.bounded = True
@@ -148,6 +148,11 @@ class Layout:
     def padded(self) -> bool:
         return self.filled < self.size
 
+    @property
+    def dirty(self) -> bool:
+        """True where padding may have a gradient, which counts for nothing."""
+        return self.padded and not self.bounded
+
     def settle(self) -> "Layout":
         """Reads lengths and alignment from the device now, while it is idle."""
         assert self._facts
@@ -190,7 +195,7 @@ class Layout:
     def sum_columns(self, x: Float[Tensor, "any pos"]) -> Float[Tensor, "any row"]:
         """Σ over the positions of each sequence, along the last axis."""
         if self.known_aligned:
-            kept = x * self.valid.to(x.dtype) if self.padded else x
+            kept = x * self.valid.to(x.dtype) if self.dirty else x
             return kept.reshape(len(x), self.count, self.size // self.count).sum(2)
         if self.size * self.count <= _ONE_HOT_LIMIT:
             return x @ self.one_hot(x.dtype)
@@ -209,7 +214,7 @@ class Layout:
     def grid(self, x: Shaped[Tensor, "pos any"], *, clear: bool) -> Shaped[Tensor, "row len any"]:
         """Positions as (sequence, place, ...), a view where possible; `clear` zeroes padding."""
         if self.aligned:
-            if clear and self.padded:
+            if clear and self.dirty:
                 x = x * self.valid[:, None].to(x.dtype)
             return x.reshape(self.count, self.size // self.count, x.shape[1])
         longest = max(self.lengths)
@@ -227,11 +232,11 @@ class Layout:
             yield self.order[start : start + length]
             start += length
 
-    def spread(self, weights: Float[Tensor, " row"]) -> Float[Tensor, " pos"]:
-        """One number per sequence -> one per position, 0 on padding."""
-        if self.known_aligned and not self.padded:
-            return weights[:, None].expand(self.count, self.size // self.count).reshape(-1)
-        return torch.cat([weights, weights.new_zeros(1)])[self.seq]
+    def spread(self, weights: Float[Tensor, "*any row"]) -> Float[Tensor, "*any pos"]:
+        """One number per sequence -> one per position; 0 on padding that is `dirty`."""
+        if self.known_aligned and not self.dirty:
+            return weights[..., None].expand(*weights.shape, self.size // self.count).flatten(-2)
+        return torch.cat([weights, weights.new_zeros(*weights.shape[:-1], 1)], -1)[..., self.seq]
 
     def take(self, positions: Int[Tensor, " some"]) -> "Layout":
         """Layout of some of the positions; not for sharded ones, whose other ranks choose too."""

@@ -7,12 +7,15 @@ runs in the kernels of `fused.py`.
 import functools
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from proxpo.gradients._engine import cost, inner_products
-from proxpo.gradients._engine.device import matmul
+from proxpo.gradients._engine.device import accumulator, matmul
 from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import OverlapSet
 from proxpo.gradients._engine.layout import Layout
@@ -108,13 +111,14 @@ class LengthRule(ABC):
 
 def weighted_by_lengths(
     rule: LengthRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
-) -> Tensor:
-    """Σ_i w_i V_i with w_i from the lengths of V_i."""
+) -> Tensor | None:
+    """Σ_i w_i V_i with w_i from the lengths of V_i; None where `.grad` has it already."""
     wanted = rule.measurement
     if wanted.empty:
-        return rows.reduce(layout.spread(rule.length_weights(handle, SquaredLengths())))
+        weights = rule.length_weights(handle, SquaredLengths())
+        return _reduced(handle, rows, layout.spread(weights))
     if rows.device.type == "cuda" and (out := _fused(rule, handle, rows, layout)) is not None:
-        return out
+        return out.grad
     streams = wanted.norm and not (rule.needs_all(handle) or layout.bounded)
     if streams and isinstance(rows, Outer) and _path(wanted, rows, layout, True) == "stream":
         return _streamed(rule, handle, rows, layout)
@@ -123,7 +127,27 @@ def weighted_by_lengths(
     if lengths.sums is not None and layout.alone:
         flat = weights @ lengths.sums.reshape(layout.count, -1).to(weights.dtype)
         return flat.view(rows.shape)
-    return rows.reduce(layout.spread(weights))
+    return _reduced(handle, rows, layout.spread(weights))
+
+
+def _reduced(
+    handle: ParameterHandle, rows: AnyGradients, weights: Float[Tensor, " pos"]
+) -> Tensor | None:
+    """Σ_t w_t G_t; None where it was added to the parameter's gradient at once."""
+    total = _total(handle, rows)
+    if total is None or not isinstance(rows, Outer):
+        return rows.reduce(weights)
+    rows.reduce_into(total, weights)
+    return None
+
+
+def _total(handle: ParameterHandle, rows: AnyGradients) -> Tensor | None:
+    """The gradient of a weight, where a product may be added to it without passing autograd."""
+    if handle.session.padded is None or not isinstance(rows, Outer):
+        return None
+    grad = handle.parameter.grad
+    fits = grad is not None and grad.dtype in (rows.dtype, accumulator(rows.dtype))
+    return grad if fits and rows.g.dtype == rows.a.dtype else None
 
 
 def measured(
@@ -243,10 +267,8 @@ def _streamed(rule: LengthRule, handle: ParameterHandle, rows: Outer, layout: La
     return total
 
 
-def _fused(
-    rule: LengthRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
-) -> Tensor | None:
-    """Σ_i w_i V_i in few kernels; None where they do not apply."""
+def _fused(rule: LengthRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Any:
+    """Σ_i w_i V_i in few kernels, as `fused.Weighted`; None where they do not apply."""
     wanted = rule.measurement
     # Of other layouts (experts) the host does not know enough without waiting.
     ready = layout is handle.session.layout and layout.alone and wanted.path in ("auto", "gram")
@@ -267,16 +289,17 @@ def _fused(
             return None
         norm2, sums = _norm2(wanted, handle, rows, layout, path)
     advantages, options, means = rule.base_weights(handle.session), rule.options, rule.means(handle)
-    grad, f2, r2, weights = kernels.weighted(
-        rows, layout, overlap_set, norm2, sums, advantages, options, means
+    total = _total(handle, rows) if sums is None else None
+    out = kernels.weighted(
+        rows, layout, overlap_set, norm2, sums, advantages, options, means, total
     )
-    squares = {"F": f2} if wanted.overlap else {}
+    squares = {"F": out.f2} if wanted.overlap else {}
     if norm2 is not None:
         squares["N"] = norm2
     if options.r:
-        squares["R"] = r2
-    rule.record(handle, squares, weights)
-    return grad
+        squares["R"] = out.r2
+    rule.record(handle, squares, out.weights)
+    return out
 
 
 @functools.cache
@@ -295,30 +318,85 @@ class KernelRule(ABC):
 
     @abstractmethod
     def kernel_weights(
-        self, handle: ParameterHandle, kernel: Float[Tensor, "group member member"]
-    ) -> Float[Tensor, " row"]:
-        """w from K_ij = ⟨V_i, V_j⟩ of one parameter, group by group; records K and weights."""
+        self,
+        handles: Sequence[ParameterHandle],
+        kernels: Float[Tensor, "parameter group member member"],
+    ) -> Float[Tensor, "parameter row"]:
+        """w from K_ij = ⟨V_i, V_j⟩ of some parameters, group by group; records K and weights."""
+
+
+class _Postponed(NamedTuple):
+    """A parameter whose kernel is known, and what its weighted sum needs."""
+
+    handle: ParameterHandle
+    kernel: Float[Tensor, "group member member"]
+    rows: Outer | OneHot | None  # None where V is held
+    sums: Float[Tensor, "place out"] | None
+
+    @property
+    def size(self) -> int:
+        """Bytes that wait."""
+        return 0 if self.rows is None else self.rows.g.nbytes
 
 
 def weighted_by_kernel(
     rule: KernelRule, handle: ParameterHandle, rows: AnyGradients, layout: Layout
-) -> Tensor:
-    """Σ_i w_i V_i with w from the kernel of the V_i: from stacked V if it was built whole."""
-    groups = handle.session.groups
-    kernel, sums = kernel_matrix(rows, layout, rule.path, groups)
-    weights = rule.kernel_weights(handle, kernel)
+) -> Tensor | None:
+    """Σ_i w_i V_i with w from the kernel of the V_i: from stacked V if it was built whole.
+
+    In a block on padded rows the weights of many parameters are computed together, unless that
+    would keep V of a weight: a kernel's linear system is small, and a launch costs as much.
+    """
+    session, groups = handle.session, handle.session.groups
+    kind = inner_products.stack_dtype(rows, layout) if isinstance(rows, Outer) else rows.dtype
+    whole = isinstance(rows, Dense) or not cost.reading_pays(layout, kind)
+    together = session.padded is not None and layout is session.layout and whole
+    holds = isinstance(rows, Dense) or not together
+    kernel, sums = kernel_matrix(rows, layout, rule.path, groups, holds=holds)
+    if together:
+        own = None if isinstance(rows, Dense) else rows
+        part = _Postponed(handle, kernel, own, sums)
+        waiting = session.postpone(part, functools.partial(_finish, rule, session))
+        if sum(other.size for other in waiting) > cost.POSTPONED:
+            session.finish()
+        return None
+    weights = rule.kernel_weights([handle], kernel[None])[0]
     if sums is not None and layout.alone:
         flat = groups.arranged(weights).to(sums.dtype) @ sums.flatten(1)
         return flat.view(rows.shape)
     return rows.reduce(layout.spread(weights))
 
 
+def _finish(rule: KernelRule, session: Session, parts: list[_Postponed]) -> None:
+    """Adds Σ_i w_i V_i to the gradients of parameters whose weights are computed together."""
+    kernels = torch.stack([part.kernel for part in parts])
+    weights = rule.kernel_weights([part.handle for part in parts], kernels)
+    spread: dict[torch.dtype, Tensor] = {}
+    for number, (handle, _, rows, sums) in enumerate(parts):
+        if rows is None:
+            assert sums is not None
+            handle.add(session.groups.arranged(weights[number]).to(sums.dtype) @ sums)
+            continue
+        if rows.dtype not in spread:
+            spread[rows.dtype] = session.layout.spread(weights.to(rows.dtype))
+        gradient = _reduced(handle, rows, spread[rows.dtype][number])
+        if gradient is not None:
+            handle.add(gradient)
+
+
 def kernel_matrix(
-    rows: AnyGradients, layout: Layout, path: str, groups: Groups, *, rounded: bool = True
+    rows: AnyGradients,
+    layout: Layout,
+    path: str,
+    groups: Groups,
+    *,
+    rounded: bool = True,
+    holds: bool = True,
 ) -> tuple[Float[Tensor, "group member member"], Float[Tensor, "place *shape"] | None]:
     """K_ij = ⟨V_i, V_j⟩ in the cheapest form, and stacked V where it was built whole.
 
     rounded: V may be in bfloat16, see `inner_products.stack_dtype`.
+    holds: stacked V of a weight may be returned
     """
     if isinstance(rows, OneHot):
         return inner_products.kernel_gram(rows, layout, groups), None
@@ -326,7 +404,7 @@ def kernel_matrix(
         sums = groups.arranged(rows.sums(layout))
         return inner_products.kernel_stacked(sums.unflatten(0, (groups.count, -1))), sums
     kind = inner_products.stack_dtype(rows, layout, rounded=rounded)
-    if cost.gram_kernel(rows.shape, layout, groups, path, kind):
+    held = holds and cost.holds_stack(rows.shape, layout, groups, kind)
+    if cost.gram_kernel(rows.shape, layout, groups, path, kind, held=held):
         return inner_products.kernel_gram(rows, layout, groups), None
-    held = cost.holds_stack(rows.shape, layout, groups, kind)
     return inner_products.kernel_materialised(rows, layout, groups, kind=kind, held=held)

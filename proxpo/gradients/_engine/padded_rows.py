@@ -34,8 +34,9 @@ class _Results(NamedTuple):
 class PaddedRows:
     """Inputs, random draws and results of a block, where recorded kernels read and write them.
 
-    Sequence i lies in row i of `sequences`, between padding; rows behind the last one hold padding
-    alone. `count` is the number of sequences, `fill` their share in the rows.
+    Sequence i lies in row i of `sequences`, between padding, whose gradient must be 0; rows behind
+    the last one hold padding alone. `count` is the number of sequences, `fill` their share in the
+    rows.
     """
 
     def __init__(

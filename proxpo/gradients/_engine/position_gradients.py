@@ -16,6 +16,7 @@ import torch
 
 from proxpo.gradients._engine.device import accumulator, matmul
 from proxpo.gradients._engine.layout import Layout
+from proxpo.logp.head import add_matmul_
 from proxpo.ops.shapes import Float, Int, Tensor
 
 
@@ -96,9 +97,18 @@ class Outer:
 
     def reduce(self, weights: Float[Tensor, " pos"]) -> Tensor:
         """One GEMM, the size of the ordinary weight gradient; the narrower factor is scaled."""
+        left, right = self._weighted(weights)
+        return left @ right
+
+    def reduce_into(self, total: Float[Tensor, "out inp"], weights: Float[Tensor, " pos"]) -> None:
+        """total += Σ_t w_t G_t in one GEMM, which rounds the sum alone."""
+        add_matmul_(total, *self._weighted(weights))
+
+    def _weighted(self, weights: Float[Tensor, " pos"]) -> tuple[Tensor, Tensor]:
+        """The factors gᵀ and a, the narrower one scaled."""
         if self.g.shape[1] <= self.a.shape[1]:
-            return (self.g * weights[:, None].to(self.g.dtype)).T @ self.a
-        return self.g.T @ (self.a * weights[:, None].to(self.a.dtype))
+            return (self.g * weights[:, None].to(self.g.dtype)).T, self.a
+        return self.g.T, self.a * weights[:, None].to(self.a.dtype)
 
     def sums(self, layout: Layout, columns: slice = slice(None)) -> Float[Tensor, "row out inp"]:
         """V_i, all sequences stacked, for some columns of the parameter."""

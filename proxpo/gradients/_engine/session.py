@@ -43,8 +43,13 @@ class Rule(Protocol):
         """Size of the overlap set J; None for every position."""
         ...
 
-    def gradient(self, handle: "ParameterHandle", rows: AnyGradients, layout: Layout) -> Tensor:
-        """Σ_i w_i V_i for the w of the method, shaped like the parameter."""
+    def gradient(
+        self, handle: "ParameterHandle", rows: AnyGradients, layout: Layout
+    ) -> Tensor | None:
+        """Σ_i w_i V_i for the w of the method, shaped like the parameter.
+
+        None where it was added to `.grad` without passing autograd, or `Session.postpone` has it.
+        """
         ...
 
     def base_weights(self, session: "Session") -> Float[Tensor, " row"]:
@@ -85,10 +90,19 @@ class ParameterHandle:
         """The overlap set J of this parameter in this backward."""
         return self.session.overlap_set(self, self.session.layout if layout is None else layout)
 
-    def gradient(self, rows: AnyGradients, layout: Layout) -> Tensor:
-        """The transformed gradient, in the dtype of the parameter's own gradient."""
+    def gradient(self, rows: AnyGradients, layout: Layout) -> Tensor | None:
+        """The transformed gradient; None where autograd need not wait for it."""
         self.done = True
         return self.session.rule.gradient(self, rows, layout)
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> None:
+        """Adds to `.grad` a gradient that autograd is not waiting for."""
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad = gradient.detach().to(parameter.dtype)
+        else:
+            parameter.grad.add_(gradient)
 
     def send(self, gradient: Tensor) -> Tensor:
         """Tells the audit that this very tensor goes to autograd as the gradient; returns it."""
@@ -198,18 +212,17 @@ class ModuleHandle:
         mates = [ref(part.call) for part in held]
         for part in held:
             part.call.mates = mates
-        if len(held) == 1:
-            ((call, only),) = held
-            return {x: self.handles[x].gradient(only[x], call.layout) for x in only}
         out = {}
         for attribute in dict.fromkeys(key for part in held for key in part.rows):
             parts = [part for part in held if attribute in part.rows]
             layouts = [part.call.layout for part in parts]
             layout = layouts[0] if len(parts) == 1 else Layout.join(layouts)
             rows = [part.rows[attribute] for part in parts]
-            out[attribute] = self.handles[attribute].gradient(
+            gradient = self.handles[attribute].gradient(
                 rows[0] if len(parts) == 1 else joined(rows), layout
             )
+            if gradient is not None:
+                out[attribute] = gradient
         return out
 
     @property
@@ -296,6 +309,7 @@ class Session:
         self._table: list[tuple[Tensor, Tensor]] | None = None
         self._last_input = None
         self.calls.clear()
+        self._postponed: list[Any] = []
         self._numbers: list[tuple[str, Tensor]] = []
         self._lengths: list[Lengths] = []
         for module_handle in self.module_handles:
@@ -451,9 +465,28 @@ class Session:
             for key, squares, mean in self._lengths
         ]
 
+    def postpone(self, part: Any, finish: Callable[[list[Any]], None]) -> list[Any]:
+        """Keeps the work on a parameter for `finish`, which does that on many at once.
+
+        Only for padded rows: in other blocks autograd and its hooks wait for the gradient. Returns
+        all that waits.
+        """
+        assert self.padded is not None
+        self._postponed.append(part)
+        self._finish = finish
+        return self._postponed
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Does the work that was postponed."""
+        parts, self._postponed = self._postponed, []
+        if parts:
+            self._finish(parts)
+
     def keep_results(self) -> None:
         """Ends the recorded part of a block: its results go where replays leave theirs."""
         assert self.padded is not None
+        self.finish()
         self.padded.keep(self._lengths, self._numbers)
 
     def expect_finite(self, handle: ParameterHandle, numbers: Float[Tensor, " some"]) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import rms_norm
 
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._engine import head, inputs
 from proxpo.gradients._engine.audit import Audit
-from proxpo.gradients._engine.autograd import VectorCall, expand
+from proxpo.gradients._engine.autograd import VectorCall, norm_weight
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.axis_order import AxisOrder
 from proxpo.gradients._engine.device import capturing
@@ -327,18 +328,20 @@ def active_handle(parameter: Tensor) -> ParameterHandle | None:
     return next((handle for handle in handles if handle is not None), None)
 
 
-def position_vector(parameter: Tensor, lead: tuple[int, ...]) -> Float[Tensor, "*lead wide"]:
-    """A vector that is multiplied or added at every position outside its module.
-
-    In a block that trains it, it is repeated for the positions, whose axes are `lead`, so that the
-    gradient of each arrives. Otherwise it is the parameter itself.
-    """
-    handle = active_handle(parameter)
+def scaled_norm(
+    x: Float[Tensor, "*lead wide"], weight: Float[Tensor, " wide"], eps: float
+) -> Float[Tensor, "*lead wide"]:
+    """RMS norm of x times a weight outside its module, trained by position if a block trains it."""
+    handle = active_handle(weight)
+    kind = torch.promote_types(x.dtype, weight.dtype)
+    x, scale = x.to(kind), weight.to(kind)
     if handle is None:
-        return parameter
+        return rms_norm(x, x.shape[-1:], scale, eps)
     session, attribute = handle.session, handle.attribute
     owner = next(m for m in session.module_handles if m.handles.get(attribute) is handle)
-    return expand(parameter, lead, attribute, VectorCall(session, {attribute: owner}, lead))
+    vectors = VectorCall(session, {attribute: owner}, x.shape[:-1])
+    y = rms_norm(x, x.shape[-1:], scale.detach(), eps)
+    return norm_weight(y, weight, x, eps, attribute, vectors)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -358,12 +361,13 @@ def _finite_gradients(model: nn.Module) -> bool:
 
 
 def _finish_waiting(session: Session) -> None:
-    """Adds gradients that wait for calls which never reached their backward."""
+    """Adds postponed gradients, and those that wait for calls which never reached a backward."""
     for module_handle in session.module_handles:
         for nested in module_handle.waiting:
             _check_late(module_handle)
             for attribute, gradient in module_handle.flush(nested).items():
-                _accumulate(module_handle.handles[attribute].parameter, gradient)
+                module_handle.handles[attribute].add(gradient)
+    session.finish()
 
 
 def _check_late(module_handle: ModuleHandle) -> None:
@@ -376,9 +380,3 @@ def _check_late(module_handle: ModuleHandle) -> None:
             "backward(), so that its gradient comes after the processes have exchanged theirs; run "
             "such a forward under torch.no_grad() or outside the block"
         )
-
-
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Adds to `.grad` a gradient that autograd is not waiting for."""
-    gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -1,5 +1,5 @@
-"""Tasks by name: `arithmetic`, `arms`, `calculator`, `dialogue`, `gsm8k`, `reasoning-gym:<name>`,
-`textarena:<game>`, `verifiers:<taskset>`, or your own file.
+"""Tasks by name: `arithmetic`, `arms`, `calculator`, `column-sums`, `dialogue`, `gsm8k`,
+`reasoning-gym:<name>`, `textarena:<game>`, `verifiers:<taskset>`, or your own file.
 
 make_task("arithmetic:hard")
 make_task("gsm8k:FOLDER", verifier="numeric")
@@ -29,6 +29,8 @@ from proxpo.train.tasks.arithmetic import CHAT_LEVELS, TEXT_LEVELS, arithmetic, 
 from proxpo.train.tasks.arms import arms
 from proxpo.train.tasks.calculator import LEVELS as CALCULATOR_LEVELS
 from proxpo.train.tasks.calculator import calculator
+from proxpo.train.tasks.column_sums import LEVELS as COLUMN_LEVELS
+from proxpo.train.tasks.column_sums import column_sums
 from proxpo.train.tasks.dialogue import dialogue
 from proxpo.train.tasks.gsm8k import gsm8k
 from proxpo.train.tasks.own import own, reward_spec
@@ -42,6 +44,7 @@ TASKS: dict[str, tuple[Callable[..., Task], str]] = {
     "arithmetic-chat": (arithmetic_chat, "level"),
     "arms": (arms, "count"),
     "calculator": (calculator, "level"),
+    "column-sums": (column_sums, "level"),
     "dialogue": (dialogue, "parts"),
     "gsm8k": (gsm8k, "path"),
     "reasoning-gym": (reasoning_gym, "name"),
@@ -53,6 +56,7 @@ GENERATED = (
     "arithmetic-chat",
     "arms",
     "calculator",
+    "column-sums",
     "dialogue",
     "reasoning-gym",
     "textarena",
@@ -61,6 +65,7 @@ LEVELS: dict[str, dict] = {
     "arithmetic": TEXT_LEVELS,
     "arithmetic-chat": CHAT_LEVELS,
     "calculator": CALCULATOR_LEVELS,
+    "column-sums": COLUMN_LEVELS,
 }
 
 

@@ -20,6 +20,7 @@ class Problem:
 
     index: its place in the split, for messages; a problem that comes twice has two
     hidden: words for what the prompt does not show, such as the seed of a game
+    solution: a right response with its steps, for `proxpo warmup`; empty: none is known
     """
 
     prompt: str | Messages
@@ -27,6 +28,7 @@ class Problem:
     index: int
     extra: dict[str, Any] = field(default_factory=dict)
     hidden: str = ""
+    solution: str = ""
 
     @cached_property
     def id(self) -> int:

@@ -70,7 +70,7 @@ class Generated:
     def train(self, number: int) -> Problem:
         stream = (self.draw(derive(self.seed, "train", number, i)) for i in range(10_000))
         x = next(x for x in stream if not held_out(x, self.share))
-        return Problem(self.write(x), str(x.result), number)
+        return self._problem(x, number)
 
     def test(self, size: int) -> list[Problem]:
         """Up to `size` different held-out problems; fewer where there are hardly more."""
@@ -82,7 +82,10 @@ class Generated:
                 chosen[x] = None
             if len(chosen) == size:
                 break
-        return [Problem(self.write(x), str(x.result), i) for i, x in enumerate(chosen)]
+        return [self._problem(x, i) for i, x in enumerate(chosen)]
+
+    def _problem(self, x: Sum, number: int) -> Problem:
+        return Problem(self.write(x), str(x.result), number, solution=str(x.result))
 
 
 def arithmetic(

@@ -1,6 +1,7 @@
 """GSM8K (arXiv:2110.14168): grade-school word problems with a whole number as the answer."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ SYSTEM = (
     "Reason step by step. Finish with a last line that holds the final answer alone, as a number "
     "after four hash signs, like this: #### 42"
 )
+CALCULATION = re.compile(r"<<.*?>>")  # of the calculator, inside the worked solutions
 
 
 def gsm8k(
     *,
     path: str | None = None,
     chat: bool = True,
+    steps: int | None = None,
     system: str = SYSTEM,
     verifier: str | None = None,
     strict: bool = True,
@@ -29,10 +32,13 @@ def gsm8k(
     """Word problems, reward 1 for the right number after `####` or in `\\boxed{}`.
 
     path: a folder with train.jsonl and test.jsonl, or one file (a tenth is then held out by hash);
-    without it the copy on the hub. chat=False writes plain text for base models. verifier:
-    "numeric", or "math-verify", the default where that package is installed.
+    without it the copy on the hub. chat=False writes plain text for base models. steps: problems
+    whose worked solution has at most so many lines before its answer. verifier: "numeric", or
+    "math-verify", the default where that package is installed.
     """
     train, test = _hub() if path is None else _local(Path(path))
+    if steps is not None:
+        train, test = (_short(rows, steps) for rows in (train, test))
     verifier = _verifier(verifier)
     return Task(
         name="gsm8k",
@@ -51,10 +57,20 @@ def gsm8k(
 def _problem(row: dict[str, Any], index: int, chat: bool, system: str) -> Problem:
     question, solution = row["question"].strip(), row["answer"]
     answer = solution.rpartition("####")[2].strip().replace(",", "")
+    worked = CALCULATION.sub("", solution).strip()
     if not chat:
-        return Problem(f"{system}\n\nQuestion: {question}\nAnswer:", answer, index)
+        prompt = f"{system}\n\nQuestion: {question}\nAnswer:"
+        return Problem(prompt, answer, index, solution=f" {worked}")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    return Problem(messages if system else messages[1:], answer, index)
+    return Problem(messages if system else messages[1:], answer, index, solution=worked)
+
+
+def _short(rows: list[dict], steps: int) -> list[dict]:
+    """The problems with at most so many lines of working."""
+    short = [row for row in rows if row["answer"].strip().count("\n") <= steps]
+    if not short:
+        raise ProxpoError(f"task gsm8k: no worked solution has {steps} steps or fewer")
+    return short
 
 
 def _local(path: Path) -> tuple[list[dict], list[dict]]:

@@ -32,12 +32,14 @@ def own(
     held_out: float = 0.1,
     prompt_field: str | None = None,
     answer_field: str | None = None,
+    solution_field: str | None = None,
     template: dict | None = None,
 ) -> Task:
     """Problems of a file. Without `test`, a share of them is held out by the hash of the prompt.
 
     reward: "file.py:function", "package.module:function", or a built-in one, "exact" (the whole
-    response) or "final-answer" (a number after `####` or in a box).
+    response) or "final-answer" (a number after `####` or in a box). solution_field: worked
+    solutions, for `proxpo warmup`.
     """
     if not 0 < held_out < 1:
         raise ProxpoError(f"task {path}: held_out is a share between 0 and 1, got {held_out}")
@@ -50,7 +52,8 @@ def own(
         train_rows, test_rows = rows, read_jsonl(Path(test))
     made = {
         name: [
-            _problem(row, i, f"{path}, {name} problem {i}", key, answer_field) for i, row in rows_
+            _problem(row, i, f"{path}, {name} problem {i}", key, answer_field, solution_field)
+            for i, row in rows_
         ]
         for name, rows_ in (("train", enumerate(train_rows)), ("test", enumerate(test_rows)))
     }
@@ -147,7 +150,12 @@ def _complete(rows: list[dict[str, Any]], path: str, key: str) -> None:
 
 
 def _problem(
-    row: dict[str, Any], index: int, place: str, key: str, answer_field: str | None
+    row: dict[str, Any],
+    index: int,
+    place: str,
+    key: str,
+    answer_field: str | None,
+    solution_field: str | None,
 ) -> Problem:
     prompt: Any = row.get(key)
     if not _is_prompt(prompt):
@@ -155,10 +163,13 @@ def _problem(
             f"{place}: '{key}' should be text or a list of messages with role and content"
         )
     answer = answer_of(row, answer_field)
-    if answer_field and answer_field not in row:
-        raise ProxpoError(f"{place}: the field '{answer_field}' is missing")
+    for named in (answer_field, solution_field):
+        if named and named not in row:
+            raise ProxpoError(f"{place}: the field '{named}' is missing")
     rest = {name: value for name, value in row.items() if name != key}
-    return Problem(prompt, answer, index, rest | dict(row.get("extra_info") or {}))
+    extra = rest | dict(row.get("extra_info") or {})
+    solution = str(row[solution_field]) if solution_field else ""
+    return Problem(prompt, answer, index, extra, solution=solution)
 
 
 def _is_prompt(prompt: Any) -> bool:

@@ -7,6 +7,7 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.ops.streams import derive
 from proxpo.rewards._types import RewardSpec
 from proxpo.train.tasks._types import Lazy, Problem, Task
+from proxpo.train.tasks._worked import worked
 
 SYSTEM = (
     "Think about the problem first. Then give your final answer between <answer> and </answer>, "
@@ -54,7 +55,8 @@ def reasoning_gym(
         def make(number: int) -> Problem:
             entry = dataset[number]
             where = {"seed": start, "size": len(dataset), "index": number}
-            return Problem(_prompt(chat, entry["question"]), entry["answer"], number, where)
+            prompt = _prompt(chat, entry["question"])
+            return Problem(prompt, entry["answer"], number, where, solution=worked(name, entry))
 
         return Lazy(make, len(dataset))
 

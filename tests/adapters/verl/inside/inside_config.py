@@ -33,6 +33,7 @@ from proxpo.adapters.verl import LossConfig, _environment
 from proxpo.adapters.verl._config_check import check_run
 from proxpo.adapters.verl._recipes import VERL_ALONE, loss_refusal, verl_name
 from proxpo.recipes import methods
+from proxpo.settings import lengths
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 from engines_verl import ARMS, SETTINGS
@@ -108,6 +109,7 @@ def test_a_gradient_transform_is_accepted_with_our_engine(monkeypatch):
 
 MODE, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 OPTIONS = "+actor_rollout_ref.actor.policy_loss.options"
+LONGEST = "+algorithm.options.reward.overlong_penalty.max_tokens=512"
 BASE = [prefix(TARGET), prefix("strategy=fsdp2"), prefix("ppo_micro_batch_size_per_gpu=1")]
 
 
@@ -173,6 +175,18 @@ def checked(*overrides: str) -> None:
             [f"{ESTIMATOR}=proxpo_grpo", "+algorithm.options.clip_high=0.3"],
             "options.clip_high has no effect on the advantages of grpo: it belongs to .*loss.opt",
         ),
+        (
+            [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo"],
+            r"longest response allowed.*\+algorithm.options.reward.overlong_penalty.max_tokens=512",
+        ),
+        (
+            [
+                f"{MODE}=proxpo_dr_grpo",
+                f"{ESTIMATOR}=proxpo_dr_grpo",
+                prefix("loss_agg_mode=seq-mean-token-sum-norm"),
+            ],
+            "divides by one length for all.*loss_scale_factor=512",
+        ),
         ([f"{MODE}=proxpo_grop"], "did you mean 'proxpo_grpo'"),
         ([f"{ESTIMATOR}=proxpo_grop"], "adv_estimator 'proxpo_grop'; did you mean 'proxpo_grpo'"),
         (
@@ -214,7 +228,7 @@ def test_a_run_with_half_a_method_or_an_idle_setting_is_refused(overrides, reaso
         [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", f"{OPTIONS}.trust.low=0.2"],
         [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.2")],
         [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=proxpo_grpo", "+algorithm.options.eps=0.0001"],
-        [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", f"{OPTIONS}.advantage=null"],
+        [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", f"{OPTIONS}.advantage=null", LONGEST],
         [
             f"{MODE}=proxpo_grpo",
             f"{ESTIMATOR}=proxpo_grpo",
@@ -264,6 +278,7 @@ def test_every_loss_mode_has_an_estimator():
         chosen = [f"{MODE}={verl_name(slug)}", f"{ESTIMATOR}={name}"]
         if recipe.schedule is not None:
             chosen += ["data.train_batch_size=256"]  # one mini-batch
+        chosen += [f"+algorithm.options.{key}=512" for key in lengths(recipe) if key in LONGEST]
         checked(*chosen)
 
 
@@ -271,7 +286,8 @@ def test_verl_s_driver_checks_the_run(capfd, monkeypatch):
     """verl's own validation, as its main script calls it."""
     monkeypatch.setattr(_environment, "_NOTICES", set())
     assert main_ppo.validate_config is validate_config
-    validate_config(changed(f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo"), False, False)
+    whole = changed(f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", LONGEST)
+    validate_config(whole, False, False)
     line = "dapo: prompts=informative redraws prompts, which verl does under algorithm.filter_"
     assert line in capfd.readouterr().err
     with pytest.raises(ValueError, match=r"dapo: algorithm.*=gae lacks overlong_penalty"):

@@ -291,13 +291,14 @@ def test_estimators(name, slug, options):
     close(estimate(name, batch, options), wanted)
 
 
-def test_lengths_are_verls_response_length_unless_set():
+def test_the_longest_response_is_asked_for():
     """dapo's penalty in the estimator, and dr-grpo's divisor in the loss."""
     batch = outcome_only(make_batch()).replace(correct=None)
-    fitted = at_length(proxpo.make_recipe("dapo"), batch.mask.shape[1])
-    wanted = prepare(fitted, batch).batch.advantages
+    wanted = prepare(at_length(proxpo.make_recipe("dapo"), 5), batch).batch.advantages
     assert wanted.ne(prepare(proxpo.make_recipe("dapo"), batch).batch.advantages).any()
-    close(estimate("proxpo_dapo", batch, {}), wanted)
+    close(estimate("proxpo_dapo", batch, {"reward.overlong_penalty.max_tokens": 5}), wanted)
+    with pytest.raises(ProxpoError, match=r"max_tokens=data\.max_response_length"):
+        estimate("proxpo_dapo", batch, {})
     own = proxpo.make_recipe("dr-grpo", {"max_tokens": 50})
     assert response_length(own, {}, 6) == 50
     assert response_length(own, {"loss_scale_factor": 50}, 6) == 50

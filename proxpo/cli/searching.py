@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -69,7 +70,7 @@ def _request(options: CompareOptions, searched: SearchOptions) -> SearchRequest:
     if not options.methods and options.study is None:
         options = replace(options, methods=NAMED)
     request = request_of(replace(options, seeds=options.seeds or SEEDS))
-    own = {
+    own: dict[str, Any] = {
         "candidates": searched.candidates,
         "finalists": searched.finalists,
         "proposer": searched.proposals and resolve(searched.proposals, PROPOSERS, what="proposer"),

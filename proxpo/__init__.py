@@ -21,6 +21,8 @@ _WHERE = {
     "Stage": "proxpo.types",
     "ProxpoError": "proxpo.errors",
     "backward_pass": "proxpo.backward",
+    "load_batch": "proxpo.batch_file",
+    "save_batch": "proxpo.batch_file",
     "loss_fn": "proxpo.compose",
     "policy_loss": "proxpo.compose",
     "prepare": "proxpo.compose",
@@ -50,6 +52,7 @@ _MODULES = (
 
 if TYPE_CHECKING:
     from proxpo.backward import backward_pass
+    from proxpo.batch_file import load_batch, save_batch
     from proxpo.compose import loss_fn, policy_loss, prepare
     from proxpo.errors import ProxpoError
     from proxpo.fields import declare_field
@@ -85,6 +88,7 @@ __all__ = [
     "Stage",
     "backward_pass",
     "declare_field",
+    "load_batch",
     "loss_fn",
     "make_optimizer",
     "make_recipe",
@@ -96,6 +100,7 @@ __all__ = [
     "policy_loss",
     "prepare",
     "register",
+    "save_batch",
     "stage",
     "token_logp",
 ]

@@ -5,11 +5,15 @@
 Everything is read as float64. What is written where `mask` is 0 does not matter, null and NaN
 included; at a valid position both are refused. A null in `rewards` is a missing reward. In JSON,
 `group` and `tokens` may be text; both then get numbers in the order of first appearance.
+
+A run saves the batch of a step as `batches/step-N.safetensors` in its folder (`BatchRecorder`);
+`proxpo inspect METHOD --run FOLDER --step N` reads it.
 """
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +23,14 @@ import torch
 from proxpo.conversion import as_tensor, check_finite
 from proxpo.errors import ProxpoError
 from proxpo.fields import FIELDS, find_field
-from proxpo.ops.shapes import Tensor
+from proxpo.ops.shapes import Int, Tensor
 from proxpo.runs.files import write_whole
 from proxpo.types import Batch
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+MAX_FIELD_BYTES = 2**30
+BATCHES = "batches"
 SAMPLE = Path(__file__).parent / "data" / "sample_batch.json"
 
 
@@ -63,7 +69,7 @@ def read_batch(path: str | Path) -> BatchFile:
 def save_batch(batch: Batch, path: str | Path) -> None:
     """Writes the fields that are present, for `load_batch`. NaN is null in JSON."""
     path = Path(path)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in batch.items()}
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in batch.items()}
     if path.suffix.lower() == ".safetensors":
         from safetensors.torch import save
 
@@ -73,6 +79,87 @@ def save_batch(batch: Batch, path: str | Path) -> None:
         write_whole(path, json.dumps(lists, allow_nan=False).encode())
     else:
         raise ProxpoError(f"batch {path}: can be saved as .json or .safetensors")
+
+
+class BatchRecorder:
+    """The batch of one rollout while it is trained on, before any stage of the recipe.
+
+    A response has the numbers of the policy that the loss saw in its last update. `fields` are
+    those known before the first update, for all responses.
+    """
+
+    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+        self._fields = {name: value.detach() for name, value in fields.items()}
+        self._unseen: dict[str, Tensor] = {}  # by field: rows without a value
+
+    def see(self, rows: Int[Tensor, " row"], fields: Mapping[str, Tensor]) -> None:
+        """Takes the fields that a forward pass brought for these rows, before its update."""
+        mask = self._fields["mask"]
+        for name, value in fields.items():
+            if name not in self._fields:
+                shape = (*mask.shape, *value.shape[2:])
+                self._fields[name] = value.new_zeros(shape)
+                self._unseen[name] = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
+            whole = self._fields[name].clone()
+            whole[rows, : value.shape[1]] = value.detach().to(whole)
+            self._fields[name] = whole
+            if name in self._unseen:
+                self._unseen[name][rows] = False
+
+    def fields(self) -> dict[str, Tensor]:
+        """The fields that all rows have."""
+        seen = {name for name in self._fields if not self._is_partial(name)}
+        return {name: value for name, value in self._fields.items() if name in seen}
+
+    def _is_partial(self, name: str) -> bool:
+        return name in self._unseen and bool(self._unseen[name].any())
+
+
+def save_step(
+    folder: str | Path,
+    step: int,
+    fields: Mapping[str, Tensor],
+    *,
+    on_notice: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes the batch of a step below the folder of its run; leaves out fields over 1 GiB."""
+    path = Path(folder) / BATCHES / f"step-{step}.safetensors"
+    large = [n for n, x in fields.items() if x.numel() * x.element_size() > MAX_FIELD_BYTES]
+    if large:
+        on_notice(f"{path} is without {', '.join(large)}: over 1 GiB each")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_batch(Batch(**{n: x for n, x in fields.items() if n not in large}), path)
+
+
+def saved_steps(folder: str | Path) -> dict[int, Path]:
+    """The batches that a run has saved, by step."""
+    names = re.compile(r"step-(\d+)\.safetensors")
+    files = sorted((Path(folder) / BATCHES).glob("step-*.safetensors"))
+    matches = ((names.fullmatch(path.name), path) for path in files)
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def step_file(folder: str | Path, step: int) -> Path:
+    """The batch that a run saved for a step, or an error that says which steps there are."""
+    steps = saved_steps(folder)
+    if not Path(folder).is_dir():
+        raise ProxpoError(f"run {folder}: no such folder")
+    if not steps:
+        raise ProxpoError(
+            f"run {folder}: it has saved no batch; --set log.batch_every=N saves one every N steps "
+            "(in TRL ProxpoTrainer(batch_every=N), in verl policy_loss.batch_every)"
+        )
+    if step not in steps:
+        raise ProxpoError(
+            f"run {folder}: no batch of step {step}; there are those of {_listed(list(steps))}"
+        )
+    return steps[step]
+
+
+def _listed(steps: list[int]) -> str:
+    """Some steps of a long list."""
+    few = steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]
+    return ", ".join(map(str, few))
 
 
 def _plain(value: Tensor) -> Any:
@@ -152,4 +239,14 @@ def _wide(value: Tensor) -> Tensor:
     return value.to(torch.float64) if value.is_floating_point() else value
 
 
-__all__ = ["SAMPLE", "BatchFile", "load_batch", "read_batch", "save_batch"]
+__all__ = [
+    "SAMPLE",
+    "BatchFile",
+    "BatchRecorder",
+    "load_batch",
+    "read_batch",
+    "save_batch",
+    "save_step",
+    "saved_steps",
+    "step_file",
+]

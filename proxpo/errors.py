@@ -22,9 +22,32 @@ class UnknownFieldError(ProxpoError, AttributeError):
     """A name that is no field of a Batch."""
 
 
+# Names that options have elsewhere or had before, and what they are called here.
+OTHER_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "agg": (("average",),),
+    "beta": (("kl_coef",), ("coef",)),
+    "clip": (("clip_low", "clip_high"), ("max_norm",)),
+    "clip_eps": (("clip_low", "clip_high"),),
+    "clip_ratio": (("clip_low", "clip_high"),),
+    "clip_ratio_high": (("clip_high",),),
+    "clip_ratio_low": (("clip_low",),),
+    "cliprange": (("clip_low", "clip_high"),),
+    "delta": (("ratio_cap",),),
+    "epsilon": (("clip_low", "clip_high"),),
+    "epsilon_high": (("clip_high",),),
+    "high": (("clip_high",),),
+    "low": (("clip_low",),),
+    "normalize": (("normalise",),),
+    "normalize_std": (("normalise_std",),),
+}
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise."""
     valid = sorted(valid)
+    for names in OTHER_NAMES.get(fold(name), ()):
+        if set(names) <= set(valid):
+            return f"; did you mean {' and '.join(map(repr, names))}?"
     folded = {fold(v): v for v in valid}
     close = difflib.get_close_matches(fold(name), list(folded), n=5, cutoff=0.6)
     if close:

@@ -7,6 +7,7 @@ make_recipe("grpo", {"ratio": {"name": "kalman", "q": 1e-6}}) the same from YAML
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,16 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The number, truth value or None that the text spells; else the text."""
+    """The number, truth value, None, [list] or {name: value} that the text spells; else the text.
+
+    Lists and blocks are those of YAML on one line, `[a, b]` and `{r: 8, alpha: 16}`.
+    """
+    parts = _parts(text)
+    if parts is not None and text[0] == "[":
+        return [parse_value(_unquoted(part)) for part in parts]
+    if parts is not None and all(re.match(r"[\w.\"'-]+:(\s|$)", part) for part in parts):
+        pairs = (part.partition(":") for part in parts)
+        return {_unquoted(name): parse_value(_unquoted(value.strip())) for name, _, value in pairs}
     plain = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in plain:
         return plain[text.lower()]
@@ -109,6 +119,30 @@ def parse_value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def _parts(text: str) -> list[str] | None:
+    """Entries of a list or block, cut at its own commas; None for any other text."""
+    if text[:1] + text[-1:] not in ("[]", "{}") or len(text) > 10_000:
+        return None
+    depth, quote, parts = 0, "", [""]
+    for letter in text[1:-1]:
+        if quote or letter in "'\"":
+            quote = "" if letter == quote else quote or letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if depth < 0:  # the first bracket is closed before the end
+            return None
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    parts = [part.strip() for part in parts]
+    return None if depth or quote else parts[:-1] if not parts[-1] else parts
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, option: str) -> None:

@@ -126,6 +126,25 @@ class Batch(BatchFields):
         )
 
 
+class _DocWithFields:
+    """Docstring of `Batch` with its fields, those that stages have declared by then included."""
+
+    def __init__(self, text: str | None) -> None:
+        self.text = text
+
+    def __get__(self, batch: Any, owner: type) -> str:
+        lines = [
+            f"{field.name} ({field.axes}; {field.kind}; {field.source})\n        {field.doc}"
+            for field in FIELDS.values()
+        ]
+        return f"{self.text}\n    Fields (axes; kind of number; source):\n\n    " + "\n    ".join(
+            lines
+        )
+
+
+Batch.__doc__ = _DocWithFields(Batch.__doc__)  # type: ignore[assignment]
+
+
 def _cleaned(x: Tensor, mask: Tensor) -> Tensor:
     if x.dtype in (torch.bfloat16, torch.float16):
         x = x.float()
@@ -257,7 +276,7 @@ def finite(moved: State, before: State) -> State:
     return moved if all(bool(x.isfinite().all()) for x in moved.values()) else before
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
     """A method: a frozen composition of stages."""
 
@@ -278,6 +297,10 @@ class Recipe:
     value: Stage | None = None
     gradient: Stage | None = None
     schedule: Stage | None = None
+
+    def __repr__(self) -> str:
+        lines = [f"{place} = {stage}" for place, stage in self.stages()]
+        return "\n    ".join([f"Recipe {self.name or 'without a name'}", *lines])
 
     def replace(self, **changes: Any) -> "Recipe":
         return replace(self, **changes)

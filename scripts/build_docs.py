@@ -316,7 +316,8 @@ def _cell(text: str) -> str:
 
 def _one_line(text: str) -> str:
     line = re.sub(r"\s+", " ", text).strip()
-    return line[:1].upper() + line[1:]
+    word = re.match(r"[a-z]+(?![\w:])", line)  # not arXiv, not β
+    return line[:1].upper() + line[1:] if word else line
 
 
 def _same(path: Path, text: str) -> bool:

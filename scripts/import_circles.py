@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("optimizers", "models", "sampler", "rewards"),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),
+    ("report.inspection_page", "report.inspection_text", "report.text"),
     ("train", "control", "generative", "adapt", "adapters"),
     ("compare",),
     ("report",),

@@ -76,8 +76,7 @@ def response_factors(job: LanguageJob, rows: Experience) -> dict[str, Tensor]:
     backward(job, transform, rows, relative_rewards(rows), measured=result)
     job.policy.model.zero_grad(set_to_none=True)
     order = torch.cat(cut_by_tokens(job, rows))
-    names = [n for n in result.layers if n.endswith(("lm_head.weight", "embed_tokens.weight"))]
-    head = next((n for n in names if n.endswith("lm_head.weight")), names[0])
+    head = next(n for n in result.layers if n.endswith((".head", "lm_head.weight")))  # tied, or not
     squares = {
         "head": result.layers[head].fisher.square(),
         "whole": sum(layer.fisher.square() for layer in result.layers.values()),

@@ -109,7 +109,7 @@ def overhead_goals() -> list[Goal]:
         chosen = {
             (case, method): ratio
             for (case, method), ratio in table.items()
-            if wanted(method) and (wide is None or ("wide" in case) == wide)
+            if "135M" not in case and wanted(method) and (wide is None or ("wide" in case) == wide)
         }
         if not chosen:
             return None, ""
@@ -371,7 +371,8 @@ def digest(path: Path) -> str:
 
 def draw_growth(data: dict[str, Any], canvas: Any) -> None:
     """Time, ratio and memory in three rows, one column an axis; the cost law dashed."""
-    from proxpo.report.figure_images import PALETTE, SOFT
+    from proxpo.report.figure_images import SOFT
+    from proxpo.runs.page import PALETTE
 
     colours = {"reinforce": SOFT, "isopo": PALETTE[0][0]}
     axes = canvas.subplots(3, len(AXES), sharex="col", sharey="row")
@@ -410,7 +411,7 @@ def draw_growth(data: dict[str, Any], canvas: Any) -> None:
 
 def draw_steps(_: dict[str, Any], canvas: Any) -> None:
     """Bars of a step's rollout and update, one panel a case."""
-    from proxpo.report.figure_images import PALETTE
+    from proxpo.runs.page import PALETTE
 
     arms = steps()
     cases = list(dict.fromkeys(case for case, _ in arms))

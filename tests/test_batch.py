@@ -2,6 +2,7 @@
 
 import json
 import math
+import pydoc
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import proxpo
 from proxpo import Batch
 from proxpo.batch_file import load_batch
 from proxpo.errors import ProxpoError
+from proxpo.fields import FIELDS
 
 
 def given(**changes: Any) -> dict[str, Any]:
@@ -209,3 +211,11 @@ def test_what_is_no_recipe_or_no_batch_is_said() -> None:
         proxpo.loss_fn(proxpo.methods()["grpo"].make)
     with pytest.raises(ProxpoError, match=r"expected a proxpo.Batch, got dict"):
         proxpo.loss_fn("grpo")(given())
+
+
+def test_help_explains_every_field():
+    text = pydoc.render_doc(proxpo.Batch)
+    for field in FIELDS.values():
+        assert f"{field.name} ({field.axes}" in text
+        assert field.doc in text
+    assert len(repr(proxpo.make_recipe("text2grad")).splitlines()) > 5

@@ -41,7 +41,11 @@ def test_no_gradient_flows_through_advantages() -> None:
 def test_order_weights_regularisers_select() -> None:
     """x·w, then + β·KL, then ·select: weights leave the KL alone, select does not."""
     batch = make_batch(1).replace(advantages=torch.ones(9).double())
-    parts = {"ratio": token(), "trust": ppo_clip(low=9, high=9), "aggregate": token_mean()}
+    parts = {
+        "ratio": token(),
+        "trust": ppo_clip(clip_low=9, clip_high=9),
+        "aggregate": token_mean(),
+    }
     whole = Recipe(
         weights=(tis(cap=1.1),), regularisers=(kl_to_ref(coef=0.3),),
         select=(probability_split(part="low"),), **parts

@@ -8,7 +8,7 @@ from helpers import close, loss_and_gradients, make_batch
 import proxpo
 from proxpo import Batch, ProxpoError, Recipe, Stage, make_recipe, methods
 from proxpo.recipes._registry import METHODS
-from proxpo.settings import parse_setting
+from proxpo.settings import make_method, parse_setting
 from proxpo.stages.ratio import kalman
 from proxpo.stages.weights import tis
 
@@ -137,8 +137,8 @@ REFUSED = {
     "a flag for a number": ("grpo", {"clip_low": True}, "takes float, got True"),
     "wrong type in a stage": (
         "grpo",
-        {"trust.low": []},
-        "trust=ppo_clip: option 'low' takes float",
+        {"trust.clip_low": []},
+        "trust=ppo_clip: option 'clip_low' takes float",
     ),
     "wrong word": ("grpo", {"scale": "grup"}, "did you mean 'group'?"),
     "not a number": ("grpo", {"eps": float("nan")}, "takes float, got nan"),
@@ -186,7 +186,7 @@ def test_a_setting_reads_option_equals_value(text: str) -> None:
 
 def test_names_ignore_case_and_hyphens() -> None:
     assert make_recipe("Reinforce_PP").name == "reinforce-pp"
-    assert make_recipe("grpo", {"Clip-Low": 0.1}).trust.options["low"] == 0.1
+    assert make_recipe("grpo", {"Clip-Low": 0.1}).trust.options["clip_low"] == 0.1
     assert make_recipe("grpo", {"scale": "Batch"}).advantage.options["scale"] == "batch"
 
 
@@ -211,7 +211,7 @@ def test_a_ratio_corrected_kl_without_a_ratio_is_refused():
     [
         ("capo", "max_tokens", 9, "host=dr-grpo"),
         ("reinforce", "cap", 1.5, "form=truncated"),
-        ("rloo", "clip", 0.5, "form=trl"),
+        ("rloo", "clip_low", 0.5, "form=trl"),
         ("p3o-2019", "kl_direction", "pi_beta", "kl=full"),
         ("grpo", "kl_ratio_corrected", True, "kl_coef="),
     ],
@@ -243,3 +243,40 @@ def test_an_option_of_a_recipe_with_stages_of_its_own_is_not_judged() -> None:
         assert make_recipe("test-closure", {"scale": 2.0}).options == {"scale": 2.0}
     finally:
         del METHODS["test-closure"]
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [
+        ("grpo", "clip", "'clip_low' and 'clip_high'"),
+        ("grpo", "epsilon", "'clip_low' and 'clip_high'"),
+        ("grpo", "trust.low", "'clip_low'"),
+        ("cispo", "high", "'clip_high'"),
+        ("opo", "clip", "'clip_low' and 'clip_high'"),
+        ("dcpo", "agg", "'average'"),
+        ("entropy-80-20", "normalize", "'normalise'"),
+        ("rapid", "normalize_std", "'normalise_std'"),
+        ("adjoint-sampling", "clip", "'max_norm'"),
+    ],
+)
+def test_other_names_of_an_option_are_refused_with_its_own(method, old, new):
+    with pytest.raises(ProxpoError, match=f"unknown option .*did you mean {new}"):
+        make_method(method, {old: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[tensorboard]", ["tensorboard"]),
+        (
+            "{r: 8, target_modules: [q_proj, 'v, w']}",
+            {"r": 8, "target_modules": ["q_proj", "v, w"]},
+        ),
+        ("[1, none, [2.5]]", [1, None, [2.5]]),
+        ("{question}", "{question}"),
+        ("[a]b]", "[a]b]"),
+        ("[]", []),
+    ],
+)
+def test_lists_and_blocks_on_one_line(text, value):
+    assert parse_setting(f"key={text}") == ("key", value)

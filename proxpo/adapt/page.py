@@ -45,7 +45,7 @@ def adapt_page(
         "heading": f"Answers{cut}",
         "config": json.dumps(settings.as_dict(), indent=1),
     }
-    return fill_page("adapt", text=text, markup=markup, style="run")
+    return fill_page("adapt", text=text, markup=markup)
 
 
 def _head(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ input, 130 interrupted.
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -15,6 +16,8 @@ from proxpo.errors import ProxpoError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code. Heavy modules load inside the command that needs them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # torch's, where numpy is not installed: no command needs it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode still gets a table

@@ -44,11 +44,19 @@ def inspect_command(
         typer.Argument(metavar="METHOD", help="Names (see proxpo methods) or YAML files."),
     ],
     batch: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="FILE", help="A .json or .safetensors batch, or 'sample', which is included."
         ),
-    ],
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="A run with saved batches (log.batch_every), and --step."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Step of --run whose batch is taken; default: the last."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,9 +77,12 @@ def inspect_command(
     ] = 0,
 ) -> None:
     """Show loss, gradient on every token, advantages and metrics of methods on one batch."""
-    from proxpo.cli.inspecting import inspect_methods
+    from proxpo.cli.inspecting import chosen_batch, inspect_methods
 
-    inspect_methods(methods, batch, settings or [], as_json=as_json, html=html, seed=seed)
+    path, source = chosen_batch(batch, run, step)
+    inspect_methods(
+        methods, path, settings or [], source=source, as_json=as_json, html=html, seed=seed
+    )
 
 
 @app.command("methods")
@@ -85,21 +96,42 @@ def methods_command(
             help="Methods for a setting, with the measured reason: stale,long for example.",
         ),
     ] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE",
+            help="Only methods with this stage: a kind (gradient), a name (ppo_clip) or both "
+            "(ratio=kalman). May be repeated.",
+        ),
+    ] = None,
+    needs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Only methods that read this batch field (ref_logp); no-FIELD: that do not. May "
+            "be repeated.",
+        ),
+    ] = None,
+    bibtex: Annotated[
+        bool, typer.Option("--bibtex", help="Print the paper of NAME, or of all, as BibTeX.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List all methods; with a name: its formula, departures, defaults, stages and source."""
-    from proxpo.cli.catalogue import show_method, show_methods
+    from proxpo.cli.catalogue import show_bibtex, show_method, show_methods
     from proxpo.cli.choosing import show_choice
     from proxpo.errors import ProxpoError
 
     if setting is not None:
-        if name is not None:
-            raise ProxpoError("--for chooses among all methods: leave the name away")
+        if name is not None or stage or needs or bibtex:
+            raise ProxpoError("--for stands alone, or with --json: it chooses among all methods")
         show_choice(setting, as_json=as_json)
+    elif bibtex:
+        show_bibtex(name, stages=stage or (), needs=needs or ())
     elif name is None:
-        show_methods(as_json=as_json)
+        show_methods(stages=stage or (), needs=needs or (), as_json=as_json)
     else:
-        show_method(name, as_json=as_json)
+        show_method(name, stages=stage or (), needs=needs or (), as_json=as_json)
 
 
 @app.command("train")
@@ -122,13 +154,19 @@ def train_command(
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the run.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
+    list_presets: Annotated[
+        bool, typer.Option("--presets", help="List the presets that CONFIG may name.")
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="List every setting of the run with its meaning.")
     ] = False,
 ) -> None:
     """Train a model by reinforcement; writes metrics, checkpoints, curves and a report."""
-    from proxpo.cli.training import explain_settings, run_training
+    from proxpo.cli.training import explain_settings, run_training, show_presets
 
+    if list_presets:
+        show_presets()
+        return
     given = {"method": method, "model": model, "task": task, "out": out, "seed": seed}
     overrides = {name: value for name, value in given.items() if value is not None}
     if explain:
@@ -176,7 +214,7 @@ def adapt_command(
     task: Task = None,
     problems: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Held-out problems of a run, from the first [50]."),
+        typer.Option(metavar="N", help="Held-out problems of a run, from the first; default: 50."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -221,7 +259,7 @@ def compare_command(
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(metavar="K", help="Seeds that are reported, 0 to K-1 [3].")
+        int | None, typer.Option(metavar="K", help="Seeds that are reported, 0 to K-1; default: 3.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -257,13 +295,15 @@ def compare_command(
     model: Model = None,
     task: Task = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs at a time [cores, or GPUs].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs at a time; default: cores, or GPUs."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Threads of a run [cores / jobs].")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Threads of a run; default: cores / jobs."),
     ] = None,
     tune_seeds: Annotated[
-        int | None, typer.Option(metavar="K", help="Seeds a sweep is judged on [2].")
+        int | None, typer.Option(metavar="K", help="Seeds a sweep is judged on; default: 2.")
     ] = None,
     on: Annotated[
         str, typer.Option(metavar="local|ray", help="Where the runs are made.")

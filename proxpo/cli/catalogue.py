@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,10 +11,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from proxpo.errors import ProxpoError, resolve
+from proxpo.fields import find_field
 from proxpo.recipes import Method, method, methods
+from proxpo.recipes._papers import bibtex
 from proxpo.report.inspection_text import sentence
 from proxpo.report.terminal import console
-from proxpo.types import Recipe, Stage
+from proxpo.report.text import plural
+from proxpo.stages import STAGES, load_stages
+from proxpo.types import KINDS, Recipe, Stage
 
 # Entries that measure instead of training: (paper, confidence, summary, command).
 DIAGNOSTICS = {
@@ -26,27 +32,79 @@ DIAGNOSTICS = {
 }
 
 
-def show_methods(*, as_json: bool) -> None:
-    """Prints the catalogue."""
+def show_methods(*, stages: Sequence[str], needs: Sequence[str], as_json: bool) -> None:
+    """Prints the catalogue, or the part of it with these stages and batch fields."""
+    chosen = chosen_methods(stages, needs)
     if as_json:
-        print(json.dumps({slug: _brief(entry) for slug, entry in methods().items()}))
+        print(json.dumps({slug: _brief(entry) for slug, entry in chosen.items()}))
+        return
+    if not chosen:
+        print("no method has all of these")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), leading=1)
     table.add_column("method", no_wrap=True)
     table.add_column("what it does, and its stages", ratio=1)
-    for slug, entry in methods().items():
+    for slug, entry in chosen.items():
         name = Text.assemble((slug, "bold"), (f"\n{entry.paper}\n{entry.confidence}", "dim"))
         what = Text.assemble(sentence(entry.summary), (f"\n{_chain(entry)}", "dim"))
         table.add_row(name, what)
-    for slug, (paper, confidence, summary, command) in DIAGNOSTICS.items():
+    diagnostics = {} if stages or needs else DIAGNOSTICS
+    for slug, (paper, confidence, summary, command) in diagnostics.items():
         name = Text.assemble((slug, "bold"), (f"\n{paper}\n{confidence}", "dim"))
         table.add_row(name, Text.assemble(summary, (f"\na diagnostic: {command}", "dim")))
     console().print(table)
-    print(f"{len(methods())} methods; proxpo methods NAME shows one in full.")
+    print(f"{plural(len(chosen), 'method')}; proxpo methods NAME shows one in full.")
 
 
-def show_method(name: str, *, as_json: bool) -> None:
+def chosen_methods(stages: Sequence[str], needs: Sequence[str]) -> dict[str, Method]:
+    """The methods that have all of these stages and read, or do not read, these fields."""
+    load_stages()
+    wanted = [_stage_filter(text) for text in stages]
+    fields = [(find_field(name.removeprefix("no-")).name, name) for name in needs]
+    return {
+        slug: entry
+        for slug, entry in methods().items()
+        for own in [[stage for _, stage in _stages(entry)]]
+        if all(any(fits(stage) for stage in own) for fits in wanted)
+        and (own or not needs)
+        and all(
+            any(field in stage.needs for stage in own) != text.startswith("no-")
+            for field, text in fields
+        )
+    }
+
+
+def _stage_filter(text: str) -> Callable[[Stage], bool]:
+    """The test that `--stage` asks for: KIND, NAME or KIND=NAME."""
+    kind, separator, name = text.partition("=")
+    if separator:
+        kind = resolve(kind, KINDS, what="kind of stage")
+        name = resolve(name, STAGES[kind], what=f"{kind} stage")
+        return lambda stage: (stage.kind, stage.name) == (kind, name)
+    names = {name for named in STAGES.values() for name in named}
+    word = resolve(text, [*KINDS, *names], what="stage")
+    return lambda stage: word in (stage.kind, stage.name)
+
+
+def show_bibtex(name: str | None, *, stages: Sequence[str], needs: Sequence[str]) -> None:
+    """Prints the paper of a method, or of all that the filters leave, as BibTeX."""
+    chosen = chosen_methods(stages, needs) if name is None else {name: method(name)}
+    _refuse_filters(name, stages, needs)
+    print("\n\n".join(bibtex(entry) for entry in chosen.values()))
+
+
+def _refuse_filters(name: str | None, stages: Sequence[str], needs: Sequence[str]) -> None:
+    if name is not None and (stages or needs):
+        raise ProxpoError(
+            f"--stage and --needs choose among methods, and {name} is one: leave them out"
+        )
+
+
+def show_method(
+    name: str, *, stages: Sequence[str] = (), needs: Sequence[str] = (), as_json: bool
+) -> None:
     """Prints one method in full."""
+    _refuse_filters(name, stages, needs)
     if name in DIAGNOSTICS and not as_json:
         import proxpo.sparsity
 
@@ -77,7 +135,17 @@ def _full(entry: Method) -> RenderableType:
         stages.add_row(place.split(".")[0], str(stage))
     source = Text(f"defined in {_source(entry)}", "dim", overflow="fold")
     tables = [options, stages] if stages.row_count else [options]
-    return Group(title, Text(), Text(entry.text), *tables, source)
+    return Group(title, Text(), Text(_reflowed(entry.text)), *tables, source)
+
+
+def _reflowed(text: str) -> str:
+    """The text with its paragraphs on one line each, for the terminal to wrap; formulas as is."""
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.split("\n")
+        prose = not any(line.startswith((" ", "-", "|")) for line in lines)
+        paragraphs.append(" ".join(lines) if prose else paragraph)
+    return "\n\n".join(paragraphs)
 
 
 def _table(*headings: str) -> Table:

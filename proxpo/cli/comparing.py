@@ -1,5 +1,6 @@
 """`proxpo compare`: a plan, its runs, and the report on them."""
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -73,6 +74,7 @@ def run_comparison(options: CompareOptions) -> int:
         )
     plan = make_plan(request_of(options)) if described else None
     if plan is not None:
+        _check_installed(plan)
         _check_task(plan)
     pool = make_pool(options)
     with open_comparison(folder, plan) as plan:
@@ -132,6 +134,14 @@ def default_folder(options: CompareOptions) -> str:
     )
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(words)).strip("-.")
     return f"comparisons/{name[:80] or 'comparison'}"
+
+
+def _check_installed(plan: Plan) -> None:
+    """Refuses a comparison whose runs or report would lack a package."""
+    language = domain_of(plan.base["task"]["name"]).name == "language"
+    for package in ("matplotlib", "scipy", *(["transformers"] if language else [])):
+        if importlib.util.find_spec(package) is None:
+            raise ProxpoError(f"comparisons need {package}: pip install 'proxpo[train]'")
 
 
 def _check_task(plan: Plan) -> None:

@@ -3,11 +3,27 @@
 import json
 from collections.abc import Sequence
 
-from proxpo.batch_file import read_batch
+from proxpo.batch_file import read_batch, saved_steps, step_file
 from proxpo.cli.named import named_recipes
+from proxpo.errors import ProxpoError
 from proxpo.inspection import as_json as entry
 from proxpo.inspection import inspect_batch
 from proxpo.runs.files import write_whole
+
+
+def chosen_batch(batch: str | None, run: str | None, step: int | None) -> tuple[str, str]:
+    """The batch file of `--batch`, or of `--run` and `--step`, and its name in reports."""
+    if (batch is None) == (run is None):
+        raise ProxpoError(
+            "inspect takes --batch FILE ('sample' is included) or --run DIR with --step N"
+        )
+    if batch is not None:
+        if step is not None:
+            raise ProxpoError("--step belongs to --run DIR, not to --batch")
+        return batch, batch
+    assert run is not None
+    chosen = max(saved_steps(run), default=0) if step is None else step
+    return str(step_file(run, chosen)), f"{run}, step {chosen}"
 
 
 def inspect_methods(
@@ -15,6 +31,7 @@ def inspect_methods(
     batch: str,
     settings: Sequence[str],
     *,
+    source: str,
     as_json: bool,
     html: str | None,
     seed: int,
@@ -29,7 +46,7 @@ def inspect_methods(
     if html is not None:
         from proxpo.report.inspection_page import inspect_page
 
-        write_whole(html, inspect_page(inspections, file, source=batch).encode())
+        write_whole(html, inspect_page(inspections, file, source=source).encode())
     if as_json:
         print(
             json.dumps(
@@ -41,7 +58,7 @@ def inspect_methods(
     from proxpo.report.inspection_table import InspectTable
     from proxpo.report.terminal import console
 
-    console().print(InspectTable(inspections, file, source=batch))
+    console().print(InspectTable(inspections, file, source=source))
     if html is not None:
         print(f"heat map: {html}")
 

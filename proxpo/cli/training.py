@@ -13,8 +13,16 @@ from functools import partial
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +33,7 @@ SCORES = {
     "proxpo/eval/reward": "held-out reward",
     "proxpo/eval/kl": "KL",
 }
+BLOCKS, COURSE = "▁▂▃▄▅▆▇█", 20
 ON_RESUME = {"fixed": "refused", "next": "next step", "now": "at once"}
 
 
@@ -94,25 +103,54 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
             console.print(Text(line))
 
 
+def show_presets() -> None:
+    """Prints the presets with the sentence that opens each file."""
+    from proxpo.train.config import presets
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("preset", "what it is"):
+        table.add_column(column, no_wrap=column == "preset")
+    for name, path in presets().items():
+        table.add_row(Text(name, "bold"), Text(_opening(path.read_text(encoding="utf-8"))))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("proxpo train PRESET runs one; --explain with it lists every setting.")
+
+
+def _opening(text: str) -> str:
+    """The comment at the head of a file, up to its commands."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("#") or line.startswith("#   "):
+            break
+        lines.append(line.removeprefix("#").strip())
+    return " ".join(lines)
+
+
 @contextmanager
 def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
-    """Shows a bar over the steps, with the phase of the step and the scores so far beside it."""
+    """Shows a bar over the steps with its phase and the time left, and the scores below it."""
     columns = (
         TextColumn("[bold]{task.description:<11}"),
         BarColumn(bar_width=28),
         MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[scores]}"),
     )
-    scores = _Scores()
-    with Progress(*columns, console=console, transient=False) as progress:
-        bar = progress.add_task("starting", total=steps, scores="")
+    scores = _Scores(drawn=True)
+    progress = Progress(*columns, console=console)
+    bar = progress.add_task("starting", total=steps)
+    with Live(progress, console=console, refresh_per_second=4) as live:
 
         def on_progress(phase: str, done: int, total: int) -> None:
             progress.update(bar, description=phase)
 
         def on_step(step: int, metrics: dict[str, Any]) -> None:
-            progress.update(bar, completed=step, scores=scores.text(metrics))
+            progress.update(
+                bar, completed=step, description="done" if step == steps else "stepping"
+            )
+            live.update(Group(progress, Text(scores.text(metrics))))
 
         yield on_progress, on_step
 
@@ -135,12 +173,41 @@ def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
 
 
 class _Scores:
-    """The latest value of each score."""
+    """The latest value of each score, the course of the reward, and tokens per second."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drawn: bool = False) -> None:
+        self._drawn = drawn
         self._latest: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._spent: list[tuple[float, float]] = []  # tokens so far, seconds of the step
 
     def text(self, metrics: dict[str, Any]) -> str:
+        course = self._course(metrics) if self._drawn else ""
+        return "  ".join(filter(None, [self._values(metrics), course, self._speed(metrics)]))
+
+    def _course(self, metrics: dict[str, Any]) -> str:
+        """The last training rewards as a line of blocks."""
+        reward = metrics.get("reward")
+        if reward is not None and math.isfinite(reward):
+            self._rewards = [*self._rewards, float(reward)][-COURSE:]
+        low, high = min(self._rewards, default=0.0), max(self._rewards, default=0.0)
+        if len(self._rewards) < 2 or low == high:
+            return ""
+        places = (int((r - low) / (high - low) * (len(BLOCKS) - 1)) for r in self._rewards)
+        return "".join(BLOCKS[place] for place in places)
+
+    def _speed(self, metrics: dict[str, Any]) -> str:
+        """Tokens per second over the last steps."""
+        tokens, seconds = metrics.get("num_tokens"), metrics.get("step_time")
+        if tokens is None or not seconds:
+            return ""
+        self._spent = [*self._spent, (float(tokens), float(seconds))][-COURSE:]
+        if len(self._spent) < 2:
+            return ""
+        spent = self._spent[-1][0] - self._spent[0][0]
+        return f"{spent / sum(seconds for _, seconds in self._spent[1:]):,.0f} tokens/s"
+
+    def _values(self, metrics: dict[str, Any]) -> str:
         for name, label in SCORES.items():
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
@@ -192,4 +259,4 @@ def _plain(value: Any) -> str:
     return str(text).replace("\n", " ").replace("[", r"\[")
 
 
-__all__ = ["explain_settings", "run_training"]
+__all__ = ["explain_settings", "run_training", "show_presets"]

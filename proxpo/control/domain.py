@@ -30,6 +30,7 @@ LANGUAGE_ALONE = {
     "train.train_temperature": "a policy draws from its own distribution",
     "train.graphs": "the network is small",
     "evaluate.k": "episodes of the deterministic policy are evaluated",
+    "log.batch_every": "a language model's batch alone is saved",
 }
 # Settings of recipes that a method with updates of its own has options for, or no use of.
 RECIPE_ALONE = (

@@ -141,8 +141,8 @@ def build_props_job(config: Config, options: Mapping[str, Any]) -> PropsJob:
     if config.model.name != "mlp" or config.model.options.get("distribution") == "tanh":
         raise ProxpoError("props compares policies of model.name=mlp without distribution=tanh")
     recipe = ppo(
-        clip_low=options["clip"],
-        clip_high=options["clip"],
+        clip_low=options["clip_low"],
+        clip_high=options["clip_high"],
         gamma=options["gamma"],
         lam=options["lam"],
         value_clip=None,

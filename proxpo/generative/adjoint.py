@@ -46,12 +46,12 @@ def target(
     gradient: Float[Tensor, "row size"],
     nu_end: float,
     *,
-    clip: float,
+    max_norm: float,
 ) -> Float[Tensor, "row size"]:
-    """s* = -∇E(X_1) + X_1/ν_1, the norm of each row at most `clip`."""
+    """s* = -∇E(X_1) + X_1/ν_1, the norm of each row at most `max_norm`."""
     s = x / nu_end - gradient
     norm = s.norm(dim=1, keepdim=True)
-    return s * (clip / norm.clamp(min=clip))
+    return s * (max_norm / norm.clamp(min=max_norm))
 
 
 def bridge(

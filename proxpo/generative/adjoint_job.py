@@ -61,8 +61,8 @@ class AdjointJob(Job):
             lambda done, total: watch.observer.on_progress("sampling", done, total),
         )
         gradient = self.energy.gradient(ends.x) / options["temperature"]
-        s = target(ends.x, gradient, self.schedule.nu_end, clip=options["clip"])
-        clipped = float((s.norm(dim=1) >= options["clip"] * (1 - 1e-6)).double().mean())
+        s = target(ends.x, gradient, self.schedule.nu_end, max_norm=options["max_norm"])
+        clipped = float((s.norm(dim=1) >= options["max_norm"] * (1 - 1e-6)).double().mean())
         watch.lap("rollout")
         watch.enter("update")
         self.buffer = [*self.buffer, (ends.x, s)][-options["buffer"] :]
@@ -179,7 +179,15 @@ class AdjointJob(Job):
 
 def build_adjoint_job(config: Config, options: Mapping[str, Any], dtype: torch.dtype) -> AdjointJob:
     """The job of a task energy:NAME."""
-    positive = ("sigma_min", "sigma_max", "samples_per_step", "buffer", "batches", "batch", "clip")
+    positive = (
+        "sigma_min",
+        "sigma_max",
+        "samples_per_step",
+        "buffer",
+        "batches",
+        "batch",
+        "max_norm",
+    )
     for name in (*positive, "temperature", "hidden"):
         if not options[name] > 0:
             raise ProxpoError(f"adjoint-sampling: {name} is positive, got {options[name]:g}")

@@ -32,6 +32,7 @@ ALWAYS = {
     "train.train_temperature": "the sampler's noise is fixed by its schedule",
     "train.graphs": "the network is small",
     "evaluate.k": "evaluate.size samples are evaluated",
+    "log.batch_every": "a language model's batch alone is saved",
 }
 RECIPE_ALONE = (
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "train.updates_per_rollout"),

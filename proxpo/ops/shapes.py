@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-if TYPE_CHECKING or "jaxtyping" in sys.modules:
+if TYPE_CHECKING:  # a checker sees plain tensors, with or without jaxtyping
+    from typing import Annotated as Bool
+    from typing import Annotated as Float
+    from typing import Annotated as Int
+    from typing import Annotated as Num
+    from typing import Annotated as Shaped
+elif "jaxtyping" in sys.modules:
     from jaxtyping import Bool, Float, Int, Num, Shaped
 else:
 

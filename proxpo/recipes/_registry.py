@@ -96,7 +96,7 @@ def register(
     """Registers a method: decorates a keyword-only factory that returns a Recipe or a Procedure.
 
         @proxpo.register("my-method", paper="arXiv:2601.00001")
-        def my_method(*, clip: float = 0.2) -> Recipe: ...
+        def my_method(*, clip_low: float = 0.2) -> Recipe: ...
 
     The slug is the name on the command line. Options must have defaults and must not be named like
     a stage, so that `--set ratio=...` always means the stage. `options_of` passes options on

@@ -19,14 +19,14 @@ def adjoint_sampling(
     batches: int = 100,
     batch: int = 512,
     control_lr: float = 1e-4,
-    clip: float = 50.0,
+    max_norm: float = 50.0,
     temperature: float = 1.0,
     hidden: int = 64,
 ) -> Procedure:
     """Adjoint Sampling: an SDE from a point to exp(-E), many updates for each energy evaluated.
 
         dX = g(t) u(X, t) dt + g(t) dW,  X_0 = 0,   ν_t = ∫_0^t g²
-        loss = mean ‖u(X_t, t)/g(t) - s*‖²,   s* = -∇E(X_1) + X_1/ν_1, its norm at most `clip`
+        loss = mean ‖u(X_t, t)/g(t) - s*‖²,   s* = -∇E(X_1) + X_1/ν_1, its norm at most `max_norm`
         X_t ~ N((ν_t/ν_1) X_1, ν_t (1 - ν_t/ν_1)): the bridge of the base process
 
     Each step: end points X_1 of the present control (of u = 0 the first time), ∇E once for each,

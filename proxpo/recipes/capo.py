@@ -19,7 +19,8 @@ def capo(
     tau_policy: float | None = None,
     tau_objective: float | None = None,
     select: Options = options_of(curvature_mask, "optimizer", "sides", "k", "learning_rate"),
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     max_tokens: float | None = None,
     eps: float = 1e-4,
 ) -> Recipe:
@@ -40,8 +41,8 @@ def capo(
     Reference: Melo, Abate & Gal, arXiv:2510.00819; luckeciano/stable-pg-llm.
     """
     base = {
-        "grpo": lambda: grpo(clip_low=clip, clip_high=clip, eps=eps),
-        "dr-grpo": lambda: dr_grpo(clip=clip, max_tokens=max_tokens),
+        "grpo": lambda: grpo(clip_low=clip_low, clip_high=clip_high, eps=eps),
+        "dr-grpo": lambda: dr_grpo(clip_low=clip_low, clip_high=clip_high, max_tokens=max_tokens),
         "reinforce": lambda: reinforce().replace(
             advantage=group_relative(eps=eps, singleton="zero")
         ),
@@ -50,7 +51,7 @@ def capo(
     mask = curvature_mask(
         tau_policy=policy if tau_policy is None else tau_policy,
         tau_objective=objective if tau_objective is None else tau_objective,
-        normalize="sequence" if host == "grpo" else "all",
+        normalise="sequence" if host == "grpo" else "all",
         **select,
     )
     return base.replace(select=(mask,))

@@ -16,8 +16,9 @@ def cispo(*, trust: Options = options_of(clipped_weight), eps: float = 1e-6) -> 
     ε_hi is not published; 0.2 (cap 1.2) is verl's. mask_low, mask_high give the unified form
     (eqs 6-7), which with an uncapped weight is PPO's gradient.
 
-    Departures: the paper and verl cap at 1+high, TRL at `high` itself (absolute=True, high=5).
-    verl's default floors the weight at 0.8; the paper has no lower bound (low=inf).
+    Departures: the paper and verl cap at 1+clip_high, TRL at clip_high itself (absolute=True,
+    clip_high=5). verl's default floors the weight at 0.8; the paper has no lower bound
+    (clip_low=inf).
 
     Reference: MiniMax, arXiv:2506.13585 eqs 4-7.
     """

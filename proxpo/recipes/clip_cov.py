@@ -30,6 +30,6 @@ def clip_cov(
         prompts=(informative_prompts(),),
         advantage=group_relative(),
         ratio=token(),
-        trust=clip_cov_trust(low=clip_low, high=clip_high, **trust),
+        trust=clip_cov_trust(clip_low=clip_low, clip_high=clip_high, **trust),
         aggregate=token_mean(),
     )

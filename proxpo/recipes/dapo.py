@@ -50,6 +50,6 @@ def dapo(
         filter=(*masks, not_truncated()) if overlong in ("filter", "both") else masks,
         advantage=group_relative(eps=eps),
         ratio=token(),
-        trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, dual=dual),
         aggregate=token_mean() if average == "token" else prompt_mean(),
     )

@@ -17,7 +17,7 @@ def dcpo(
     ratio_max: float = 10.0,
     dual: float | None = 10.0,
     history: bool = True,
-    agg: Literal["otm", "token-mean"] = "otm",
+    average: Literal["otm", "token"] = "otm",
 ) -> Recipe:
     """DCPO: wider clips for improbable tokens, rewards standardised over all visits of a prompt.
 
@@ -29,7 +29,7 @@ def dcpo(
     so that a group of equal rewards can still teach. history=False: every visit is the first.
 
     Departures: the released scripts have ε 0.2/0.28, switch the history off (history=False) and
-    average over all tokens of the micro-batch (agg="token-mean"). Variances are pooled as theirs.
+    average over all tokens of the micro-batch (average="token"). Variances are pooled as theirs.
     A group with fewer than two rewards gets 0.
 
     Reference: arXiv:2509.02333; lime-RL/DCPO.
@@ -37,6 +37,6 @@ def dcpo(
     return Recipe(
         advantage=smooth_standardised(history=history),
         ratio=token(limit=math.inf),
-        trust=dynamic_clip(low=clip_low, high=clip_high, most=ratio_max, dual=dual),
-        aggregate=seq_sum_token_mean() if agg == "otm" else token_mean(),
+        trust=dynamic_clip(clip_low=clip_low, clip_high=clip_high, most=ratio_max, dual=dual),
+        aggregate=seq_sum_token_mean() if average == "otm" else token_mean(),
     )

@@ -45,6 +45,6 @@ def decoupled_ppo(
         advantage=group_relative(),
         weights=(correction,) if weight else (),
         ratio=token(anchor=prox),
-        trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, dual=dual),
         aggregate=token_mean(),
     )

@@ -14,7 +14,8 @@ from proxpo.types import Recipe
     paper="arXiv:2305.16381",
     domains=("generative models",),
     settings={
-        "recipe.clip": 2e-3,
+        "recipe.clip_low": 2e-3,
+        "recipe.clip_high": 2e-3,
         "rollout.samples_per_prompt": 16,
         "train.steps": 150,
         "train.lr": 2e-5,
@@ -23,7 +24,8 @@ from proxpo.types import Recipe
 )
 def dpok(
     *,
-    clip: float = 1e-4,
+    clip_low: float = 1e-4,
+    clip_high: float = 1e-4,
     reward_coef: float = 100.0,
     kl_coef: float = 0.01,
     schedule: Options = options_of(transition_buffer),
@@ -48,7 +50,7 @@ def dpok(
         advantage=gae(gamma=1.0, lam=1.0, whitening=False),
         weights=(constant(factor=reward_coef),),
         ratio=token(),
-        trust=hard_clip(low=clip, high=clip),
+        trust=hard_clip(clip_low=clip_low, clip_high=clip_high),
         regularisers=(noise_distance(coef=kl_coef),) if kl_coef else (),
         aggregate=token_mean(),
         schedule=transition_buffer(**schedule),

@@ -7,7 +7,11 @@ from proxpo.types import Recipe
 
 @register("dr-grpo", paper="arXiv:2503.20783")
 def dr_grpo(
-    *, clip: float = 0.2, max_tokens: float | None = None, ignore_truncated: bool = False
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_tokens: float | None = None,
+    ignore_truncated: bool = False,
 ) -> Recipe:
     """Dr. GRPO: GRPO without its two biased normalisers, the response length and the group's std.
 
@@ -21,7 +25,7 @@ def dr_grpo(
 
     Reference: Liu et al., arXiv:2503.20783, section 3.2.
     """
-    base = grpo(clip_low=clip, clip_high=clip, scale="none", singleton="zero")
+    base = grpo(clip_low=clip_low, clip_high=clip_high, scale="none", singleton="zero")
     return base.replace(
         filter=(not_truncated(),) if ignore_truncated else (),
         aggregate=constant_length(max_tokens=max_tokens, count_empty=ignore_truncated),

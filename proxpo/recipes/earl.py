@@ -12,7 +12,7 @@ def earl(
     *,
     share: float = 0.2,
     level: Literal["response", "batch"] = "response",
-    normalize: Literal["all", "gated"] = "all",
+    normalise: Literal["all", "gated"] = "all",
     base: Options = options_of(grpo, "clip_low", "clip_high", "kl_coef", "eps"),
 ) -> Recipe:
     """EARL: GRPO's gradient only on the tokens of highest entropy within each response.
@@ -20,7 +20,7 @@ def earl(
         τ_i = (1 - ρ)-quantile of the response's entropies,   m_it = 1[H_it ≥ τ_i]
         L = (1/N) Σ m·max(-A r, -A clip(r, 1±ε)) + β (1/N) Σ k3(π, π_ref)
 
-    N counts all valid tokens, or the gated ones (normalize="gated"). The gate is found once per
+    N counts all valid tokens, or the gated ones (normalise="gated"). The gate is found once per
     rollout. level="batch" is the choice of entropy-80-20: one quantile for all tokens of the
     micro-batch, from current entropies.
 
@@ -31,8 +31,8 @@ def earl(
     Reference: arXiv:2511.12033.
     """
     if level == "response":
-        gate = entropy_gate(share=share, normalize=normalize)
+        gate = entropy_gate(share=share, normalise=normalise)
     else:
-        divisor = "all" if normalize == "all" else "selected"
-        gate = top_entropy(share=share, normalize=divisor, rule="quantile")
+        divisor = "all" if normalise == "all" else "selected"
+        gate = top_entropy(share=share, normalise=divisor, rule="quantile")
     return grpo(**base).replace(weights=(gate,), aggregate=token_mean())

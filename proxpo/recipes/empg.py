@@ -23,7 +23,7 @@ def empg(
 
     Departures: the paper's values per task are not known; k = k' = 1, ζ = 0.1 are those of a
     listing derived from it (a later port has bonus=0.05). A_i is GRPO's; DAPO's differs in the
-    clip and the average, `--set trust.high=0.28 --set aggregate=token_mean`.
+    clip and the average, `--set trust.clip_high=0.28 --set aggregate=token_mean`.
 
     Reference: arXiv:2509.09265; ARLArena.
     """

@@ -18,7 +18,7 @@ def entropy_80_20(
     H is the entropy of the current policy's whole next-token distribution, detached. Terms such as
     a KL stay on all tokens.
 
-    Departures: TRL divides by all tokens (normalize="all", smaller by about ρ) and takes an
+    Departures: TRL divides by all tokens (normalise="all", smaller by about ρ) and takes an
     interpolated quantile (rule="quantile"). The choice is made per micro-batch. The released script
     adds dual=10.
 

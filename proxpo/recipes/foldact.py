@@ -17,7 +17,8 @@ def foldact(
     chosen: Options = options_of(segments),
     consistency_coef: float = 1.0,
     consistency: Options = options_of(context_consistency, "estimator", "every"),
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     cap: float = 10.0,
     kl_coef: float = 0.01,
     critic: bool = True,
@@ -53,7 +54,7 @@ def foldact(
         prune=(segments(**chosen),),
         weights=(separate_means(**weights),),
         ratio=token() if chosen["dropped"] == "skip" else folded(drop=drop),
-        trust=ppo_clip(low=clip, high=clip, cap=cap),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, cap=cap),
         regularisers=tuple(stage for stage in (anchor, pull) if stage is not None),
         value=made.value if critic else None,
     )

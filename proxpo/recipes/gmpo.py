@@ -34,7 +34,9 @@ def gmpo(
     """
     return Recipe(
         advantage=group_relative(eps=eps),
-        ratio=geometric_clip(low=clip_low, high=clip_high, per=clip_per, normalise=normalise),
+        ratio=geometric_clip(
+            clip_low=clip_low, clip_high=clip_high, per=clip_per, normalise=normalise
+        ),
         trust=unclipped(),
         regularisers=(kl_to_ref(coef=kl_coef),) if kl_coef else (),
         aggregate=seq_mean_token_mean(),

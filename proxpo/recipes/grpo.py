@@ -49,7 +49,7 @@ def grpo(
         advantage=group_process(eps=eps) if process else outcome,
         weights=drop,
         ratio=token(),
-        trust=ppo_clip(low=clip_low, high=clip_high, dual=dual, cap=ratio_cap),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, dual=dual, cap=ratio_cap),
         regularisers=kl,
         aggregate=seq_mean_token_mean(),
     )

@@ -23,7 +23,8 @@ def grpo_guard(
     normalise: bool = True,
     reweight: bool = True,
     weights: Options = options_of(inverse_step),
-    clip: float | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     advantage_bound: float = 5.0,
     kl_coef: float = 0.0,
 ) -> Recipe:
@@ -43,14 +44,17 @@ def grpo_guard(
     Reference: arXiv:2510.22319; Flow-Factory and TeleBoost.
     """
     steps = policy == "gaussian"
-    bound = (1e-4 if steps else 0.2) if clip is None else clip
+    usual = 1e-4 if steps else 0.2
     centred, anchor = (gaussian(), gaussian_kl) if steps else (recentred(), kl_to_ref)
     return Recipe(
         filter=(noisy_steps(),) if steps else (),
         advantage=group_relative(bound=advantage_bound),
         weights=(inverse_step(**weights),) if reweight and steps else (),
         ratio=centred if normalise else token(),
-        trust=ppo_clip(low=bound, high=bound),
+        trust=ppo_clip(
+            clip_low=usual if clip_low is None else clip_low,
+            clip_high=usual if clip_high is None else clip_high,
+        ),
         regularisers=(anchor(coef=kl_coef),) if kl_coef else (),
         aggregate=token_mean(),
     )

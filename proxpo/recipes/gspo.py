@@ -34,7 +34,7 @@ def gspo(
     return Recipe(
         advantage=group_relative(eps=eps),
         ratio=sequence(own_gradient=variant == "token"),
-        trust=ppo_clip(low=clip_low, high=clip_high),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high),
         regularisers=(kl_to_ref(coef=kl_coef),) if kl_coef else (),
         aggregate=seq_mean_token_sum() if variant == "luspo" else seq_mean_token_mean(),
     )

@@ -39,6 +39,6 @@ def knapsack_rl(
         budget=(knapsack(**budget),),
         advantage=group_relative(eps=eps, bound=bound),
         ratio=token(),
-        trust=ppo_clip(low=clip_low, high=clip_high),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high),
         aggregate=token_mean(),
     )

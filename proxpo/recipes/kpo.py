@@ -34,6 +34,6 @@ def kpo(
     return Recipe(
         advantage=group_relative(eps=eps),
         ratio=kalman(**ratio),
-        trust=ppo_clip(low=clip_low, high=clip_high) if clipped else unclipped(),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high) if clipped else unclipped(),
         aggregate=seq_mean_token_mean(),
     )

@@ -11,7 +11,8 @@ from proxpo.types import Recipe
 def lamer(
     *,
     advantage: Options = options_of(attempts),
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     dual: float | None = 3.0,
     entropy_coef: float = 0.001,
 ) -> Recipe:
@@ -33,7 +34,7 @@ def lamer(
     return Recipe(
         advantage=attempts(**advantage),
         ratio=token(),
-        trust=ppo_clip(low=clip, high=clip, dual=dual),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, dual=dual),
         regularisers=(entropy_bonus(coef=entropy_coef),) if entropy_coef else (),
         aggregate=token_mean(),
     )

@@ -40,7 +40,7 @@ def lopti(
         advantage=group_relative(),
         weights=() if variant == "lopti" else (probability_reweight(alpha=alpha),),
         ratio=token(),
-        trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, dual=dual),
         regularisers=(kl_to_ref(coef=kl_coef),) if kl_coef else (),
         aggregate=token_mean(),
         schedule=None if variant == "ar" else split_passes(**schedule),

@@ -8,7 +8,7 @@ from proxpo.types import Recipe
 
 
 @register("opo", paper="arXiv:2505.23585")
-def opo(*, clip: float = 0.2) -> Recipe:
+def opo(*, clip_low: float = 0.2, clip_high: float = 0.2) -> Recipe:
     """OPO: exactly on-policy updates with the length-weighted group mean as baseline.
 
         A_i = r_i - Σ_j L_j r_j / Σ_j L_j,   L = token mean of max(-A r, -A clip(r, 1±ε))
@@ -24,7 +24,7 @@ def opo(*, clip: float = 0.2) -> Recipe:
     return Recipe(
         advantage=length_weighted_baseline(),
         ratio=token(),
-        trust=ppo_clip(low=clip, high=clip),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high),
         aggregate=token_mean(),
         schedule=single_update(),
     )

@@ -47,7 +47,7 @@ def ppo(
         reward=(kl,),
         advantage=gae(gamma=gamma, lam=lam, whitening=whitening),
         ratio=token(),
-        trust=ppo_clip(low=clip_low, high=clip_high, dual=dual),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, dual=dual),
         regularisers=(entropy_bonus(coef=entropy_coef),) if entropy_coef else (),
         aggregate=token_mean(),
         value=value_loss(coef=value_coef, clip=value_clip, gamma=gamma, lam=lam),

@@ -6,7 +6,8 @@ from proxpo.recipes._registry import Procedure, register
 @register("props", paper="arXiv:2311.08290", confidence="official code", domains=("control",))
 def props(
     *,
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     gamma: float = 0.99,
     lam: float = 0.95,
     entropy_coef: float = 0.01,

@@ -17,7 +17,7 @@ def rapid(
     weight_level: Literal["sequence", "token"] = "sequence",
     importance_weighted_baseline: bool = True,
     self_normalised_baseline: bool = False,
-    normalize_std: bool = False,
+    normalise_std: bool = False,
     horizon: int = 4,
 ) -> Recipe:
     """RAPID: one large rollout, many small steps on it, capped weights in gradient and baseline.
@@ -32,7 +32,7 @@ def rapid(
 
     Departures: reconstructed from the abstract and public reviews. That weights are of whole
     responses, that A is not divided by the std, 1/K in V̂ and the horizon are our choices:
-    weight_level="token", normalize_std=True, self_normalised_baseline=True (Σ w R/Σ w), or no
+    weight_level="token", normalise_std=True, self_normalised_baseline=True (Σ w R/Σ w), or no
     weights in V̂ at all.
 
     Reference: arXiv:2510.03515 (abstract).
@@ -43,7 +43,7 @@ def rapid(
             cap=cap,
             level=weight_level,
             baseline=baseline if importance_weighted_baseline else "mean",
-            normalise_std=normalize_std,
+            normalise_std=normalise_std,
         ),
         ratio=token(limit=math.inf)
         if weight_level == "token"

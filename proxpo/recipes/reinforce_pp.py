@@ -9,7 +9,12 @@ from proxpo.types import Recipe
 
 @register("reinforce-pp", paper="arXiv:2501.03262")
 def reinforce_pp(
-    *, kl_coef: float = 0.01, clip: float = 0.2, gamma: float = 1.0, whiten_unbiased: bool = True
+    *,
+    kl_coef: float = 0.01,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    gamma: float = 1.0,
+    whiten_unbiased: bool = True,
 ) -> Recipe:
     """REINFORCE++: PPO's clip on returns that are normalised over the whole batch, without critic.
 
@@ -26,6 +31,6 @@ def reinforce_pp(
         reward=(kl_in_reward(coef=kl_coef),),
         advantage=discounted_return(gamma=gamma, whitening=True, whiten_unbiased=whiten_unbiased),
         ratio=token(),
-        trust=ppo_clip(low=clip, high=clip),
+        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high),
         aggregate=token_mean(),
     )

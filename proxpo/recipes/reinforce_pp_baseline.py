@@ -1,4 +1,4 @@
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.reinforce_pp import reinforce_pp
 from proxpo.stages.advantage import discounted_return
 from proxpo.stages.regularisers import kl_to_ref
@@ -7,7 +7,10 @@ from proxpo.types import Recipe
 
 @register("reinforce-pp-baseline", paper="arXiv:2501.03262")
 def reinforce_pp_baseline(
-    *, kl_coef: float = 0.01, clip: float = 0.2, whiten_unbiased: bool = True
+    *,
+    kl_coef: float = 0.01,
+    base: Options = options_of(reinforce_pp, "clip_low", "clip_high"),
+    whiten_unbiased: bool = True,
 ) -> Recipe:
     """REINFORCE++-baseline: group-mean-centred rewards, then whitened over the whole batch.
 
@@ -19,7 +22,7 @@ def reinforce_pp_baseline(
 
     Reference: Hu et al., arXiv:2501.03262v9, eqs 6-8.
     """
-    return reinforce_pp(clip=clip).replace(
+    return reinforce_pp(**base).replace(
         reward=(),
         advantage=discounted_return(
             baseline="group", whitening=True, whiten_unbiased=whiten_unbiased

@@ -13,14 +13,15 @@ def remix(
     *,
     schedule: Options = options_of(reincarnation, "share", "window", "passes"),
     reset_at: int | None = 50,
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     kl_coef: float = 0.01,
     base_share: float | None = None,
     entropy_coef: float = 0.0,
 ) -> Recipe:
     """ReMix: rollouts of the last few policies reused, two KL anchors, and half-way a new base.
 
-        r = π/π_{k-i},  c = π_k/π_{k-i};   x = max(-A r, -A clip(r, c-ε, c+ε))
+        r = π/π_{k-i},  c = π_k/π_{k-i};   x = max(-A r, -A clip(r, c±ε))
         L = (1/N) Σ [ x + β(λ KL(π‖π_base) + (1-λ) KL(π‖π_{k-1})) ]
 
     Each prompt comes from one of the last `window` rollouts with chance `share`, each batch is used
@@ -37,7 +38,7 @@ def remix(
     return Recipe(
         advantage=group_relative(),
         ratio=token(),
-        trust=mixed_clip(clip=clip),
+        trust=mixed_clip(clip_low=clip_low, clip_high=clip_high),
         regularisers=(*anchors, *bonus),
         aggregate=token_mean(),
         schedule=reincarnation(at=reset_at, **schedule),

@@ -15,7 +15,8 @@ def rloo(
     *,
     form: Literal["paper", "trl"] = "paper",
     kl_coef: float = 0.05,
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     reward_low: float | None = None,
     reward_high: float | None = None,
     normalise: bool = False,
@@ -40,6 +41,8 @@ def rloo(
         reward=(*bounds, kl_in_reward(coef=kl_coef, per="sequence")),
         advantage=leave_one_out(normalise=normalise),
         ratio=none() if form == "paper" else sequence(normalise=False, limit=20.0),
-        trust=score_function() if form == "paper" else ppo_clip(low=clip, high=clip),
+        trust=score_function()
+        if form == "paper"
+        else ppo_clip(clip_low=clip_low, clip_high=clip_high),
         aggregate=seq_mean_token_sum() if form == "paper" else seq_mean_token_mean(),
     )

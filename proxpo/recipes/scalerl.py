@@ -26,6 +26,6 @@ def scalerl(*, cap: float = 5.0, eps: float = 1e-6) -> Recipe:
         filter=(informative(),),
         advantage=group_relative(scale="centred", eps=eps),
         ratio=token(anchor="rollout"),
-        trust=clipped_weight(high=cap, absolute=True),
+        trust=clipped_weight(clip_high=cap, absolute=True),
         aggregate=prompt_mean(),
     )

@@ -14,7 +14,8 @@ from proxpo.types import Recipe
 def st_ppo(
     *,
     variant: Literal["st-ppo", "s-ppo", "turn-ppo"] = "st-ppo",
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     split: Literal["turn", "mask"] = "turn",
     schedule: Options = options_of(clipping_bias, "norm_floor", "when_unclipped"),
     critic: bool = True,
@@ -37,8 +38,8 @@ def st_ppo(
 
     Reference: arXiv:2511.20718 eqs 7-8 as quoted in public reviews.
     """
-    base = ppo(clip_low=clip, clip_high=clip)
-    bias = clipping_bias(low=clip, high=clip, **schedule)
+    base = ppo(clip_low=clip_low, clip_high=clip_high)
+    bias = clipping_bias(clip_low=clip_low, clip_high=clip_high, **schedule)
     return base.replace(
         advantage=base.advantage if critic else group_relative(),
         ratio=token() if variant == "s-ppo" else turn(split=split),

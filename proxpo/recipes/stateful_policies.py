@@ -14,7 +14,8 @@ from proxpo.types import Recipe
 def stateful_policies(
     *,
     variant: Literal["ppo", "sac", "reinforce"] = "ppo",
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     gamma: float = 0.99,
     lam: float = 0.95,
     entropy_coef: float = 0.0,
@@ -47,8 +48,8 @@ def stateful_policies(
     if variant != "ppo":
         return Procedure()
     return ppo(
-        clip_low=clip,
-        clip_high=clip,
+        clip_low=clip_low,
+        clip_high=clip_high,
         gamma=gamma,
         lam=lam,
         value_clip=None,

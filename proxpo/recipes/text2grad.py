@@ -1,6 +1,6 @@
 from typing import Literal
 
-from proxpo.recipes._registry import register
+from proxpo.recipes._registry import Options, options_of, register
 from proxpo.recipes.ppo import ppo
 from proxpo.stages.advantage import gae
 from proxpo.stages.aggregate import guarded_token_mean, token_mean
@@ -17,7 +17,7 @@ def text2grad(
     kl_controller: Literal["fixed", "horizon", "doubling"] = "horizon",
     kl_target: float = 0.1,
     kl_horizon: float = 10000.0,
-    clip: float = 0.2,
+    ranges: Options = options_of(ppo, "clip_low", "clip_high"),
     gamma: float = 1.0,
     lam: float = 0.95,
     whitening: bool = True,
@@ -47,7 +47,7 @@ def text2grad(
 
     Reference: arXiv:2505.22338; microsoft/Text2Grad.
     """
-    base = ppo(clip_low=clip, clip_high=clip, entropy_coef=entropy_coef)
+    base = ppo(**ranges, entropy_coef=entropy_coef)
     penalty = kl_in_reward(
         coef=kl_coef, estimator=kl, controller=kl_controller, target=kl_target, horizon=kl_horizon
     )

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from proxpo.report.analysis import Analysis, MeasuredRun
-from proxpo.report.figure_images import PALETTE
 from proxpo.report.figures import Figure, digits
 from proxpo.report.findings import (
     at_steps,
@@ -70,7 +69,6 @@ def comparison_page(analysis: Analysis, drawn: Sequence[Figure]) -> str:
     }
     markup = {
         "question": question if comparison.question else "",
-        "palette": _palette(),
         "findings": _findings(analysis),
         "ranking": ranking_table(analysis),
         "pairs": pairs_table(analysis),
@@ -79,11 +77,6 @@ def comparison_page(analysis: Analysis, drawn: Sequence[Figure]) -> str:
         "glossary": "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}.</dd>" for a, b in GLOSSARY),
     }
     return fill_page("compare", text=text, markup=markup, data=_data(analysis, drawn))
-
-
-def _palette() -> str:
-    pairs = "".join(f"--c{i}: light-dark({a}, {b});" for i, (a, b) in enumerate(PALETTE))
-    return f":root {{ {pairs} }}\n"
 
 
 def _findings(analysis: Analysis) -> str:

@@ -6,18 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxpo.report.figures import Cloud, Curve, Figure, MeanPoint
+from proxpo.runs.page import PALETTE
 
-# (light, dark): distinct with any colour vision, together with dash and marker
-PALETTE = (
-    ("#0067b3", "#5ab4f5"),
-    ("#c8500a", "#ff9a5c"),
-    ("#00805c", "#3ddba6"),
-    ("#a8428a", "#f09ad2"),
-    ("#8a6100", "#f2c14e"),
-    ("#1a8098", "#7fdcf0"),
-    ("#5b6472", "#c3cad4"),
-    ("#4346b4", "#b0b1ff"),
-)
 DASHES: tuple[Any, ...] = (
     "-",
     (0, (5, 2)),
@@ -216,4 +206,4 @@ def _bars(axis: Any, figure: Figure, style: Style) -> None:
 KINDS = {"curves": _curves, "cloud": _cloud, "means": _means, "forest": _forest, "bars": _bars}
 
 
-__all__ = ["PALETTE", "draw_figure"]
+__all__ = ["draw_figure"]

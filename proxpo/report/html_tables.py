@@ -3,10 +3,9 @@
 import math
 
 from proxpo.report.analysis import Analysis, ArmResult
-from proxpo.report.figure_images import PALETTE
 from proxpo.report.findings import duration, format_number, run_counts, settings_text, span, unit
 from proxpo.report.text import plural
-from proxpo.runs.page import escape
+from proxpo.runs.page import PALETTE, escape
 
 
 def ranking_words(analysis: Analysis) -> str:

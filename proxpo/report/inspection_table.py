@@ -1,6 +1,6 @@
 """Tables of an inspection for the terminal, readable at 80 columns and in a pipe."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -24,6 +24,9 @@ from proxpo.report.text import one_line, plural
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR = 5
 MOST_ROWS = 16
+LEAST_SPARKS = 8
+LOSS = "loss"
+FIGURE_COLUMNS = (LOSS, *(heading for _, heading, _ in FIGURES))
 UP, DOWN = "cyan", "dark_orange"
 
 
@@ -38,8 +41,15 @@ class InspectTable:
     ) -> Iterable[RenderableType]:
         wide = options.update(max_width=10_000)
         yield Text(batch_line(self.file, self.source), style="bold")
-        bare = console.measure(method_table(self.inspections, sparks=0), options=wide).maximum
-        yield method_table(self.inspections, sparks=max(8, options.max_width - bare))
+
+        def width(figures: Sequence[str]) -> int:
+            return console.measure(method_table(self.inspections, figures), options=wide).maximum
+
+        *tables, last = fitting(FIGURE_COLUMNS, width, options.max_width)
+        for figures in tables:
+            yield method_table(self.inspections, figures)
+        room = options.max_width - width(last) - 2  # less the padding of one more column
+        yield method_table(self.inspections, last, sparks=room if room >= LEAST_SPARKS else 0)
         detail = response_table(self.inspections, self.file)
         fits = console.measure(detail, options=wide).maximum
         if fits <= options.max_width:
@@ -52,21 +62,32 @@ class InspectTable:
         yield Text("▲ ▼     the step makes the response likelier, less likely", "dim")
 
 
-def method_table(inspections: Sequence[Inspection], *, sparks: int) -> Table:
-    """Table of methods; the gradient by response takes `sparks` characters at most."""
+def fitting(
+    figures: Sequence[str], width: Callable[[Sequence[str]], int], most: int
+) -> list[list[str]]:
+    """The figures in as few tables as fit into `most` columns, in their order."""
+    tables: list[list[str]] = [[]]
+    for figure in figures:
+        if tables[-1] and width([*tables[-1], figure]) > most:
+            tables.append([])
+        tables[-1].append(figure)
+    return tables
+
+
+def method_table(
+    inspections: Sequence[Inspection], figures: Sequence[str], *, sparks: int = 0
+) -> Table:
+    """Table of methods; with `sparks` characters at most for the gradient by response."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", style="bold", no_wrap=True)
-    for heading in ("loss", *(heading for _, heading, _ in FIGURES)):
+    for heading in figures:
         table.add_column(heading, justify="right", no_wrap=True)
-    heading = "gradient by response" if sparks >= 20 else "gradient"
-    table.add_column(heading[:sparks], no_wrap=True)
+    if sparks:
+        table.add_column("gradient by response" if sparks >= 20 else "gradient", no_wrap=True)
     for inspection in inspections:
-        table.add_row(
-            inspection.method,
-            short(inspection.loss),
-            *figure_texts(inspection).values(),
-            sparkline(inspection, sparks),
-        )
+        texts = {LOSS: short(inspection.loss), **figure_texts(inspection)}
+        line = [sparkline(inspection, sparks)] if sparks else []
+        table.add_row(inspection.method, *(texts[figure] for figure in figures), *line)
     return table
 
 

@@ -10,6 +10,17 @@ from typing import Any
 
 TEMPLATES = Path(__file__).parents[1] / "data"
 ENDINGS = {"style": "css", "script": "js"}
+# (light, dark): distinct with any colour vision, together with dash and marker
+PALETTE = (
+    ("#0067b3", "#5ab4f5"),
+    ("#c8500a", "#ff9a5c"),
+    ("#00805c", "#3ddba6"),
+    ("#a8428a", "#f09ad2"),
+    ("#8a6100", "#f2c14e"),
+    ("#1a8098", "#7fdcf0"),
+    ("#5b6472", "#c3cad4"),
+    ("#4346b4", "#b0b1ff"),
+)
 
 
 def fill_page(
@@ -18,12 +29,11 @@ def fill_page(
     text: Mapping[str, Any],
     markup: Mapping[str, str],
     data: Any = None,
-    style: str | None = None,
 ) -> str:
     """The template NAME.html with `text` (escaped here) and `markup` (HTML) in its places.
 
-    {{style}} and {{script}} are NAME.css and NAME.js, {{data}} is `data` as JSON. style: the page
-    whose style this one shares.
+    {{style}} and {{script}} are NAME.css and NAME.js, {{chart.js}} any file by its name, {{data}}
+    is `data` as JSON, {{palette}} the colours of lines.
     """
 
     def content(place: re.Match[str]) -> str:
@@ -35,10 +45,16 @@ def fill_page(
         if key == "data":
             # "</script>" in a text must not end the script
             return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-        owner = style if key == "style" and style else name
-        return _read(f"{owner}.{ENDINGS[key]}")
+        if key == "palette":
+            return _palette()
+        return _read(f"{name}.{ENDINGS[key]}" if key in ENDINGS else key)
 
-    return re.sub(r"\{\{(\w+)\}\}", content, _read(f"{name}.html"))
+    return re.sub(r"\{\{([\w.]+)\}\}", content, _read(f"{name}.html"))
+
+
+def _palette() -> str:
+    pairs = "".join(f"--c{i}: light-dark({a}, {b});" for i, (a, b) in enumerate(PALETTE))
+    return f":root {{ {pairs} }}\n"
 
 
 def json_ready(value: Any) -> Any:
@@ -58,4 +74,4 @@ def _read(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
-__all__ = ["escape", "fill_page", "json_ready"]
+__all__ = ["PALETTE", "escape", "fill_page", "json_ready"]

@@ -4,6 +4,8 @@ Names are TRL's where TRL has one, so that plots made for its runs work; ours be
 """
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -35,6 +37,7 @@ RENAMED = {
     "kl/ref": "kl",
 }
 PLAIN = ("step", "time")
+SINKS = ("tensorboard", "trackio", "wandb")
 
 
 @runtime_checkable
@@ -143,13 +146,33 @@ def make_sinks(
     )
 
 
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuses sinks whose package is not installed, without importing it."""
+    for name in names:
+        package = resolve(name, SINKS, what="sink of log.sinks")
+        loaded = package in sys.modules
+        if (sys.modules[package] if loaded else importlib.util.find_spec(package)) is None:
+            raise _not_installed(package)
+
+
 def _package(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ProxpoError(
-            f"log.sinks: '{package}' is not installed: pip install {package}"
-        ) from None
+        raise _not_installed(package) from None
 
 
-__all__ = ["Sink", "Sinks", "TensorBoard", "Tracker", "make_sinks", "public_names"]
+def _not_installed(package: str) -> ProxpoError:
+    return ProxpoError(f"log.sinks: '{package}' is not installed: pip install {package}")
+
+
+__all__ = [
+    "SINKS",
+    "Sink",
+    "Sinks",
+    "TensorBoard",
+    "Tracker",
+    "check_sinks",
+    "make_sinks",
+    "public_names",
+]

@@ -102,15 +102,17 @@ def search_page(findings: Findings) -> str:
         "title": f"Search over stages: {plan.base['task']['name']}, {plan.base['model']['name']}",
         "lead": (
             f"{plural(findings.space.size, 'composition')} of stages in the space, "
-            f"{len(findings.candidates)} candidates tried ({plan.proposer} proposals, "
-            f"{plural(brackets, 'bracket')}), {len(plan.named)} named arms; "
+            f"{plural(len(findings.candidates), 'candidate')} tried ({plan.proposer} proposals, "
+            f"{plural(brackets, 'bracket')}), {plural(len(plan.named), 'named arm')}; "
             f"{sum(state.seconds) / 60:.0f} minutes."
         ),
         "method": (
             "Each bracket is halved: "
-            + ", ".join(f"{steps} steps on {plural(len(s), 'seed')}" for steps, s in plan.rungs)
-            + f"; the named methods likewise. The best {plan.finalists} candidates and the best "
-            f"named methods are then run on {plan.seeds} fresh seeds, on the task of the search "
+            + ", ".join(
+                f"{plural(steps, 'step')} on {plural(len(s), 'seed')}" for steps, s in plan.rungs
+            )
+            + f"; the named methods likewise. The best {plural(plan.finalists, 'candidate')} and the "
+            f"best named methods are then run on {plan.seeds} fresh seeds, on the task of the search "
             "and on one it has not seen. Fresh seeds make the estimates unbiased by the choice. A "
             "finalist is said to beat the named methods if it beats each of them (largest paired "
             "Student p), with Holm's correction for the number of finalists."

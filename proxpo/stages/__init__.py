@@ -1,7 +1,7 @@
 """The registry of stages: every factory by kind and name, so that any stage can be swapped by name.
 
     @stage("trust", takes=("ratio",), gives="loss")
-    def ppo_clip(*, low: float = 0.2, high: float = 0.2): ...
+    def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.2): ...
 
 turns a keyword-only factory of pure functions into a factory of `Stage`; see `stage`.
 """

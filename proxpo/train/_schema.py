@@ -253,6 +253,13 @@ class LogConfig:
     samples: int = setting(
         4, "responses a step written to samples.jsonl", resume="next", low=0, high=ROWS
     )
+    batch_every: int = setting(
+        0,
+        "steps between batches written to batches/, for `proxpo inspect --run`; 0: none",
+        resume="next",
+        low=0,
+        high=STEPS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.runs.sinks import SINKS
 from proxpo.stages._options import brief, coerce
 from proxpo.train._schema import ROWS, SECTIONS, Config, Resume, leaves
 from proxpo.types import KINDS
 
-SINKS = ("tensorboard", "trackio", "wandb")
 VALUES = 10_000  # in one block of options
 TEXT = 4096  # characters, as of a path
 

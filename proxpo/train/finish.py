@@ -8,6 +8,7 @@ from proxpo.runs.status import write_summary
 from proxpo.train.config import as_dict
 from proxpo.train.job import Examined, Job
 from proxpo.train.picture import write_pictures
+from proxpo.train.run_page import inspect_saved
 
 
 def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) -> dict[str, Any]:
@@ -45,7 +46,15 @@ def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) 
         on_notice(line)
     title += f" (no rows of step {gap})" if gap else ""
     try:
-        write_pictures(out, rows, title=title, summary=summary, samples=pairs, made=job.figure())
+        write_pictures(
+            out,
+            rows,
+            title=title,
+            summary=summary,
+            samples=pairs,
+            made=job.figure(),
+            saved=inspect_saved(out, job.trained_recipe) if job.trained_recipe else (),
+        )
     except ImportError:
         on_notice(
             "no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'"

@@ -15,6 +15,7 @@ from proxpo.runs.checkpoint import Checkpoint, save_checkpoint
 from proxpo.train.config import Change, Config, as_dict
 from proxpo.train.faults import is_out_of_memory
 from proxpo.train.observer import Observer
+from proxpo.types import Recipe
 
 Examined = tuple[dict[str, float], list[dict]]  # metrics, and a few answers to show
 
@@ -95,6 +96,11 @@ class Job(ABC):
     @property
     def write_model(self) -> Callable[[Path], None] | None:
         """Writes the weights to a folder in a form that others can load."""
+        return None
+
+    @property
+    def trained_recipe(self) -> Recipe | None:
+        """The recipe behind the run's batches; none of a method with updates of its own."""
         return None
 
     def check(self, observer: Observer) -> None:  # noqa: B027

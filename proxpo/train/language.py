@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from proxpo.batch_file import save_step, saved_steps
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy, load_policy, save_policy
+from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.rewards import RewardPool
@@ -37,6 +39,7 @@ from proxpo.train.refusals import check_fields, check_thoughts, remarks
 from proxpo.train.rollouts import RolloutJob
 from proxpo.train.scoring import Learner
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
+from proxpo.train.update import update
 from proxpo.types import Recipe
 
 MOVED = "proxpo/budget/moved"
@@ -127,7 +130,14 @@ class LanguageJob(RolloutJob):
 
     def update(self, rollout: Experience) -> dict[str, float]:
         gap = self._sampler_gap(rollout)
-        return super().update(rollout) | gap
+        return update(self, rollout, on_batch=self._on_batch()) | gap
+
+    def _on_batch(self) -> Callable[[dict[str, Tensor]], None] | None:
+        """Writes the batch of the step that is being made, where one is due."""
+        step, every = self.step + 1, self.config.log.batch_every
+        if not every or step % every:
+            return None
+        return partial(save_step, self.config.folder, step, on_notice=self.learner.budget.on_notice)
 
     def _sampler_gap(self, rollout: Experience) -> dict[str, float]:
         """Mean |Δ log π| between vLLM and the trainer, before the update on a fresh rollout."""
@@ -168,6 +178,9 @@ class LanguageJob(RolloutJob):
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         super().load(parts, info)
         self.source.cursor = info["cursor"]
+        for step, path in saved_steps(self.config.folder).items():
+            if step > self.step:  # made again
+                path.unlink()
 
     @property
     def write_model(self) -> Callable[[Path], None]:

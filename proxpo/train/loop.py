@@ -12,7 +12,7 @@ from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.runs.files import read_object
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.jsonlines import JsonLines
-from proxpo.runs.sinks import Sinks, make_sinks, public_names
+from proxpo.runs.sinks import Sinks, check_sinks, make_sinks, public_names
 from proxpo.runs.status import SUMMARY, clear_end
 from proxpo.runs.stop import Overdue, StopRequest, stop_on_signal
 from proxpo.train.build import build_job
@@ -41,6 +41,7 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     {"stopped", "steps", "out"} instead and writes none.
     """
     out = Path(config.folder)
+    check_sinks(config.log.sinks)
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
         resumed = _resumed(out, config, resume=resume, observer=observer)
         job = build_job(config)

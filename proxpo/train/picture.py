@@ -1,15 +1,14 @@
-"""curves.png of a finished run, and report.html with the same curves, numbers and samples."""
+"""curves.png of a finished run, and report.html with the same curves."""
 
 import base64
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from proxpo.runs.files import write_whole
-from proxpo.runs.page import escape, fill_page
+from proxpo.train.run_page import SavedBatch, read_samples, run_page
 
 INK, GRID = "#1f2430", "#d9dde5"
 COLOURS = ("#2f6fed", "#e4572e", "#2a9d8f", "#8a4fbf", "#c98a00", "#5c6b7a")
@@ -106,57 +105,31 @@ def write_pictures(
     summary: Mapping[str, Any],
     samples: Sequence[Mapping],
     made: Any = None,
+    saved: Sequence[SavedBatch] = (),
 ) -> None:
     """Writes curves.png and report.html to the run's folder; samples.png with a figure `made`."""
     figure = draw_run(rows, title=title)
     write_whole(run / "curves.png", _image(figure, "png", dpi=150))
+    picture = ""
     if made is not None:
         write_whole(run / "samples.png", _image(made, "png", dpi=150))
-    page = run_page(figure, title, summary, samples, made=made)
+        picture = _embedded(made, "Samples before and after")
+    page = run_page(
+        rows,
+        panels(rows),
+        title=title,
+        summary=summary,
+        answers=samples,
+        samples=read_samples(run / "samples.jsonl"),
+        made=picture,
+        saved=saved,
+    )
     write_whole(run / "report.html", page.encode())
-
-
-def run_page(
-    figure: Any,
-    title: str,
-    summary: Mapping[str, Any],
-    samples: Sequence[Mapping],
-    *,
-    made: Any = None,
-) -> str:
-    """One self-contained page: works offline, in light and dark, and on paper."""
-    numbers = "".join(
-        f"<tr><th>{_text(name)}</th><td>{_text(_short(value))}</td></tr>"
-        for name, value in summary.items()
-        if not isinstance(value, (dict, list))
-    )
-    columns = ("prompt", "before", "after", "answer")
-    answers = "".join(
-        f"<tr>{''.join(f'<td><code>{_text(row[name])}</code></td>' for name in columns)}</tr>"
-        for row in samples
-    )
-    markup = {
-        "notes": "".join(f"<p>{_text(note)}</p>" for note in resume_notes(summary)),
-        "drawing": _embedded(figure, "Curves of the run"),
-        "made": "" if made is None else _embedded(made, "Samples before and after"),
-        "numbers": numbers,
-        "answers": answers,
-    }
-    config = json.dumps(summary.get("config", {}), indent=1)
-    return fill_page("run", text={"title": title, "config": config}, markup=markup)
 
 
 def _embedded(figure: Any, words: str) -> str:
     code = base64.b64encode(_image(figure, "svg")).decode()
     return f'<img alt="{words}" src="data:image/svg+xml;base64,{code}">'
-
-
-def resume_notes(summary: Mapping[str, Any]) -> list[str]:
-    """One sentence for each setting that changed on resuming."""
-    return [
-        "{setting} changed after step {step}: {before} -> {after}".format(**change)
-        for change in summary.get("changes", ())
-    ]
 
 
 def _image(figure: Any, kind: str, **options: Any) -> bytes:
@@ -170,15 +143,4 @@ def _image(figure: Any, kind: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _text(value: Any) -> str:
-    """The value as escaped text; the messages of a chat one below the other."""
-    if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
-        value = "\n".join(str(message["content"]) for message in value)
-    return escape(value if isinstance(value, str) else json.dumps(value, default=str))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-__all__ = ["draw_run", "panels", "resume_notes", "run_page", "write_pictures"]
+__all__ = ["draw_run", "panels", "write_pictures"]

@@ -14,7 +14,7 @@ from proxpo.train.job import Job, StepWatch
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.scoring import Learner
 from proxpo.train.update import update
-from proxpo.types import Clock
+from proxpo.types import Clock, Recipe
 
 
 @dataclass(kw_only=True)
@@ -81,6 +81,10 @@ class RolloutJob(Job):
             "proxpo/updates": self.learner.version - before,
             "proxpo/skipped": self.skipped,
         }
+
+    @property
+    def trained_recipe(self) -> Recipe:
+        return self.learner.recipe
 
     def update(self, rollout: Experience) -> dict[str, float]:
         """Makes the optimizer steps of a rollout; their metrics."""

@@ -11,19 +11,26 @@ The batch is built in batch.py, the gradient of a mini-batch in minibatch.py.
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from proxpo.batch_file import BatchRecorder
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.stages.schedule import Rescale, Updates
-from proxpo.train.batch import PreparedRollout, UpdatePlan, prepare_rollout
+from proxpo.train.batch import (
+    PreparedRollout,
+    UpdatePlan,
+    prepare_rollout,
+    sampled_fields,
+    start_fields,
+)
 from proxpo.train.config import Config
 from proxpo.train.experience import (
     Experience,
@@ -56,12 +63,21 @@ class UpdatedJob(Protocol):
     def clock(self) -> Clock: ...
 
 
-def update(job: UpdatedJob, fresh: Experience) -> dict[str, float]:
-    """Makes the optimizer steps of a rollout; returns their mean metrics and the schedule's."""
+def update(
+    job: UpdatedJob,
+    fresh: Experience,
+    *,
+    on_batch: Callable[[dict[str, Tensor]], None] | None = None,
+) -> dict[str, float]:
+    """Makes the optimizer steps of a rollout; returns their mean metrics and the schedule's.
+
+    on_batch: is given the fields of the batch afterwards, as a `BatchRecorder` has them
+    """
     config, learner, share = job.config, job.learner, job.config.train.replay_share
     mix = generator(config.seed, "mix", job.step)
     experience = with_replayed_share(fresh, job.past, share, mix)
-    updates = RolloutUpdates(job, experience, path=("update", job.step))
+    record = UpdateRecord(saves_batch=on_batch is not None)
+    updates = RolloutUpdates(job, experience, path=("update", job.step), record=record)
     stage = learner.recipe.schedule
     ctx = Context(
         state=learner.state.get("schedule", {}),
@@ -70,6 +86,8 @@ def update(job: UpdatedJob, fresh: Experience) -> dict[str, float]:
     )
     state, metrics = (stage.apply if stage is not None else as_configured)(updates, ctx)
     updates.finish(state)
+    if on_batch is not None and record.batch is not None:
+        on_batch(record.batch.fields())
     samples = max(updates.room["samples"], 4 * len(fresh.mask) if share else 0)
     rollouts = updates.room["rollouts"]
     job.past = kept_rollouts(job.past, fresh, samples=samples, rollouts=rollouts)
@@ -84,7 +102,7 @@ def as_configured(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
 
 @dataclass
 class UpdateRecord:
-    """Metrics of the updates on a rollout.
+    """Metrics of the updates on a rollout, and their batch if it is to be saved.
 
     values: of all updates, by name
     last: of the last update; applied: of the last that was not skipped
@@ -93,6 +111,8 @@ class UpdateRecord:
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     last: Metrics = field(default_factory=dict)
     applied: Metrics = field(default_factory=dict)
+    saves_batch: bool = False
+    batch: BatchRecorder | None = None
 
     def add(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -165,7 +185,12 @@ class RolloutUpdates:
     def _prepare(self, *, single_update: bool = False) -> PreparedRollout:
         """The rollout as the recipe sees it; computed once, at the policy of that moment."""
         if self._prepared is None:
-            job, learner = self.job, self.job.learner
+            job, learner, record = self.job, self.job.learner, self.record
+            if record.saves_batch and record.batch is None:  # in passes of its own
+                fields = sampled_fields(learner, self.experience) | start_fields(
+                    learner, self.experience, self._plan
+                )
+                record.batch = BatchRecorder({"mask": self.experience.mask, **fields})
             seed = derive(job.config.seed, *self.path, "prepare")
             ctx = Context(
                 states=learner.state,
@@ -226,6 +251,9 @@ class RolloutUpdates:
         job, learner = self.job, self.job.learner
         set_learning_rate(learner.optimizer, job.config.rate_factor(job.step))
         data, clock = rollout.data.rows(index), job.clock
+        if self.record.batch is not None:
+            now = score(learner, data.experience, replace(rollout.options, old_is_current=False))
+            self.record.batch.see(index, now)
         try:
             metrics, batch = gradients(
                 learner, recipe, data, rollout.options, seed=seed, clock=clock, rescale=rescale

@@ -324,3 +324,11 @@ def test_text_from_the_batch_is_text(proxpo, tmp_path):
     assert code == 0
     assert "[/b] :smile:" in out
     assert "\x1b" not in out
+
+
+def test_a_narrow_terminal_keeps_every_digit(proxpo, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "44")
+    out = proxpo("inspect", "grpo", "kpo", "--batch", "sample").out
+    assert "7.2e-07" in out
+    assert "…" not in out.split("Fewer")[0]
+    assert out.count("method ") == 2  # two tables

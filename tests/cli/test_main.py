@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from proxpo.cli import main
+from proxpo.cli import main, training
 
 
 def run(*arguments, **kwargs):
@@ -82,3 +83,31 @@ def test_a_bug_is_not_hidden(proxpo, monkeypatch):
     monkeypatch.setattr("proxpo.cli.catalogue.show_methods", fail)
     with pytest.raises(RuntimeError, match="ours"):
         proxpo("methods")
+
+
+def test_live_view_of_a_run():
+    """Bar, scores, course of the reward and speed on a terminal; plain words in a log."""
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    with training._bar(console, 3) as (on_progress, on_step):
+        on_progress("sampling", 0, 1)
+        for step in (1, 2, 3):
+            score = {"proxpo/eval/accuracy": 0.5, "proxpo/eval/kl": 0.25} if step == 3 else {}
+            numbers = {"reward": step / 4, "num_tokens": 100 * step, "step_time": 0.5}
+            on_step(step, numbers | score)
+    end = shown.getvalue()
+    for expected in ("3/3", "reward 0.750", "accuracy 0.500", "KL 0.250", "▁▄█", "200 tokens/s"):
+        assert expected in end
+    plain = io.StringIO()
+    with training._log(Console(file=plain), 1) as (_, on_step):
+        on_step(1, {"reward": 0.5})
+    assert plain.getvalue().split()[:2] == ["step", "1/1"]
+    assert "\x1b" not in plain.getvalue()
+
+
+def test_compare_asks_for_its_packages_before_any_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    folder = tmp_path / "comparison"
+    assert main(["compare", "grpo", "reinforce", "--out", str(folder)]) == 2
+    assert "comparisons need matplotlib: pip install 'proxpo[train]'" in capsys.readouterr().err
+    assert not folder.exists()

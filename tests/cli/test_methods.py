@@ -52,7 +52,7 @@ def test_json_of_the_catalogue(proxpo):
     assert list(found) == list(library.methods())
     assert found["grpo"]["defaults"]["clip_high"] == 0.2
     assert found["grpo"]["stages"]["trust"]["name"] == "ppo_clip"
-    assert found["cispo"]["defaults"]["low"] == "inf"
+    assert found["cispo"]["defaults"]["clip_low"] == "inf"
 
 
 def test_json_of_one_method(proxpo):
@@ -87,3 +87,44 @@ def test_every_fact_names_a_method_its_options_and_a_result_that_exist():
         assert setting in advice.settings
         assert all(method(slug) for slug in slugs)
     assert choice_table() in (results.parent / "choose.md").read_text()
+
+
+def test_filters_by_stage_and_field(proxpo, refused):
+    assert set(json.loads(proxpo("methods", "--stage", "gradient", "--json").out)) == {
+        "isopo",
+        "isopo-ntk",
+        "proma",
+    }
+    chosen = json.loads(
+        proxpo("methods", "--stage", "trust=ppo_clip", "--needs", "no-values", "--json").out
+    )
+    assert "grpo" in chosen
+    assert not {"ppo", "isopo"} & set(chosen)
+    assert "did you mean 'kalman'" in refused("methods", "--stage", "kalmann")
+    assert "did you mean 'ref_logp'" in refused("methods", "--needs", "ref_lgp")
+    assert "leave them out" in refused("methods", "grpo", "--stage", "ratio")
+
+
+def test_bibtex(proxpo):
+    out = proxpo("methods", "isopo", "--bibtex").out
+    assert out.startswith(
+        "@misc{isopo,\n  title = {{ISOPO: Proximal policy gradients without pi-old}}"
+    )
+    assert "eprint = {2512.23353}" in out
+    whole = proxpo("methods", "--bibtex").out
+    assert whole.count("@misc{") == len(library.methods())
+    assert whole.count("{") == whole.count("}")
+
+
+def test_prose_is_wrapped_once(proxpo, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = proxpo("methods", "gspo").out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("Departures:"))
+    prose = lines[start : lines.index("", start)]
+    assert all(len(line) > 60 for line in prose[:-1])
+
+
+def test_presets_are_listed(proxpo):
+    out = " ".join(proxpo("train", "--presets").out.split())
+    assert "quickstart" in out
+    assert "The model in the box learns three-digit addition with ISOPO" in out

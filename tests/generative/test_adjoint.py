@@ -44,7 +44,7 @@ def test_nu_is_the_integral_of_g(schedule: NoiseSchedule) -> None:
 def test_the_base_needs_no_control(schedule: NoiseSchedule) -> None:
     energy = gaussian(dim=3, mean=0.0, std=math.sqrt(schedule.nu_end))
     x = normal(9, 3)
-    close(target(x, energy.gradient(x), schedule.nu_end, clip=50.0), 0.0 * x)
+    close(target(x, energy.gradient(x), schedule.nu_end, max_norm=50.0), 0.0 * x)
 
 
 @pytest.mark.checks(SLUG, "bridge: X_t has the marginal N(0, ν_t) when X_1 ~ N(0, ν_1)")
@@ -70,14 +70,14 @@ def test_constants_and_gradients() -> None:
     end = simulate(
         lambda x, t: x, SCHEDULES[0], rows=6, size=2, steps=5, draws=draws(), dtype=F64
     ).x
-    s = target(end, plain.gradient(end), SCHEDULES[0].nu_end, clip=50.0)
+    s = target(end, plain.gradient(end), SCHEDULES[0].nu_end, max_norm=50.0)
     assert not end.requires_grad
     assert not s.requires_grad
 
 
 def test_the_clip_keeps_directions() -> None:
     x, slope = normal(5, 2), 100 * normal(5, 2, seed=1)
-    free, held = (target(x, slope, 2.0, clip=c) for c in (1e9, 50.0))
+    free, held = (target(x, slope, 2.0, max_norm=c) for c in (1e9, 50.0))
     close(held.norm(dim=1), free.norm(dim=1).clamp(max=50))
     close(torch.cosine_similarity(free, held), torch.ones(5, dtype=F64))
     assert (free.norm(dim=1) > 50).any()
@@ -114,7 +114,7 @@ def test_fixed_point(schedule: NoiseSchedule) -> None:
     def control(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return schedule.g(t)[:, None] * (score(x, t) + a * x + b)
 
-    goal = target(end, energy.gradient(end), nu, clip=50.0)
+    goal = target(end, energy.gradient(end), nu, max_norm=50.0)
     loss = adjoint_loss(control, schedule, end, goal, draws(3))
     for slope in torch.autograd.grad(loss, [a, b]):
         assert abs(float(slope)) < 0.04  # of some 4 at u = 0

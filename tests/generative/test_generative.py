@@ -92,7 +92,7 @@ def test_grpo_guard_in_its_own_setting(tmp_path: Path) -> None:
 
 LEARN = {
     "dpok": ("train.steps=15", "train.lr=3e-4"),
-    "grpo-guard": ("train.steps=8", "train.lr=1e-3", "clip=0.01"),
+    "grpo-guard": ("train.steps=8", "train.lr=1e-3", "clip_low=0.01", "clip_high=0.01"),
     "ac-flow": ("train.steps=20", "warmup=2", "actor_lr=1e-3"),
 }
 

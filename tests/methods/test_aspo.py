@@ -59,7 +59,14 @@ CASES = {
     ),
     "aspo-capped": Case(
         "aspo",
-        {"cap_pos": 1.1, "cap_neg": 1.2, "clip": 0.1, "kl_coef": 0.0, "average": "sequence"},
+        {
+            "cap_pos": 1.1,
+            "cap_neg": 1.2,
+            "clip_low": 0.1,
+            "clip_high": 0.1,
+            "kl_coef": 0.0,
+            "average": "sequence",
+        },
         lambda b: seq_mean_token_mean(aspo_terms(b, eps=0.1, c_pos=1.1, c_neg=1.2), b),
     ),
 }
@@ -168,7 +175,7 @@ def test_kl_to_the_reference_is_on_by_default() -> None:
     assert method(SLUG).regularisers[0].options["estimator"] == "k3"
 
 
-@pytest.mark.parametrize("option", [{"clip": -0.1}, {"quantile": 1.5}, {"cap_pos": 0.5}])
+@pytest.mark.parametrize("option", [{"clip_low": -0.1}, {"quantile": 1.5}, {"cap_pos": 0.5}])
 def test_refused(option: dict) -> None:
     with pytest.raises(ValueError, match="asymmetric_clip"):
         method(SLUG, **option)

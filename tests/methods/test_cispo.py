@@ -32,9 +32,11 @@ def cispo_unified(b: Batch) -> torch.Tensor:
 CASES = {
     "cispo": Case("cispo", {}, lambda b: token_mean(cispo(b, 0.0, 1.2), b)),
     "cispo-trl": Case(
-        "cispo", {"absolute": True, "high": 1.1}, lambda b: token_mean(cispo(b, 0.0, 1.1), b)
+        "cispo", {"absolute": True, "clip_high": 1.1}, lambda b: token_mean(cispo(b, 0.0, 1.1), b)
     ),
-    "cispo-unified": Case("cispo", {"low": 0.1, "mask_low": 0.2, "mask_high": 0.1}, cispo_unified),
+    "cispo-unified": Case(
+        "cispo", {"clip_low": 0.1, "mask_low": 0.2, "mask_high": 0.1}, cispo_unified
+    ),
 }
 
 
@@ -73,9 +75,9 @@ def test_on_policy() -> None:
 @pytest.mark.checks("cispo", "ε = 0.2 of the paper is the cap 1.2 of TRL, not the cap 0.2")
 def test_meaning_of_epsilon() -> None:
     batch = make_batch(1)
-    paper = policy_gradient(method("cispo", high=0.2), batch)
-    close(policy_gradient(method("cispo", absolute=True, high=1.2), batch), paper)
-    confused = policy_gradient(method("cispo", absolute=True, high=0.2), batch)
+    paper = policy_gradient(method("cispo", clip_high=0.2), batch)
+    close(policy_gradient(method("cispo", absolute=True, clip_high=1.2), batch), paper)
+    confused = policy_gradient(method("cispo", absolute=True, clip_high=0.2), batch)
     assert not torch.allclose(confused, paper)
 
 
@@ -84,8 +86,8 @@ def test_unified_form() -> None:
     batch = make_batch(1, spread=0.6)
     ppo = policy_gradient(method("grpo", aggregate="token_mean"), batch)
     masks = {"mask_low": 0.2, "mask_high": 0.2}
-    close(policy_gradient(method("cispo", high=math.inf, **masks), batch), ppo)
-    capped = policy_gradient(method("cispo", high=0.5, **masks), batch)
+    close(policy_gradient(method("cispo", clip_high=math.inf, **masks), batch), ppo)
+    capped = policy_gradient(method("cispo", clip_high=0.5, **masks), batch)
     r, a = (batch.logp - batch.old_logp).exp(), advantages(method("cispo"), batch)
     differs = ~torch.isclose(capped, ppo, rtol=1e-9, atol=0.0) & batch.mask
     assert differs.any()
@@ -95,4 +97,4 @@ def test_unified_form() -> None:
 def test_no_lower_bound_unless_asked() -> None:
     batch = crafted([[-2.0]], [1.0])
     close(policy_gradient(method("cispo"), batch), -math.exp(-2.0))
-    close(policy_gradient(method("cispo", low=0.2), batch), -0.8)
+    close(policy_gradient(method("cispo", clip_low=0.2), batch), -0.8)

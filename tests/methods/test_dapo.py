@@ -197,4 +197,4 @@ def test_the_official_length_stands_without_a_host() -> None:
     long = Batch(logp=torch.zeros(9, 20479), mask=wide, rewards=batch.rewards, group=batch.group)
     assert longest(long, Context())[0].rewards.lt(0).all()
     close(overlong_penalty().apply(long, Context())[0].rewards, longest(long, Context())[0].rewards)
-    assert math.isclose(method("dapo").trust.options["high"], 0.28)
+    assert math.isclose(method("dapo").trust.options["clip_high"], 0.28)

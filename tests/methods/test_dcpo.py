@@ -55,7 +55,7 @@ CASES = {
     "dcpo": Case("dcpo", {}, dcpo),
     "dcpo-code": Case(
         "dcpo",
-        {"history": False, "agg": "token-mean", "clip_low": 0.02, "clip_high": 0.03, "dual": 1.2},
+        {"history": False, "average": "token", "clip_low": 0.02, "clip_high": 0.03, "dual": 1.2},
         lambda b: token_mean(dcpo_terms(b, 0.02, 0.03, dual=1.2), b),
     ),
 }
@@ -241,7 +241,7 @@ def test_averages() -> None:
     batch = make_batch(1)
     grpo_like = method(SLUG, aggregate="seq_mean_token_mean")
     close(gradient_of(method(SLUG), batch), 9 * gradient_of(grpo_like, batch))
-    value, _ = loss_and_gradients(method(SLUG, agg="token-mean"), batch)
+    value, _ = loss_and_gradients(method(SLUG, average="token"), batch)
     tokens, _ = loss_and_gradients(method(SLUG, aggregate="token_mean"), batch)
     close(value, tokens)
 
@@ -255,7 +255,7 @@ def test_history_needs_the_number_of_the_prompt() -> None:
 
 def test_defaults_are_the_papers() -> None:
     options = method(SLUG).trust.options
-    assert options == {"low": 0.16, "high": 0.2, "most": 10.0, "dual": 10.0}
+    assert options == {"clip_low": 0.16, "clip_high": 0.2, "most": 10.0, "dual": 10.0}
 
 
 @pytest.mark.parametrize("option", [{"clip_low": -0.1}, {"ratio_max": 0.5}, {"dual": 1.0}])

@@ -36,7 +36,7 @@ CASES = {
 @pytest.mark.checks("dr-grpo", "dloss/dlogp = -A·r/(B·L_max) where live, whatever the length")
 def test_weight_does_not_know_the_length() -> None:
     batch = make_batch(1, spread=0.05)
-    made = method("dr-grpo", max_tokens=50, clip=5.0)
+    made = method("dr-grpo", max_tokens=50, clip_low=5.0, clip_high=5.0)
     r = (batch.logp - batch.old_logp).exp()
     close(policy_gradient(made, batch), -advantages(made, batch) * r / (9 * 50))
 

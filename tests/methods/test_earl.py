@@ -32,7 +32,7 @@ CASES = {
     "earl": Case("earl", {}, lambda b: earl(b, share=0.2)),
     "earl-gated": Case(
         "earl",
-        {"normalize": "gated", "share": 0.5, "kl_coef": 0.1},
+        {"normalise": "gated", "share": 0.5, "kl_coef": 0.1},
         lambda b: earl(b, share=0.5, gated=True, kl_coef=0.1),
     ),
     "earl-batch": Case(
@@ -40,7 +40,7 @@ CASES = {
     ),
     "earl-batch-gated": Case(
         "earl",
-        {"level": "batch", "share": 0.4, "normalize": "gated"},
+        {"level": "batch", "share": 0.4, "normalise": "gated"},
         lambda b: earl(b, share=0.4, per="batch", gated=True),
     ),
 }
@@ -55,7 +55,7 @@ def gates(batch: Batch, **options: object) -> torch.Tensor:
 
 
 @pytest.mark.checks(SLUG, "ρ = 1 and β = 0 is the ungated base method")
-@pytest.mark.parametrize("options", [{}, {"normalize": "gated"}, {"level": "batch"}])
+@pytest.mark.parametrize("options", [{}, {"normalise": "gated"}, {"level": "batch"}])
 def test_all_tokens(options: dict) -> None:
     batch = make_batch(1)
     found = loss_and_gradients(method(SLUG, share=1.0, **options), batch)
@@ -71,7 +71,7 @@ def test_gradient() -> None:
     found = policy_gradient(method(SLUG), batch)
     close(found, torch.where(gate, base, 0.0), atol=0.0)
     n = batch.mask.double().sum() / gate.double().sum()
-    close(policy_gradient(method(SLUG, normalize="gated"), batch), n * found)
+    close(policy_gradient(method(SLUG, normalise="gated"), batch), n * found)
 
 
 @pytest.mark.checks(SLUG, "1 + ⌊(L - 1)ρ⌋ tokens of a response pass, at least one")

@@ -35,7 +35,7 @@ def entropy_quantile(b: Batch) -> torch.Tensor:
 CASES = {
     "entropy-80-20": Case("entropy-80-20", {}, entropy_top),
     "entropy-80-20-trl": Case(
-        "entropy-80-20", {"normalize": "all", "rule": "quantile"}, entropy_quantile
+        "entropy-80-20", {"normalise": "all", "rule": "quantile"}, entropy_quantile
     ),
 }
 
@@ -75,7 +75,7 @@ def test_divides_by_the_selected() -> None:
     n, k = batch.mask.double().sum(), chosen.double().sum()
     found = policy_gradient(method("entropy-80-20"), batch)
     close(found, torch.where(chosen, base * n / k, 0.0))
-    by_all = policy_gradient(method("entropy-80-20", normalize="all"), batch)
+    by_all = policy_gradient(method("entropy-80-20", normalise="all"), batch)
     close(by_all, found * k / n)  # TRL's divisor, smaller by about ρ
     assert not torch.allclose(by_all, found)
 
@@ -93,11 +93,11 @@ def test_choice_depends_on_the_order_alone(rule: str) -> None:
         assert torch.equal(selected(curved), chosen)
 
 
-@pytest.mark.checks("entropy-80-20", "normalize=all: the top and the bottom part add up to DAPO")
+@pytest.mark.checks("entropy-80-20", "normalise=all: the top and the bottom part add up to DAPO")
 def test_parts_add_up() -> None:
     batch = make_batch(1)
     base = policy_gradient(method("dapo"), batch)
-    top = policy_gradient(method("entropy-80-20", normalize="all"), batch)
+    top = policy_gradient(method("entropy-80-20", normalise="all"), batch)
     bottom = torch.where(selected(batch) > 0, 0.0, base)
     close(top + bottom, base)
 

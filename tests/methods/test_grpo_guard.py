@@ -68,15 +68,21 @@ def guard_tokens(b: Batch) -> torch.Tensor:
 
 
 CASES = {
-    "grpo-guard": Case("grpo-guard", {"clip": 0.02}, guard_flow),
+    "grpo-guard": Case("grpo-guard", {"clip_low": 0.02, "clip_high": 0.02}, guard_flow),
     "grpo-guard-dance": Case(
         "grpo-guard",
-        {"noise_schedule": "dance", "clip": 0.05, "advantage_bound": 0.8, "kl_coef": 0.1},
+        {
+            "noise_schedule": "dance",
+            "clip_low": 0.05,
+            "clip_high": 0.05,
+            "advantage_bound": 0.8,
+            "kl_coef": 0.1,
+        },
         guard_dance,
     ),
     "grpo-guard-plain": Case(
         "grpo-guard",
-        {"normalise": False, "reweight": False, "clip": 0.2},
+        {"normalise": False, "reweight": False, "clip_low": 0.2, "clip_high": 0.2},
         lambda b: token_mean(guard(b, ratio(b), 0.2, lambda k: 1.0, 5.0), b),
     ),
     "grpo-guard-tokens": Case("grpo-guard", {"policy": "tokens"}, guard_tokens),
@@ -175,7 +181,7 @@ def test_gradient_by_the_mean() -> None:
 @pytest.mark.checks(SLUG, "the loss by μ: -A·r̂·ε/D/Δt on unclipped steps")
 def test_gradient_of_the_loss() -> None:
     batch, eps = gaussian_batch()
-    value = proxpo.loss_fn(method(SLUG, clip=5.0))(batch).value
+    value = proxpo.loss_fn(method(SLUG, clip_low=5.0, clip_high=5.0))(batch).value
     (slope,) = torch.autograd.grad(value, batch.mean)
     weight = -batch.advantages[:, None] * guarded_log_ratio(batch).exp().detach() / 0.1 / 18
     close(slope, weight[..., None] * eps / DIMENSIONS)
@@ -191,10 +197,12 @@ def test_unmoved() -> None:
 def test_both_parts_off() -> None:
     batch = make_batch(1, spread=0.4)
     plain = method("grpo", aggregate="token_mean")
-    off = method(SLUG, normalise=False, reweight=False, clip=0.2, advantage_bound=99.0)
+    off = method(
+        SLUG, normalise=False, reweight=False, clip_low=0.2, clip_high=0.2, advantage_bound=99.0
+    )
     close(policy_gradient(off, batch), policy_gradient(plain, batch))
     unit = batch.replace(noise=torch.ones_like(batch.noise), mean=batch.old_mean)
-    half = method(SLUG, reweight=False, clip=0.2, advantage_bound=99.0)
+    half = method(SLUG, reweight=False, clip_low=0.2, clip_high=0.2, advantage_bound=99.0)
     close(policy_gradient(half, unit), policy_gradient(plain, batch))
 
 
@@ -252,7 +260,7 @@ def test_language_model_adapter() -> None:
 def test_the_adapter_is_off_and_says_what_it_needs() -> None:
     assert method(SLUG).ratio.name == "gaussian"
     made = method(SLUG, policy="tokens")
-    assert made.trust.options["low"] == 0.2
+    assert made.trust.options["clip_low"] == 0.2
     assert made.filter == made.weights == ()
     anchored = method(SLUG, policy="tokens", kl_coef=0.1).regularisers
     assert [(one.name, one.options["coef"]) for one in anchored] == [("kl_to_ref", 0.1)]

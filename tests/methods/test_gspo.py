@@ -133,5 +133,5 @@ def test_empty_row_is_not_counted() -> None:
 
 
 def test_defaults_are_the_papers() -> None:
-    assert method("gspo").trust.options["low"] == 3e-4
-    assert method("gspo").trust.options["high"] == 4e-4
+    assert method("gspo").trust.options["clip_low"] == 3e-4
+    assert method("gspo").trust.options["clip_high"] == 4e-4

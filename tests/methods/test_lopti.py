@@ -120,9 +120,9 @@ def test_order_of_the_passes() -> None:
 
 
 def test_swaps_reach_the_passes() -> None:
-    made = method("lopti", aggregate="token_sum", **{"trust.high": 0.5})
+    made = method("lopti", aggregate="token_sum", **{"trust.clip_high": 0.5})
     assert {one.aggregate.name for one in variants(made)} == {"token_sum"}
-    assert {one.trust.options["high"] for one in variants(made)} == {0.5}
+    assert {one.trust.options["clip_high"] for one in variants(made)} == {0.5}
 
 
 def test_each_pass_gets_all_updates() -> None:

@@ -63,7 +63,7 @@ CASES = {
             "cap": 1.1,
             "weight_level": "token",
             "self_normalised_baseline": True,
-            "normalize_std": True,
+            "normalise_std": True,
         },
         rapid_token,
     ),

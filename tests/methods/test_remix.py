@@ -23,7 +23,9 @@ def remix(b: Batch, *, clip: float, kl_coef: float, lam: float, entropy_coef: fl
 
 CASES = {
     "remix": Case(
-        "remix", {"clip": 0.1, "kl_coef": 0.2}, lambda b: remix(b, clip=0.1, kl_coef=0.2, lam=1.0)
+        "remix",
+        {"clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.2},
+        lambda b: remix(b, clip=0.1, kl_coef=0.2, lam=1.0),
     ),
     "remix-half": Case(
         "remix",
@@ -41,7 +43,7 @@ def test_fresh_data() -> None:
     batch = make_batch(1)
     batch = batch.replace(prox_logp=batch.old_logp)
     plain = method("grpo", aggregate="token_mean", clip_low=0.1, clip_high=0.1)
-    found = loss_and_gradients(method(SLUG, clip=0.1, kl_coef=0.0), batch)
+    found = loss_and_gradients(method(SLUG, clip_low=0.1, clip_high=0.1, kl_coef=0.0), batch)
     expected = loss_and_gradients(plain, batch)
     close(found[0], expected[0])
     close(found[1], expected[1])
@@ -54,7 +56,7 @@ def test_at_the_present_policy() -> None:
     c = (batch.prox_logp - batch.old_logp).exp()
     n = batch.mask.sum()
     expected = torch.where(batch.mask, -c * batch.advantages[:, None] / n, 0.0)
-    close(policy_gradient(method(SLUG, clip=0.0, kl_coef=0.0), batch), expected)
+    close(policy_gradient(method(SLUG, clip_low=0.0, clip_high=0.0, kl_coef=0.0), batch), expected)
 
 
 @pytest.mark.checks(SLUG, "λ is 1 up to t = 50, 0.9 for 51-60, 0.6 at 90, 0.5 from 91 on")

@@ -68,21 +68,25 @@ def st_ppo_group(b: Batch) -> torch.Tensor:
 
 
 CASES = {
-    "st-ppo": Case("st-ppo", {"clip": 0.05}, lambda b: st_ppo(b, by_field(b), 0.05)),
+    "st-ppo": Case(
+        "st-ppo", {"clip_low": 0.05, "clip_high": 0.05}, lambda b: st_ppo(b, by_field(b), 0.05)
+    ),
     "st-ppo-group": Case(
-        "st-ppo", {"critic": False, "average": "token", "clip": 0.1, "kl_coef": 0.1}, st_ppo_group
+        "st-ppo",
+        {"critic": False, "average": "token", "clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.1},
+        st_ppo_group,
     ),
     "s-ppo": Case("st-ppo", {"variant": "s-ppo"}, lambda b: st_ppo(b, ratio(b), 0.2)),
     "turn-ppo": Case(
         "st-ppo",
-        {"variant": "turn-ppo", "split": "mask", "clip": 0.05},
+        {"variant": "turn-ppo", "split": "mask", "clip_low": 0.05, "clip_high": 0.05},
         lambda b: st_ppo(b, by_run(b), 0.05),
     ),
 }
 
 
 SLUG = "st-ppo"
-WIDE = {"critic": False, "clip": 9.0}
+WIDE = {"critic": False, "clip_low": 9.0, "clip_high": 9.0}
 
 
 def turn_ratio(batch: Batch, split: str = "turn") -> Tensor:
@@ -104,7 +108,7 @@ def test_one_turn() -> None:
     batch = make_batch(1, spread=0.4)
     batch = batch.replace(turn=torch.full((9, 6), 3))
     close(turn_ratio(batch), torch.where(batch.mask, sequence().apply(batch, Context())[0], 0.0))
-    made = method(SLUG, critic=False, clip=0.03)
+    made = method(SLUG, critic=False, clip_low=0.03, clip_high=0.03)
     close(
         gradient_of(made, batch), gradient_of(method("gspo", clip_low=0.03, clip_high=0.03), batch)
     )
@@ -255,7 +259,7 @@ def test_cuts_of_the_batch_add_up() -> None:
 
 def test_inspect_shows_the_proxy_over_tokens() -> None:
     batch = make_batch(2, spread=0.6)
-    made = method(SLUG, clip=0.05)
+    made = method(SLUG, clip_low=0.05, clip_high=0.05)
     found = inspect_batch(made, batch).metrics
     ready = proxpo.prepare(made, batch)
     a, w = ready.batch.advantages, turn_ratio(batch)
@@ -290,7 +294,8 @@ def test_turns_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"clip": -0.1}, {"norm_floor": -1.0}, {"when_unclipped": "floor"}]
+    "option",
+    [{"clip_low": -0.1, "clip_high": -0.1}, {"norm_floor": -1.0}, {"when_unclipped": "floor"}],
 )
 def test_refused(option: dict) -> None:
     with pytest.raises(ValueError, match=r"negative|positive"):

@@ -139,7 +139,7 @@ DIFFERENCES: dict[str, Difference] = {
         "`top_entropy_quantile` < 1",
         "divides by all tokens",
         "`entropy-80-20` divides by the selected ones",
-        "eq. 6 of arXiv:2506.01939 averages over the selected tokens; `normalize=all` gives TRL's",
+        "eq. 6 of arXiv:2506.01939 averages over the selected tokens; `normalise=all` gives TRL's",
     ),
     "trl-cispo-cap": Difference(
         "TRL 1.16",

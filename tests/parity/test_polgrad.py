@@ -28,18 +28,22 @@ RATIOS = {
     RatioKind.SEQUENCE_TOKEN: ratios.sequence(own_gradient=True),
 }
 SURROGATES = {  # theirs: kind and clip; ours: trust stage
-    "clip": (SurrogateKind.PG_CLIP, ClipConfig(0.1, 0.15), trust.ppo_clip(low=0.1, high=0.15)),
+    "clip": (
+        SurrogateKind.PG_CLIP,
+        ClipConfig(0.1, 0.15),
+        trust.ppo_clip(clip_low=0.1, clip_high=0.15),
+    ),
     "dual": (
         SurrogateKind.PG_CLIP,
         ClipConfig(0.1, 0.15, 1.4),
-        trust.ppo_clip(low=0.1, high=0.15, dual=1.4),
+        trust.ppo_clip(clip_low=0.1, clip_high=0.15, dual=1.4),
     ),
     "unclipped": (SurrogateKind.PG, None, trust.unclipped()),
-    "cispo": (SurrogateKind.CISPO, ClipConfig(None, 0.15), trust.clipped_weight(high=0.15)),
+    "cispo": (SurrogateKind.CISPO, ClipConfig(None, 0.15), trust.clipped_weight(clip_high=0.15)),
     "cispo two-sided": (
         SurrogateKind.CISPO,
         ClipConfig(0.1, 0.15),
-        trust.clipped_weight(low=0.1, high=0.15),
+        trust.clipped_weight(clip_low=0.1, clip_high=0.15),
     ),
 }
 METHODS = {  # polgrad's registry -> our recipe with the same numbers

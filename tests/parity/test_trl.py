@@ -45,7 +45,7 @@ AGGREGATES = {
     "luspo": partial(aggregate.seq_mean_token_sum, count_empty=True),
 }
 RATIOS = {"token": ratios.token, "sequence": ratios.sequence}
-CLIP = trust.ppo_clip(low=0.1, high=0.15)
+CLIP = trust.ppo_clip(clip_low=0.1, clip_high=0.15)
 
 
 @pytest.mark.parametrize("kind", ["plain", "holes"])
@@ -78,7 +78,9 @@ def test_sapo_temperatures_are_single_precision_in_trl():
 @pytest.mark.parametrize("kind", ["plain", "holes"])
 @pytest.mark.parametrize("level", RATIOS)
 def test_cispo(level, kind):
-    recipe = compose(ratio=RATIOS[level](), trust=trust.clipped_weight(high=1.2, absolute=True))
+    recipe = compose(
+        ratio=RATIOS[level](), trust=trust.clipped_weight(clip_high=1.2, absolute=True)
+    )
     agree(recipe, kind, loss_type="cispo", importance_sampling_level=level, epsilon_high=1.2)
 
 
@@ -86,11 +88,13 @@ def test_cispo(level, kind):
 def test_cispo_cap():
     value, grad, _ = trl_loss(loss_type="cispo", epsilon_high=1.2)
     ours, our_grad, _ = evaluate(
-        proxpo.make_recipe("cispo", {"high": 0.2}), make_batch(advantages="rows")
+        proxpo.make_recipe("cispo", {"clip_high": 0.2}), make_batch(advantages="rows")
     )
     close(ours, value)
     close(our_grad, grad)
-    far, _, _ = evaluate(proxpo.make_recipe("cispo", {"high": 1.2}), make_batch(advantages="rows"))
+    far, _, _ = evaluate(
+        proxpo.make_recipe("cispo", {"clip_high": 1.2}), make_batch(advantages="rows")
+    )
     assert abs(far / value - 1) > 1e-3
 
 
@@ -121,7 +125,9 @@ def test_kl_is_multiplied_by_the_ratio_in_trl():
 
 @pytest.mark.parametrize("level", RATIOS)
 def test_two_sided_clip(level):
-    recipe = compose(ratio=RATIOS[level](), trust=trust.ppo_clip(low=0.1, high=0.15, cap=1.3))
+    recipe = compose(
+        ratio=RATIOS[level](), trust=trust.ppo_clip(clip_low=0.1, clip_high=0.15, cap=1.3)
+    )
     agree(recipe, importance_sampling_level=level, delta=1.3)
 
 
@@ -137,7 +143,7 @@ def test_on_policy_without_old_log_probabilities():
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("kind", ["plain", "holes"])
 def test_top_entropy(share, kind):
-    top = weights.top_entropy(share=share, rule="quantile", normalize="all")
+    top = weights.top_entropy(share=share, rule="quantile", normalise="all")
     agree(compose(trust=CLIP, weights=(top,)), kind, top_entropy_quantile=share)
 
 
@@ -185,7 +191,7 @@ def test_everything_at_once():
         trust=CLIP,
         weights=(
             weights.off_policy_mask(threshold=0.0),
-            weights.top_entropy(share=0.6, rule="quantile", normalize="all"),
+            weights.top_entropy(share=0.6, rule="quantile", normalise="all"),
             given_weights("weights", "rollout_logp"),
         ),
         regularisers=(regularisers.kl_to_ref(coef=0.3, ratio_corrected=True),),
@@ -306,7 +312,7 @@ def test_rloo_advantages(beta, normalise, bounds):
 @pytest.mark.parametrize("kind", ["plain", "holes"])
 def test_rloo_loss(kind):
     """TRL's constant for an empty response (ratio 1) has no gradient; ours leaves it out."""
-    recipe = proxpo.make_recipe("rloo", {"form": "trl", "clip": 0.3})
+    recipe = proxpo.make_recipe("rloo", {"form": "trl", "clip_low": 0.3, "clip_high": 0.3})
     batch = make_batch(kind, advantages="rows")
     value, grad, _ = trl_loss(kind, RLOOTrainer, epsilon_low=0.3, epsilon_high=0.3)
     ours, our_grad, _ = evaluate(recipe, batch)

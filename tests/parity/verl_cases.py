@@ -56,7 +56,9 @@ def loss(mode: str, recipe: Callable[[], proxpo.Recipe], batch: str = "plain", *
 
 def clip(agg: str = "token-mean", **stages) -> Callable[[], proxpo.Recipe]:
     return lambda: compose(
-        trust=trust.ppo_clip(low=0.1, high=0.15, dual=1.4), aggregate=AGGREGATES[agg](), **stages
+        trust=trust.ppo_clip(clip_low=0.1, clip_high=0.15, dual=1.4),
+        aggregate=AGGREGATES[agg](),
+        **stages,
     )
 
 
@@ -72,7 +74,7 @@ def losses() -> dict[str, Case]:
         for info in [{"loss_scale_factor": 14} if agg.endswith("norm") else {}]
     }
     own = ratios.sequence(own_gradient=True)
-    narrow = trust.ppo_clip(low=0.05, high=0.03)
+    narrow = trust.ppo_clip(clip_low=0.05, clip_high=0.03)
     for kind in KINDS:
         cases |= {
             f"gspo {kind}": loss(
@@ -84,7 +86,7 @@ def losses() -> dict[str, Case]:
             ),
             f"cispo {kind}": loss(
                 "cispo",
-                lambda: compose(trust=trust.clipped_weight(low=0.1, high=0.15)),
+                lambda: compose(trust=trust.clipped_weight(clip_low=0.1, clip_high=0.15)),
                 kind,
                 config=CLIP,
             ),
@@ -116,7 +118,9 @@ def losses() -> dict[str, Case]:
             f"clip_cov {kind}": loss(
                 "clip_cov",
                 lambda: compose(
-                    trust=trust.clip_cov(share=0.05, cov_low=0.2, cov_high=3.0, low=0.1, high=0.15)
+                    trust=trust.clip_cov(
+                        share=0.05, cov_low=0.2, cov_high=3.0, clip_low=0.1, clip_high=0.15
+                    )
                 ),
                 kind,
                 seed=11,

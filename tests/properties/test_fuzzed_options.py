@@ -105,7 +105,7 @@ KEYS = st.sampled_from(
             "task",
             "task.options.digits",
             "clip_high",
-            "clip",
+            "clip_low",
             "ratio",
             "ratio.q",
             "weights+",

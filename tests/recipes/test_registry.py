@@ -28,7 +28,7 @@ batch = proxpo.Batch(
     rewards=torch.tensor([3.0, 1.0], dtype=torch.float64),
     group=torch.tensor([0, 0]),
 )
-proxpo.loss_fn(proxpo.make_recipe("signpo", {{"clip": 0.1}}))(batch).value.backward()
+proxpo.loss_fn(proxpo.make_recipe("signpo", {{"clip_low": 0.1}}))(batch).value.backward()
 swapped = proxpo.make_recipe("grpo", {{"advantage": "reward_sign"}})
 entry = proxpo.methods()["signpo"]
 print(json.dumps([batch.logp.grad.tolist(), swapped.advantage.name, entry.paper, entry.summary]))
@@ -131,7 +131,7 @@ def test_register_names_the_recipe_and_checks_it() -> None:
 
     made = half_grpo(clip=0.3)
     assert (made.name, made.options) == ("half-grpo", {"clip": 0.3})
-    assert proxpo.make_recipe("half_grpo").trust.options["low"] == 0.1
+    assert proxpo.make_recipe("half_grpo").trust.options["clip_low"] == 0.1
     assert proxpo.methods()["half-grpo"].defaults == {"clip": 0.1}
     assert "half-grpo" in proxpo.methods()
     with pytest.raises(ValueError, match="half-grpo: option 'clip' takes float"):
@@ -160,7 +160,7 @@ def test_options_that_are_passed_on_are_those_of_the_target() -> None:
     made = passing(rate=0.25, clip_low=1)
     assert made.options == {"rate": 0.25, "pool": "there", "clip_low": 1.0, "eps": 0.5}
     assert made.prune[0].options["rate"] == 0.25
-    assert (made.trust.options["low"], made.advantage.options["eps"]) == (1.0, 0.5)
+    assert (made.trust.options["clip_low"], made.advantage.options["eps"]) == (1.0, 0.5)
     with pytest.raises(ValueError, match="passing: option 'rate' takes float"):
         passing(rate="some")
     with pytest.raises(ValueError, match="unknown option of passing 'clip_high'"):

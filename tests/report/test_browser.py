@@ -7,7 +7,7 @@ import made
 import pytest
 from playwright.sync_api import expect
 
-from proxpo.batch_file import read_batch
+from proxpo.batch_file import read_batch, save_step
 from proxpo.inspection import inspect_batch
 from proxpo.report.analysis import analyse
 from proxpo.report.comparison_page import comparison_page
@@ -16,7 +16,8 @@ from proxpo.report.figure_list import all_figures
 from proxpo.report.inspection_page import inspect_page
 from proxpo.report.read_runs import read_comparison
 from proxpo.settings import make_recipe
-from proxpo.train.picture import write_pictures
+from proxpo.train.picture import panels, write_pictures
+from proxpo.train.run_page import inspect_saved
 
 NASTY = "</script><img src=x onerror=alert(1)>&"
 ARMS = {"isopo": 0.33, "grpo": 0.30, "reinforce": 0.22}
@@ -251,7 +252,24 @@ def test_the_pages_of_inspect_and_train(opened, tmp_path):
     assert seen > 20
     rows = list(made.rows(0.3, 1, steps=6, every=2))
     answer = {"prompt": NASTY, "before": "1", "after": "2", "answer": "2"}
-    write_pictures(tmp_path, rows, title=NASTY, summary={"steps": 6}, samples=[answer])
+    lines = [{"step": s, "prompt": NASTY, "completion": f"c{s}", "reward": s} for s in range(3)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    save_step(tmp_path, 4, dict(file.batch.items()))
+    saved = inspect_saved(tmp_path, make_recipe("grpo"))
+    summary = {"steps": 6, "accuracy_before": 0.5, "accuracy_after": 0.75, "out": "runs/x"}
+    write_pictures(tmp_path, rows, title=NASTY, summary=summary, samples=[answer], saved=saved)
     page = opened(tmp_path / "report.html")
-    assert page.locator("img").count() == 1
-    assert page.locator("img").evaluate("i => i.complete && i.naturalWidth") > 300
+    assert page.locator("h1").count() == 1
+    assert page.locator("figure .plot > svg").count() == len(panels(rows))
+    expect(page.locator(".tile").first).to_contain_text("50.0 → 75.0 %")
+    expect(page.locator("#sample-rows")).to_contain_text("c2")
+    page.locator("#sample-back").click()
+    expect(page.locator("#sample-rows")).to_contain_text("c1")
+    page.locator('[data-axis="tokens"]').click()
+    expect(page.locator("#fig-panel1 svg")).to_contain_text("tokens")
+    light = lightness(page)
+    page.locator("#theme").click()
+    assert lightness(page) < light - 0.5
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    opened(tmp_path / saved[0].page)

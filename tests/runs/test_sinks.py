@@ -12,7 +12,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.jsonlines import JsonLines
-from proxpo.runs.sinks import make_sinks, public_names
+from proxpo.runs.sinks import check_sinks, make_sinks, public_names
 
 
 def rows(run: Path) -> list[dict]:
@@ -201,5 +201,7 @@ def test_missing_and_unknown_sinks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ProxpoError, match="'trackio' is not installed: pip install trackio"):
         make_sinks(tmp_path, ["trackio"])
+    with pytest.raises(ProxpoError, match="'trackio' is not installed"):
+        check_sinks(["tensorboard", "trackio"])  # before a model is loaded
     with pytest.raises(ProxpoError, match="unknown sink 'wandbb'; did you mean 'wandb'"):
         make_sinks(tmp_path, ["wandbb"])

@@ -91,7 +91,7 @@ def test_the_recipe_is_the_methods_with_its_settings():
     recipe = config.make_recipe()
     assert recipe.name == "grpo"
     assert (recipe.ratio.name, recipe.ratio.options["q"]) == ("kalman", 1e-4)
-    assert recipe.trust.options["high"] == 0.3
+    assert recipe.trust.options["clip_high"] == 0.3
 
 
 MISTAKES = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from train_runs import job_of, rows_of, sample
 
+from proxpo.batch_file import saved_steps
 from proxpo.errors import ProxpoError
 from proxpo.train.config import explain, load_config
 from proxpo.train.language import LanguageJob as Job
@@ -83,7 +84,7 @@ ELSEWHERE = {
 }
 WRITTEN = {  # by test_what_a_run_writes_follows_its_settings
     *("evaluate.every", "evaluate.size", "evaluate.k", "checkpoint.every", "checkpoint.keep"),
-    *("log.samples", "out", "train.off_policy_lag"),
+    *("log.samples", "log.batch_every", "out", "train.off_policy_lag"),
 }
 BUILT = {"model.name", "model.gradient_checkpointing", "task.reward_workers"}
 
@@ -130,6 +131,7 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
         "plain": ["evaluate.every=0", "checkpoint.every=0", "log.samples=0"],
         "other": ["evaluate.every=1", "evaluate.size=3", "evaluate.k=2", "log.samples=7"],
         "lagged": ["evaluate.every=0", "off_policy_lag=1"],
+        "saved": ["evaluate.every=0", "log.batch_every=2"],
     }
     sets["other"] += ["checkpoint.every=1", "checkpoint.keep=1"]
     for name, chosen in sets.items():
@@ -138,7 +140,10 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
         samples = (out / "samples.jsonl").read_text().splitlines()
         kept = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
         runs[name] = rows_of(out), samples, kept
-    plain, other, lagged = (runs[name] for name in sets)
+    plain, other, lagged, saved = (runs[name] for name in sets)
+    assert list(saved_steps(tmp_path / "saved")) == [2, 4]
+    assert not saved_steps(tmp_path / "plain")
+    assert [row.get("loss") for row in saved[0]] == [row.get("loss") for row in plain[0]]
     evaluated = ["proxpo/eval/accuracy" in row for row in plain[0]]
     assert evaluated == [True, False, False, False, True]
     assert all("proxpo/eval/accuracy" in row for row in other[0])

@@ -192,7 +192,7 @@ def test_the_run_leaves_what_it_promises(tmp_path):
         assert (tmp_path / name).stat().st_size > 0
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == summary["steps"] == 2
     page = (tmp_path / "report.html").read_text()
-    assert "http" not in page.split("base64,")[0]
+    assert "://" not in page  # works offline
     assert summary["samples"][0]["answer"] in page
     assert load_config(tmp_path / "config.yaml").method == "grpo"
     from transformers import AutoModelForCausalLM

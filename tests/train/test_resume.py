@@ -106,6 +106,7 @@ OTHER = {
     "log.sinks": ["tensorboard"],
     "log.project": "other",
     "log.samples": 1,
+    "log.batch_every": 2,
 }
 KINDS = {one.path: one.resume for one in explain()}
 

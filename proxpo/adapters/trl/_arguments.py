@@ -247,19 +247,19 @@ def _targets(recipe: Recipe, name: str, args: Any) -> list[_Target]:
         return [exact, plain] if args.use_bias_correction_kl else [plain]
     if name == "epsilon":  # both sides in TRL
         high = value if args.epsilon_high is None else args.epsilon_high
-        return [_Target("trust", "ppo_clip", {"low": value, "high": high})]
-    if name == "epsilon_high" and recipe.trust.name == "clipped_weight":  # TRL's is not 1 + high
-        return [_Target("trust", "clipped_weight", {"high": value, "absolute": True})]
+        return [_Target("trust", "ppo_clip", {"clip_low": value, "clip_high": high})]
+    if name == "epsilon_high" and recipe.trust.name == "clipped_weight":  # TRL has no 1 +
+        return [_Target("trust", "clipped_weight", {"clip_high": value, "absolute": True})]
     if name.startswith("vllm_importance_sampling"):
         level, mode = args.vllm_importance_sampling_mode.split("_")
         high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
         bounds = {"cap": math.inf if high is None else high, "floor": low or 0.0}
         return [_Target("weights", "tis", {"mode": mode, "level": level, **bounds})]
-    kept = {"share": value, "normalize": "all", "rule": "quantile"}
+    kept = {"share": value, "normalise": "all", "rule": "quantile"}
     single = {
         "delta": _Target("trust", "ppo_clip", {"cap": value}),
         "entropy_coef": _Target("regularisers", "entropy_bonus", {"coef": value}),
-        "epsilon_high": _Target("trust", "ppo_clip", {"high": value}),
+        "epsilon_high": _Target("trust", "ppo_clip", {"clip_high": value}),
         "importance_sampling_level": _Target("ratio", str(value), {}),
         "off_policy_mask_threshold": _Target("weights", "off_policy_mask", {"threshold": value}),
         "sapo_temperature_neg": _Target("trust", "soft_gate", {"tau_neg": value}),
@@ -276,8 +276,8 @@ _METHOD_OPTIONS: dict[str, list[tuple[str, ...]]] = {
     "beta": [("kl_coef", "kl_ratio_corrected"), ("kl_coef",)],
     "delta": [("ratio_cap",)],
     "entropy_coef": [("entropy_coef",)],
-    "epsilon": [("clip_low", "clip_high"), ("clip",)],
-    "epsilon_high": [("clip_high",), ("high", "absolute")],
+    "epsilon": [("clip_low", "clip_high")],
+    "epsilon_high": [("clip_high",), ("clip_high", "absolute")],
     "off_policy_mask_threshold": [("off_policy_threshold",)],
     "sapo_temperature_neg": [("tau_neg",)],
     "sapo_temperature_pos": [("tau_pos",)],
@@ -319,7 +319,7 @@ def replaced_defaults(recipe: Recipe, args: Any) -> str:
     trust, average = f"trust={recipe.trust}", f"aggregate={recipe.aggregate}"
     parts: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         "loss_type": (loss_types(recipe), [trust, average]),
-        "epsilon": ((recipe.trust.options.get("low"),), [trust]),
+        "epsilon": ((recipe.trust.options.get("clip_low"),), [trust]),
         "epsilon_high": (_upper_bounds(recipe, args), [trust]),
         "scale_rewards": (_scales(recipe), [f"advantage={recipe.advantage}"]),
         "importance_sampling_level": ((recipe.ratio.name,), [f"ratio={recipe.ratio}"]),
@@ -351,7 +351,7 @@ def loss_types(recipe: Recipe) -> tuple[str, ...]:
 
 def _upper_bounds(recipe: Recipe, args: Any) -> tuple[float | None, ...]:
     """TRL's epsilon_high for this recipe's upper bound; None stands for epsilon."""
-    high = recipe.trust.options.get("high")
+    high = recipe.trust.options.get("clip_high")
     return (high, None) if high in (None, args.epsilon) else (high,)
 
 

@@ -42,7 +42,8 @@ class ClipRecorder:
     def clipped(self) -> dict[str, Bool[Tensor, "seq tok"]]:
         """Tokens on which the clip acts, by the name of TRL's metric; none without such a clip.
 
-        low: r < 1 - low and A < 0; high: r > 1 + high and A > 0; CISPO: r above its bound and A > 0
+        low: r < 1-clip_low and A < 0; high: r > 1+clip_high and A > 0; CISPO: r above its bound
+        and A > 0
         """
         if self.ratio is None or self.advantages is None:
             return {}
@@ -50,11 +51,11 @@ class ClipRecorder:
         if trust.name == "ppo_clip":
             cap = trust.options["cap"]
             r = r if cap is None else r.clamp(max=cap)
-            low = (r < 1 - trust.options["low"]) & (adv < 0)
-            high = (r > 1 + trust.options["high"]) & (adv > 0)
+            low = (r < 1 - trust.options["clip_low"]) & (adv < 0)
+            high = (r > 1 + trust.options["clip_high"]) & (adv > 0)
             return {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": low | high}
         if trust.name == "clipped_weight":
-            bound = trust.options["high"] + (0.0 if trust.options["absolute"] else 1.0)
+            bound = trust.options["clip_high"] + (0.0 if trust.options["absolute"] else 1.0)
             return {"cispo_clip_ratio": (r > bound) & (adv > 0)}
         return {}
 

@@ -55,6 +55,7 @@ from proxpo.adapters.trl._refusals import (
 from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.backward import backward_pass, policy_term, sums_over_step
+from proxpo.batch_file import BatchRecorder, save_step
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.logp import model_logp
 from proxpo.ops.metering import combined, joined
@@ -99,6 +100,8 @@ class ProxpoTrainer(GRPOTrainer):
         ProxpoTrainer(..., recipe="grpo", recipe_options={"clip_high": 0.28, "weights+": "tis"})
 
     recipe: the name of a method, or a Recipe. recipe_options: its options and stages, by name.
+    batch_every: steps between batches saved in OUTPUT_DIR/batches, for `proxpo inspect --run
+    OUTPUT_DIR`; a batch is a whole rollout, saved with the number of its last step; 0: none.
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
     if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Arguments
@@ -122,8 +125,13 @@ class ProxpoTrainer(GRPOTrainer):
         *,
         recipe: str | Recipe = "isopo",
         recipe_options: Settings | None = None,
+        batch_every: int = 0,
         **trl: Any,
     ) -> None:
+        if batch_every < 0:
+            raise ProxpoError(f"batch_every is a number of steps, 0 for none, got {batch_every}")
+        self._batch_every = batch_every
+        self._recorder: BatchRecorder | None = None
         self.recipe = resolve_recipe(recipe, recipe_options)
         args = copy.copy(args) if args is not None else GRPOConfig(f"proxpo-{self.recipe.name}")
         self.recipe = at_length(self.recipe, args.max_completion_length)
@@ -189,6 +197,11 @@ class ProxpoTrainer(GRPOTrainer):
             )
             for recipe in self._variants
         ]
+        if mode == "train":
+            here = slice(first, first + rows)
+            group = torch.arange(first, first + rows, device=rewards.device) // size
+            known = {**fields, "rewards": rewards[here], "group": group}
+            self._recorder = BatchRecorder(known) if self._saves_batch() else None
         for rollout in self._rollouts[mode]:
             for name, value in rollout.metrics.items():
                 self._metrics[mode][f"proxpo/{name}"].append(float(value))
@@ -243,6 +256,7 @@ class ProxpoTrainer(GRPOTrainer):
             for recipe, rollout in zip(self._variants, self._rollouts["train"]):
                 states = recipe.update_state(self._states, rollout.whole, rollout.metrics)
                 self._states = states or self._states
+            self._save_batch()
         return loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -284,6 +298,8 @@ class ProxpoTrainer(GRPOTrainer):
             mean = self.accelerator.gather_for_metrics(router_loss.detach()).mean()
             self._metrics[mode]["aux_loss"].append(mean.item())
         self._log(mode, step, loss.metrics, batch.replace(**fields))
+        if mode == "train" and self._recorder is not None:
+            self._recorder.see(inputs[ROW] - step.rollout.first, fields)
         return value
 
     def _applied(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Any:
@@ -531,6 +547,22 @@ class ProxpoTrainer(GRPOTrainer):
         for name, column in zip(step.metrics, table.unbind(dim=1)):
             value = float(joined(name, column.unbind()))
             self._metrics[mode][f"proxpo/{name}"].append(value)
+
+    def _saves_batch(self) -> bool:
+        """True if one of the rollout's optimizer steps is a multiple of `batch_every`."""
+        done, every = self.state.global_step, self._batch_every
+        updates = self._per_rollout // self.args.gradient_accumulation_steps
+        return bool(every) and (done + updates) // every > done // every
+
+    def _save_batch(self) -> None:
+        """Writes the rollout's batch, of all processes, at the end of its last optimizer step."""
+        if self._recorder is None:
+            return
+        fields = {name: self._gather(x) for name, x in self._recorder.fields().items()}
+        if self.accelerator.is_main_process:
+            folder: Any = self.args.output_dir
+            save_step(folder, self.state.global_step + 1, fields)
+        self._recorder = None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:  # first, so that a checkpoint TRL has finished is never without

@@ -1,5 +1,7 @@
 """verl's loss modes from recipes: policy losses on verl's tensors, averaged by its counts."""
 
+import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -13,6 +15,7 @@ from proxpo.adapters.verl._environment import notify
 from proxpo.adapters.verl._recipes import LOSS_KINDS, NO_CLOCK, loss_recipe, verl_name
 from proxpo.adapters.verl._settings import changed_settings, notify_of_differences
 from proxpo.backward import without_policy_term
+from proxpo.batch_file import save_step
 from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
@@ -44,6 +47,7 @@ class EngineInputs:
 
 
 _CUT: set[str] = set()  # recipes whose first micro-batch has been checked
+_SEEN = itertools.count(1)  # micro-batches that losses have seen, where some are saved
 _SUMMED: set[str] = set()  # recipes whose first batch statistic has been checked
 _ENGINE_INPUTS: ContextVar[EngineInputs | None] = ContextVar("proxpo_engine_inputs", default=None)
 
@@ -85,6 +89,8 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
                 "actor.strategy has chosen another: use fsdp2 with VERL_ENGINE_VENDOR=proxpo"
             )
         batch = loss_batch(recipe, old_log_prob, log_prob, advantages, response_mask, inputs.fields)
+        if recipe.gradient is None:  # else the engine saves it
+            save_due_batch(config, batch)
         with full_precision(log_prob):
             actor = ActorLoss.of(recipe, batch.mask, loss_agg_mode, config, rollout_is_weights)
             result = actor.rest(batch) if recipe.gradient is not None else actor.whole(batch)
@@ -177,6 +183,17 @@ class ActorLoss:
             return Loss(0.0 * batch.logp.sum(), {})
         whole, rest = without_policy_term(self.recipe, batch, self.ctx)
         return Loss(rest * self.ranks, whole.metrics)
+
+
+def save_due_batch(config: Any, batch: Batch) -> None:
+    """Writes every `batch_every`-th micro-batch that the first rank's losses have seen."""
+    loss = getattr(config, "policy_loss", None)
+    every = getattr(loss, "batch_every", 0)
+    if not every or os.environ.get("RANK", "0") != "0":
+        return
+    number = next(_SEEN)
+    if number % every == 0:
+        save_step(getattr(loss, "batch_folder", "."), number, dict(batch.items()), on_notice=notify)
 
 
 def response_length(recipe: Recipe, info: Mapping[str, Any], width: int) -> float:
@@ -314,5 +331,6 @@ __all__ = [
     "loss_options",
     "recipe_for",
     "register_losses",
+    "save_due_batch",
     "verl_metrics",
 ]

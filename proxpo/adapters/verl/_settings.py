@@ -16,8 +16,8 @@ from proxpo.types import MANY, Recipe, Stage
 
 # Settings below actor_rollout_ref.actor, and the stage options that are the same number.
 STAGE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "clip_ratio_low": ("trust.low", "ratio.low"),
-    "clip_ratio_high": ("trust.high", "ratio.high"),
+    "clip_ratio_low": ("trust.clip_low", "ratio.clip_low"),
+    "clip_ratio_high": ("trust.clip_high", "ratio.clip_high"),
     "clip_ratio_c": ("trust.dual",),
     "tau_pos": ("trust.tau_pos",),
     "tau_neg": ("trust.tau_neg",),
@@ -30,8 +30,8 @@ STAGE_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 # Options of methods that set these numbers.
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "clip_ratio_low": ("clip_low", "clip", "low"),
-    "clip_ratio_high": ("clip_high", "clip", "high"),
+    "clip_ratio_low": ("clip_low",),
+    "clip_ratio_high": ("clip_high",),
     "clip_ratio_c": ("dual",),
     "tau_pos": ("tau_pos",),
     "tau_neg": ("tau_neg",),
@@ -111,7 +111,7 @@ def option_of(recipe: Recipe, name: str) -> str | None:
 
 
 def option_value(recipe: Recipe, place: str) -> Any:
-    """The value of an option written `trust.low` or `regularisers.STAGE.OPTION`."""
+    """The value of an option written `trust.clip_low` or `regularisers.STAGE.OPTION`."""
     stage = _stage_at(recipe, place)
     return None if stage is None else stage.options[place.split(".")[-1]]
 
@@ -154,7 +154,7 @@ def _read(actor: Any, name: str) -> Any:
 
 
 def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """{"trust": {"low": 0.1}} as {"trust.low": 0.1}."""
+    """{"trust": {"dual": 3}} as {"trust.dual": 3}."""
     flat: dict[str, Any] = {}
     for key, value in options.items():
         if isinstance(value, Mapping):

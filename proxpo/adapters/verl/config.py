@@ -17,17 +17,33 @@ class LossConfig(PolicyLossConfig):
       _target_: proxpo.adapters.verl.LossConfig
       loss_mode: proxpo_grpo
       options: {clip_high: 0.28, ratio: {name: kalman, q: 1e-6}}
+      batch_every: 100
+      batch_folder: runs/x
 
+    `batch_every`: micro-batches of the first rank between those saved in batch_folder/batches, for
+    `proxpo inspect --run`; 0: none. verl tells a loss no step, so its calls are counted.
     Made in the driver and in every worker before any model is loaded, it refuses a recipe that
     cannot run there.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
+    batch_every: int = 0
+    batch_folder: str = "."
 
     def __post_init__(self) -> None:
         slug = known_slug(self.loss_mode)
         if slug is not None:
             loss_recipe(slug, self.options)
+            if self.batch_every < 0:
+                raise ProxpoError(
+                    f"verl: policy_loss.batch_every is a number of micro-batches, 0 for none, got "
+                    f"{self.batch_every}"
+                )
+        elif self.batch_every:
+            raise ProxpoError(
+                "verl: policy_loss.batch_every belongs to a loss_mode proxpo_*, got "
+                f"'{self.loss_mode}'"
+            )
         elif self.options:
             raise ProxpoError(
                 f"verl: policy_loss.options belong to a loss_mode proxpo_*, got '{self.loss_mode}'"

@@ -38,6 +38,7 @@ from proxpo.adapters.verl._losses import (
     engine_inputs,
     loss_batch,
     recipe_for,
+    save_due_batch,
     verl_metrics,
 )
 from proxpo.adapters.verl._recipes import ENGINE_FIELDS, slug_of
@@ -143,6 +144,7 @@ class ProxpoEngine(FSDPEngineWithLMHead):
                 (opened.objective / slices).backward()
         except NotFiniteError as error:  # its gradient is not finite: verl leaves the update out
             warnings.warn(f"{error}; verl skips the update", stacklevel=2)
+        save_due_batch(config, batch.replace(**opened.fields))
         value = opened.loss.value.detach() * actor.ranks
         means = verl_metrics(opened.loss, batch.replace(**opened.fields))
         metrics |= Metric.from_dict(means, aggregation=AggregationType.MEAN)

@@ -40,23 +40,23 @@ def sequence(
 @stage("ratio", needs=("old_logp",), gives="ratio")
 def geometric_clip(
     *,
-    low: float = 0.4,
-    high: float = 0.4,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
     per: Literal["token", "sequence", "none"] = "token",
     normalise: bool = True,
 ):
     """g_i = exp((1/L_i) Σ_t d'_t), d' the log-ratio clipped one-sidedly. GMPO, arXiv:2507.20673.
 
-    d' = min(d, high) if A > 0, max(d, -low) if A < 0: bounds in log space. A clipped token still
-    counts in g_i but gets no gradient. per="sequence" clips Σ_t d instead (ablation); "none" clips
-    nothing. normalise=False leaves out 1/L_i.
+    d' = min(d, clip_high) if A > 0, max(d, -clip_low) if A < 0: bounds in log space. A clipped
+    token still counts in g_i but gets no gradient. per="sequence" clips Σ_t d instead (ablation);
+    "none" clips nothing. normalise=False leaves out 1/L_i.
     """
 
     def clip(d: Tensor, advantage: Tensor) -> Tensor:
         # A tensor among the choices: two plain numbers would be rounded to float32.
         free = d.new_full((), torch.inf)
-        lower = torch.where(advantage >= 0, -free, -low)
-        upper = torch.where(advantage >= 0, high, free)
+        lower = torch.where(advantage >= 0, -free, -clip_low)
+        upper = torch.where(advantage >= 0, clip_high, free)
         return d.clamp(lower, upper)
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:

@@ -56,8 +56,8 @@ class ClippingBias:
 @stage("schedule", takes=("ratio",))
 def clipping_bias(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     norm_floor: float = 0.0,
     when_unclipped: Literal["identity", "floor"] = "identity",
 ):
@@ -67,6 +67,7 @@ def clipping_bias(
     amplifies where ‖C‖ < 1; floor=1 never does. Nothing clipped: the gradient stays as it is, or is
     divided by the floor (when_unclipped="floor"). A critic's gradient is left alone.
     """
+    low, high = clip_low, clip_high
     if low < 0 or high < 0:
         raise ProxpoError(f"clipping_bias: the clip range must not be negative, got {low}, {high}")
     if not 0 <= norm_floor < math.inf or (when_unclipped == "floor" and not norm_floor):

@@ -174,11 +174,11 @@ def curvature_mask(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
-    normalize: Literal["sequence", "all"] = "sequence",
+    normalise: Literal["sequence", "all"] = "sequence",
 ):
     """1 on tokens with m_F < tau_policy and |m_H| < tau_objective, else 0. arXiv:2510.00819.
 
-    sides="one": 0 ≤ m_H < tau_objective instead. A bound of 0 is none. normalize="sequence" divides
+    sides="one": 0 ≤ m_H < tau_objective instead. A bound of 0 is none. normalise="sequence" divides
     each response by its kept tokens under a mean over them; "all" leaves the divisor.
     learning_rate=None: η is the trainer's at the moment, 1.5e-5 without a trainer. The Adam model
     remembers two moments for each row of the head that was a candidate; they move after every
@@ -238,7 +238,7 @@ def curvature_mask(
     def select(batch: Batch, ctx: Context) -> PerToken:
         keep, shift = judge(batch, ctx)
         weight = keep.to(batch.logp.dtype)
-        if normalize == "sequence":
+        if normalise == "sequence":
             kept = row_sum(keep, batch.mask).clamp(min=1)
             weight = weight * (batch.mask.sum(dim=1) / kept).to(weight.dtype)[:, None]
         largest = torch.where(batch.mask, shift.policy, 0.0)  # m_F is never below 0

@@ -12,7 +12,8 @@ from proxpo.types import Batch, Context, PerToken
 @stage("trust", needs=("entropy",), takes=("ratio",), gives="loss")
 def asymmetric_clip(
     *,
-    clip: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     clip_uncertain: float = 0.4,
     quantile: float = 0.8,
     cap_pos: float = 3.0,
@@ -21,10 +22,12 @@ def asymmetric_clip(
     """x = -A·w·(r/sg r), w = 1/min(r, 1+ε) if A ≥ 0 else max(r, 1-ε). ASPO, arXiv:2510.06062.
 
     Without gradient beyond 1+ε (A ≥ 0) or below 1-ε (A < 0). Where w > cap: x = -A·cap·log π. ε is
-    `clip_uncertain` on tokens above the response's entropy quantile, else `clip`.
+    `clip_uncertain` on tokens above the response's entropy quantile, else clip_high or clip_low.
     """
-    if not (clip >= 0 and clip_uncertain >= 0):
-        raise ProxpoError(f"asymmetric_clip: ε must be >= 0, got {clip} and {clip_uncertain}")
+    if not (clip_low >= 0 and clip_high >= 0 and clip_uncertain >= 0):
+        raise ProxpoError(
+            f"asymmetric_clip: ε must be >= 0, got {clip_low}, {clip_high} and {clip_uncertain}"
+        )
     if not 0 <= quantile <= 1:
         raise ProxpoError(f"asymmetric_clip: quantile must be in [0, 1], got {quantile}")
     if not (cap_pos >= 1 and cap_neg >= 1):
@@ -34,8 +37,9 @@ def asymmetric_clip(
         adv, r, entropy = batch.advantages, ratio.detach(), batch.entropy.detach()
         uncertain = entropy > row_quantile(entropy, batch.mask, quantile)[:, None]
         # Tensors among the choices: two plain numbers would be rounded to float32.
-        eps = torch.where(uncertain, r.new_full((), clip_uncertain), clip)
         positive, tiny = adv >= 0, torch.finfo(r.dtype).tiny
+        certain = torch.where(positive, r.new_full((), clip_high), clip_low)
+        eps = torch.where(uncertain, clip_uncertain, certain)
         bound = 1 + torch.where(positive, eps, -eps)
         held = torch.where(positive, torch.minimum(r, bound), torch.maximum(r, bound))
         silent = held != r

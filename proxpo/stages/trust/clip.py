@@ -26,14 +26,18 @@ def unclipped():
 
 @stage("trust", takes=("ratio",), gives="loss")
 def ppo_clip(
-    *, low: float = 0.2, high: float = 0.2, dual: float | None = None, cap: float | None = None
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual: float | None = None,
+    cap: float | None = None,
 ):
-    """x = max(-A r, -A clip(r, 1-low, 1+high)). PPO, arXiv:1707.06347 eq. 7.
+    """x = max(-A r, -A clip(r, 1-clip_low, 1+clip_high)). PPO, arXiv:1707.06347 eq. 7.
 
     dual=c > 1: where A < 0, x is held below c|A| (arXiv:1912.09729). cap=δ: the unclipped branch
     uses min(r, δ) (two-sided clip of INTELLECT-2).
     """
-    clipped_loss = clipper(low=low, high=high, dual=dual, cap=cap)
+    clipped_loss = clipper(low=clip_low, high=clip_high, dual=dual, cap=cap)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         x, clipped = clipped_loss(ratio, batch.advantages)
@@ -83,11 +87,12 @@ def clip_between(
 
 
 @stage("trust", takes=("ratio",), gives="loss")
-def hard_clip(*, low: float = 1e-4, high: float = 1e-4):
-    """x = -A clip(r, 1-low, 1+high), without the minimum of PPO. DPOK, arXiv:2305.16381.
+def hard_clip(*, clip_low: float = 1e-4, clip_high: float = 1e-4):
+    """x = -A clip(r, 1-clip_low, 1+clip_high), without the minimum of PPO. DPOK, arXiv:2305.16381.
 
     Outside the range the gradient is 0 for either sign of A, where a step back would help too.
     """
+    low, high = clip_low, clip_high
     if low < 0 or high < 0:
         raise ProxpoError(f"hard_clip: the clip range must not be negative, got {low} and {high}")
 
@@ -105,8 +110,8 @@ def clip_cov(
     share: float = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
-    low: float = 1.0,
-    high: float = 1.0,
+    clip_low: float = 1.0,
+    clip_high: float = 1.0,
     keep_value: bool = False,
 ):
     """PPO clip, then max(1, ⌊share·N⌋) random tokens of high covariance lose their gradient.
@@ -117,7 +122,7 @@ def clip_cov(
     """
     if not 0 <= share <= 1:
         raise ProxpoError(f"clip_cov: share must be between 0 and 1, got {share}")
-    clipped_loss = clipper(low=low, high=high)
+    clipped_loss = clipper(low=clip_low, high=clip_high)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         x, clipped = clipped_loss(ratio, batch.advantages)

@@ -27,14 +27,15 @@ def dynamic_bounds(
 
 @stage("trust", needs=("old_logp",), takes=("ratio",), gives="loss")
 def dynamic_clip(
-    *, low: float = 0.16, high: float = 0.2, most: float = 10.0, dual: float | None = 10.0
+    *, clip_low: float = 0.16, clip_high: float = 0.2, most: float = 10.0, dual: float | None = 10.0
 ):
     """x = max(-A r, -A clip(r, lo_t, hi_t)) with bounds from π_old. DCPO, arXiv:2509.02333.
 
     lo is in [0.5, 1), hi in (1, most]. dual=c: where A < 0, x is held below c|A|.
     """
+    low, high = clip_low, clip_high
     if not (0 <= low < torch.inf and 0 <= high < torch.inf):
-        raise ProxpoError(f"dynamic_clip: low and high must be finite and >= 0, got {low}, {high}")
+        raise ProxpoError(f"dynamic_clip: bounds must be finite and >= 0, got {low} and {high}")
     if not most >= 1:
         raise ProxpoError(f"dynamic_clip: most must be at least 1, got {most}")
     check_dual(dual, by="dynamic_clip")

@@ -28,23 +28,23 @@ def score_function(*, cap: float = math.inf):
 @stage("trust", takes=("ratio",), gives="loss")
 def clipped_weight(
     *,
-    low: float = math.inf,
-    high: float = 0.2,
+    clip_low: float = math.inf,
+    clip_high: float = 0.2,
     absolute: bool = False,
     mask_low: float | None = None,
     mask_high: float | None = None,
 ):
-    """x = -sg[clip(r, 1-low, 1+high)]·A·log π: CISPO, arXiv:2506.13585 eqs 4-5.
+    """x = -sg[clip(r, 1-clip_low, 1+clip_high)]·A·log π: CISPO, arXiv:2506.13585 eqs 4-5.
 
-    absolute=True: the cap is `high` itself, not 1+high (TRL's convention, ScaleRL's ε_max).
+    absolute=True: the cap is clip_high itself, not 1+clip_high (as in TRL; ScaleRL's ε_max).
     mask_low, mask_high: the unified form (eqs 6-7), which silences A > 0 with r > 1+mask_high and
     A < 0 with r < 1-mask_low.
     """
-    ceiling = high if absolute else 1 + high
+    ceiling = clip_high if absolute else 1 + clip_high
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         r, adv = ratio.detach(), batch.advantages
-        weight = r.clamp(min=max(1 - low, 0.0), max=ceiling)
+        weight = r.clamp(min=max(1 - clip_low, 0.0), max=ceiling)
         metrics = {"trust/clipped": masked_mean(weight != r, batch.mask)}
         if mask_low is not None or mask_high is not None:
             above = (adv > 0) & (r > 1 + (math.inf if mask_high is None else mask_high))

@@ -25,11 +25,11 @@ def entropy_gates(batch: Batch, *, share: float) -> Bool[Tensor, "seq tok"]:
 
 
 @stage("weights", needs=("entropy",))
-def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "all"):
+def entropy_gate(*, share: float = 0.2, normalise: Literal["all", "gated"] = "all"):
     """1 on the tokens whose entropy is in the top `share` of their response, else 0.
 
     The quantile is interpolated and ties at it stay. Found once per rollout, from the entropies of
-    the policy that starts it. normalize="all" leaves the divisor; "gated" divides by the gated
+    the policy that starts it. normalise="all" leaves the divisor; "gated" divides by the gated
     tokens under a token mean. EARL, reconstructed from the abstract, arXiv:2511.12033.
     """
     if not 0 <= share <= 1:
@@ -41,7 +41,7 @@ def entropy_gate(*, share: float = 0.2, normalize: Literal["all", "gated"] = "al
     def weights(batch: Batch, ctx: Context) -> PerToken:
         gate = batch.require("gate", by="weights=entropy_gate")
         weight = gate.to(batch.logp.dtype)
-        if normalize == "gated":
+        if normalise == "gated":
             chosen = ctx.all_sum((gate & batch.mask).sum().double()[None])[0]
             weight = weight * (ctx.counts.tokens / chosen.clamp(min=1)).to(weight.dtype)
         return weight, {"weights/selected": masked_mean(gate, batch.mask)}

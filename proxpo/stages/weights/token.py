@@ -39,13 +39,13 @@ def probability_reweight(*, alpha: float = 0.3):
 def top_entropy(
     *,
     share: float = 0.2,
-    normalize: Literal["selected", "all"] = "selected",
+    normalise: Literal["selected", "all"] = "selected",
     rule: Literal["top_k", "quantile"] = "top_k",
 ):
     """Keeps the top `share` of tokens by entropy. arXiv:2506.01939 eq. 6.
 
     K = max(1, ⌈share·N⌉) of the N valid tokens of the micro-batch (rule="top_k"), or those with
-    entropy at or above the interpolated quantile (rule="quantile", TRL). normalize="selected"
+    entropy at or above the interpolated quantile (rule="quantile", TRL). normalise="selected"
     divides the loss by the K selected tokens (weight N/K under a token mean); "all" by all N.
     """
     if not 0 < share <= 1:
@@ -55,7 +55,7 @@ def top_entropy(
         chosen = _top(batch.entropy.detach(), batch.mask, share, rule)
         counts = torch.stack([batch.mask.sum(), chosen.sum()]).to(batch.logp.dtype)
         n, k = ctx.all_sum(counts)
-        factor = n / k.clamp(min=1) if normalize == "selected" else torch.ones_like(n)
+        factor = n / k.clamp(min=1) if normalise == "selected" else torch.ones_like(n)
         return chosen * factor, {"weights/selected": masked_mean(chosen, batch.mask)}
 
     return weights

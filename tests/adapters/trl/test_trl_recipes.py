@@ -12,6 +12,7 @@ from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 import proxpo
 from proxpo.adapters.trl._generation_batch import trained_tokens
 from proxpo.adapters.trl._refusals import PROVIDED
+from proxpo.batch_file import load_batch, saved_steps
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.settings import at_length
@@ -125,7 +126,7 @@ BAD = [
         {"epsilon": 0.1},
         "no effect on recipe grpo: use {'clip_low': 0.1, 'clip_high': 0.1}",
     ),
-    ("opo", {}, {"epsilon": 0.1}, "no effect on recipe opo: use {'clip': 0.1} in recipe_options"),
+    ("opo", {}, {"epsilon": 0.1}, "use {'clip_low': 0.1, 'clip_high': 0.1} in"),
     ("dpo", {}, {"beta": 0.04}, "no effect on recipe dpo: it has no place for a KL term"),
     ("isopo", {}, {"epsilon": 0.1}, "no effect on recipe isopo: a clip range, where it has one"),
     ("grpo", {}, {"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 has no effect on recipe grpo"),
@@ -212,6 +213,33 @@ def test_a_loss_that_depends_on_the_micro_batch_says_so(slug, parts, tmp_path, c
         "kl-cov looks at each of the 2 micro-batches of an optimizer step by itself (regularisers="
     )
     assert (line in capfd.readouterr().err) == (slug == "kl-cov" and parts == 2)
+
+
+def test_batches_are_saved_as_the_losses_saw_them(tmp_path):
+    """Rollouts of two optimizer steps of two micro-batches, the third step's and the fourth's."""
+    run = trainer(
+        tmp_path,
+        "grpo",
+        dtype="float64",
+        max_steps=4,
+        batch_every=3,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+    )
+    run.train()
+    assert list(saved_steps(tmp_path)) == [4]
+    batch = load_batch(saved_steps(tmp_path)[4])
+    assert batch.advantages is None
+    assert batch.group.unique(return_counts=True)[1].tolist() == [2] * 8
+    recipe = proxpo.make_recipe("grpo")
+    ready = proxpo.prepare(recipe, batch)
+    ratio = (batch.logp - batch.old_logp)[batch.mask]
+    assert ratio.abs().max() > 0  # the second update moved away from the sampling policy
+    clipped = proxpo.policy_loss(recipe, ready.batch, ready.ctx).metrics["trust/clipped"]
+    logged = seen(run, "proxpo/trust/clipped")[-2:]
+    assert float(clipped) == pytest.approx(sum(logged) / 2, abs=0.1)
+    with pytest.raises(ProxpoError, match="batch_every is a number of steps"):
+        trainer(tmp_path, "grpo", batch_every=-1)
 
 
 def test_options_belong_to_a_name(tmp_path):

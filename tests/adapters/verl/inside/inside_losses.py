@@ -1,5 +1,6 @@
 """Loss modes and advantage estimators on verl's tensors, against proxpo's own and verl's own."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig
 
 import proxpo
-from proxpo.adapters.verl import _environment, _losses
+from proxpo.adapters.verl import LossConfig, _environment, _losses
 from proxpo.adapters.verl._losses import response_length
 from proxpo.adapters.verl._recipes import estimator_refusal, loss_refusal, verl_name
+from proxpo.batch_file import load_batch, saved_steps
 from proxpo.compose import policy_loss, prepare
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import last_valid
@@ -113,6 +115,23 @@ def test_every_loss_mode_under_every_average(slug, mode):
     value, grad = call(slug, mode, batch)
     close(value, wanted[0])
     close(grad, wanted[1])
+
+
+def test_every_second_micro_batch_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(_losses, "_SEEN", itertools.count(1))
+    _, batch = ready("grpo")
+    loss = SimpleNamespace(options={}, batch_every=2, batch_folder=str(tmp_path))
+    config = SimpleNamespace(global_batch_info={}, policy_loss=loss, strategy="fsdp2")
+    for part in (batch.rows(slice(0, 4)), batch.rows(slice(4, 8))):
+        get_policy_loss_fn(verl_name("grpo"))(
+            part.old_logp, part.logp, part.advantages, part.mask, "token-mean", config
+        )
+    assert list(saved_steps(tmp_path)) == [2]
+    saved = load_batch(saved_steps(tmp_path)[2])
+    assert torch.equal(saved.logp[saved.mask], batch.logp[4:][batch.mask[4:]])
+    assert torch.equal(saved.advantages, batch.advantages[4:])
+    with pytest.raises(ProxpoError, match="belongs to a loss_mode proxpo_"):
+        LossConfig(loss_mode="vanilla", batch_every=1)
 
 
 def can_be_cut(recipe: proxpo.Recipe, batch: proxpo.Batch) -> bool:
@@ -234,7 +253,10 @@ def test_clip_settings_without_effect_are_refused(slug, settings, options, reaso
 @pytest.mark.parametrize(
     ("slug", "line"),
     [
-        ("gspo", "clip_ratio_low=0.2 (trust.low is 0.0003), clip_ratio_high=0.2 (trust.high is"),
+        (
+            "gspo",
+            "clip_ratio_low=0.2 (trust.clip_low is 0.0003), clip_ratio_high=0.2 (trust.clip",
+        ),
         (
             "grpo",
             "does not read verl's defaults clip_ratio_c=3.0 (trust.dual is None); policy_loss",

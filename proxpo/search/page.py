@@ -111,9 +111,10 @@ def search_page(findings: Findings) -> str:
             + ", ".join(
                 f"{plural(steps, 'step')} on {plural(len(s), 'seed')}" for steps, s in plan.rungs
             )
-            + f"; the named methods likewise. The best {plural(plan.finalists, 'candidate')} and the "
-            f"best named methods are then run on {plan.seeds} fresh seeds, on the task of the search "
-            "and on one it has not seen. Fresh seeds make the estimates unbiased by the choice. A "
+            + "; the named methods likewise. The best "
+            f"{plural(plan.finalists, 'candidate')} and the best named methods are then run on "
+            f"{plan.seeds} fresh seeds, on the task of the search and on one it has "
+            "not seen. Fresh seeds make the estimates unbiased by the choice. A "
             "finalist is said to beat the named methods if it beats each of them (largest paired "
             "Student p), with Holm's correction for the number of finalists."
         ),

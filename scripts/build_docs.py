@@ -1,7 +1,7 @@
 """Writes the pages read off the code: docs/methods, docs/pictures, docs/gallery.md,
 docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md,
-docs/reference; the tutorials, with the output of a run; and the tables and figures of speed, from
-what the benchmarks have measured (speed_pages.py).
+docs/reference, the tables of docs/choose.md; the tutorials, with the output of a run; and the
+tables and figures of speed, from what the benchmarks have measured (speed_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -28,6 +28,7 @@ import tutorial_pages
 from method_pages import cell as _cell
 
 from proxpo import fields, sparsity
+from proxpo.cli.choosing import choice_table
 from proxpo.fields import CORE, FIELDS
 from proxpo.ops import kl
 from proxpo.recipes import methods
@@ -43,6 +44,8 @@ DOMAINS = {
     "generative models": "Generative models",
     "energies": "Energies",
 }
+CHOOSE = ROOT / "docs/choose.md"
+CHOICES = "<!-- choices: written by scripts/build_docs.py -->", "<!-- end of choices -->"
 
 
 def main() -> int:
@@ -97,7 +100,14 @@ def pages() -> dict[Path, str]:
     out[ROOT / "docs/methods/README.md"] = catalogue()
     out |= reference_pages.pages()
     out |= tutorial_pages.pages()
+    out[CHOOSE] = between(CHOOSE.read_text(), *CHOICES, choice_table())
     return out
+
+
+def between(page: str, start: str, end: str, text: str) -> str:
+    """The page with `text` between two markers."""
+    head, _, rest = page.partition(start)
+    return f"{head}{start}\n{text}{end}{rest.partition(end)[2]}"
 
 
 def shared_page(slug: str, parts: list, tested: dict[str, list[str]]) -> str:

@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train", "control", "generative", "adapt", "adapters"),
     ("compare",),
     ("report",),
+    ("search",),
     ("doctor", "pictures"),
     ("cli", ""),
     ("__main__",),

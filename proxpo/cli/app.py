@@ -88,6 +88,14 @@ def inspect_command(
 @app.command("methods")
 def methods_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One method, in full.")] = None,
+    setting: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="SETTING,...",
+            help="Methods for a setting, with the measured reason: stale,long for example.",
+        ),
+    ] = None,
     stage: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,9 +127,14 @@ def methods_command(
 ) -> None:
     """List all methods; with a name: its formula, departures, defaults, stages and source."""
     from proxpo.cli.catalogue import show_bibtex, show_method, show_methods, write_picture
+    from proxpo.cli.choosing import show_choice
     from proxpo.errors import ProxpoError
 
-    if picture is not None and name is not None:
+    if setting is not None:
+        if name is not None or stage or needs or bibtex or picture or settings:
+            raise ProxpoError("--for stands alone, or with --json: it chooses among all methods")
+        show_choice(setting, as_json=as_json)
+    elif picture is not None and name is not None:
         write_picture(name, settings or [], picture)
     elif picture is not None or settings:
         raise ProxpoError("--picture FILE needs the NAME of a method, and --set needs both")
@@ -317,36 +330,76 @@ def compare_command(
     list_them: Annotated[
         bool, typer.Option("--studies", help="List the shipped studies and their questions.")
     ] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Search compositions of stages, against the methods named [eight of them]; "
+            "settings of --sweep are part of the search.",
+        ),
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="RUNS|MIN", help="Of a search: 240 runs or 90min, unconfirmed."),
+    ] = None,
+    unseen: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Of a search: settings of the task that only confirms, e.g. task=gsm8k or "
+            "task.options.digits=2. May be repeated.",
+        ),
+    ] = None,
+    proposals: Annotated[
+        str | None,
+        typer.Option(metavar="tpe|random", help="Of a search: how candidates are drawn [tpe]."),
+    ] = None,
+    candidates: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a search: candidates of a bracket [16].")
+    ] = None,
+    finalists: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a search: candidates to confirm [3].")
+    ] = None,
 ) -> None:
     """Compare methods on equal terms: same model, prompts, budget and seeds; writes a report.
 
     Can be stopped or killed at any time: the same command continues it.
     """
-    from proxpo.cli.comparing import CompareOptions, list_studies, run_comparison
+    from proxpo.cli.comparing import CompareOptions, SearchOptions, list_studies, run_comparison
 
     if list_them:
         list_studies()
         return
-    code = run_comparison(
-        CompareOptions(
-            methods=methods or (),
-            study=study,
-            config=config,
-            model=model,
-            task=task,
-            settings=settings or (),
-            seeds=seeds,
-            tune_seeds=tune_seeds,
-            sweep=sweep or (),
-            vary=vary or (),
-            jobs=jobs,
-            threads=threads,
-            on=on,
-            out=out,
-            retry_failed=retry_failed,
-        )
+    searched = SearchOptions(
+        budget=budget,
+        unseen=unseen or (),
+        proposals=proposals,
+        candidates=candidates,
+        finalists=finalists,
     )
-    raise typer.Exit(code)
+    options = CompareOptions(
+        methods=methods or (),
+        study=study,
+        config=config,
+        model=model,
+        task=task,
+        settings=settings or (),
+        seeds=seeds,
+        tune_seeds=tune_seeds,
+        sweep=sweep or (),
+        vary=vary or (),
+        jobs=jobs,
+        threads=threads,
+        on=on,
+        out=out,
+        retry_failed=retry_failed,
+    )
+    if search:
+        from proxpo.cli.searching import run_search_command
+
+        raise typer.Exit(run_search_command(options, searched))
+    searched.refuse_unused()
+    raise typer.Exit(run_comparison(options))
 
 
 @app.command("report")

@@ -3,7 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -44,10 +44,27 @@ class CompareOptions:
     retry_failed: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The arguments of `proxpo compare` that a search alone has."""
+
+    budget: str | None = None
+    unseen: Sequence[str] = ()
+    proposals: str | None = None
+    candidates: int | None = None
+    finalists: int | None = None
+
+    def refuse_unused(self) -> None:
+        """Refuses options of a search where nothing is searched."""
+        for option in fields(self):
+            if getattr(self, option.name):
+                raise ProxpoError(f"--{option.name} is an option of a search: add --search")
+
+
 def run_comparison(options: CompareOptions) -> int:
     """Makes the plan, its runs and the report; 0 unless no run was finished."""
     console = Console(highlight=False)
-    folder = Path(options.out or _folder(options))
+    folder = Path(options.out or default_folder(options))
     options = replace(options, on=resolve(options.on, ("local", "ray"), what="place"))
     described = bool(options.methods or options.study)
     if not described and not (folder / PLAN).is_file():
@@ -55,15 +72,15 @@ def run_comparison(options: CompareOptions) -> int:
             "no methods to compare: name some (see `proxpo methods`), or --study NAME "
             f"({', '.join(studies())})"
         )
-    plan = make_plan(_request(options)) if described else None
+    plan = make_plan(request_of(options)) if described else None
     if plan is not None:
         _check_installed(plan)
         _check_task(plan)
-    pool = _pool(options)
+    pool = make_pool(options)
     with open_comparison(folder, plan) as plan:
         console.print(_announcement(plan, folder), soft_wrap=True)
         try:
-            with _display(console) as display:
+            with make_display(console) as display:
                 plan = run_plan(
                     plan, folder, pool, display=display, retry_failed=options.retry_failed
                 )
@@ -83,7 +100,8 @@ def list_studies() -> None:
         )
 
 
-def _request(options: CompareOptions) -> Request:
+def request_of(options: CompareOptions) -> Request:
+    """The comparison that the arguments describe."""
     pairs = [("model", options.model), ("task", options.task)]
     sets = [*((k, v) for k, v in pairs if v is not None), *map(parse_setting, options.settings)]
     if options.study is None:
@@ -107,7 +125,8 @@ def _request(options: CompareOptions) -> Request:
     )
 
 
-def _folder(options: CompareOptions) -> str:
+def default_folder(options: CompareOptions) -> str:
+    """Folder of a comparison that is given none, by its arms."""
     words = (
         [Path(options.study).stem]
         if options.study
@@ -132,7 +151,8 @@ def _check_task(plan: Plan) -> None:
     check_task(plan.base["task"])
 
 
-def _pool(options: CompareOptions) -> Pool:
+def make_pool(options: CompareOptions) -> Pool:
+    """The pool of processes or Ray tasks that makes the runs."""
     if options.on == "ray":
         import torch
 
@@ -146,7 +166,8 @@ def _pool(options: CompareOptions) -> Pool:
     return LocalPool(ENTRY, jobs=options.jobs, threads=options.threads, preload=preload)
 
 
-def _display(console: Console) -> LiveTable | Lines:
+def make_display(console: Console) -> LiveTable | Lines:
+    """A live table, or lines where there is no terminal."""
     return LiveTable(console) if console.is_terminal else Lines(console)
 
 
@@ -172,4 +193,13 @@ def _report(console: Console, plan: Plan, folder: Path) -> int:
     return 0 if any(state.status == "done" for state in states) else 1
 
 
-__all__ = ["CompareOptions", "list_studies", "run_comparison"]
+__all__ = [
+    "CompareOptions",
+    "SearchOptions",
+    "default_folder",
+    "list_studies",
+    "make_display",
+    "make_pool",
+    "request_of",
+    "run_comparison",
+]

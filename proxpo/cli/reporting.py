@@ -4,11 +4,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from proxpo.compare.plan import SEARCH
 from proxpo.errors import ProxpoError
 
 
 def write_reports(paths: list[str], out: str | None) -> None:
     """Writes the report of one comparison to its own folder, of single runs to `out`."""
+    if len(paths) == 1 and (Path(paths[0]) / SEARCH).is_file():
+        _write_search(Path(paths[0]), out)
+        return
     try:
         from proxpo.report.analysis import analyse
         from proxpo.report.comparison_report import gather_runs, write_report
@@ -38,6 +42,18 @@ def write_reports(paths: list[str], out: str | None) -> None:
     for line, style in lines:
         console.print(line, style=style)
     console.print(f"report: {page}")
+
+
+def _write_search(folder: Path, out: str | None) -> None:
+    from proxpo.search.page import write_search_page
+
+    if out is not None:
+        raise ProxpoError("the page of a search is written to its own folder: leave --out away")
+    page, lines = write_search_page(folder)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    for line in lines:
+        console.print(line)
+    console.print(f"search: {page}")
 
 
 __all__ = ["write_reports"]

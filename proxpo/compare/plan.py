@@ -24,6 +24,7 @@ from proxpo.runs.yaml_file import dump_yaml, read_yaml
 
 VERSION = 1
 PLAN, BASE, RUNS = "plan.yaml", "base.yaml", "runs"
+SEARCH = "search.yaml"  # in the folder of a search, which holds comparisons
 SCORE = "proxpo/eval/accuracy"
 _SCORE = (int, float, type(None))
 REWARD = "proxpo/eval/reward"  # the score of a task without an accuracy
@@ -133,7 +134,7 @@ def write_plan(plan: Plan, folder: str | Path) -> None:
     """Writes plan.yaml, and base.yaml for `proxpo train`, each whole or not at all."""
     tree = {"version": plan.version, **asdict(plan)}
     for name, content in ((PLAN, tree), (BASE, plan.base)):
-        write_whole(Path(folder) / name, dump_yaml(_plain(content)).encode())
+        write_whole(Path(folder) / name, dump_yaml(plain(content)).encode())
 
 
 def plan_differences(before: Plan, after: Plan) -> list[str]:
@@ -141,7 +142,7 @@ def plan_differences(before: Plan, after: Plan) -> list[str]:
     lines: list[str] = []
     for field_ in fields(Plan):
         if field_.name not in ("chosen", "runs", "notes", "title", "question"):
-            old, new = _plain(getattr(before, field_.name)), _plain(getattr(after, field_.name))
+            old, new = plain(getattr(before, field_.name)), plain(getattr(after, field_.name))
             lines += _changed(field_.name, old, new)
     return lines
 
@@ -236,14 +237,14 @@ def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
     return values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as YAML has it: dicts, lists and scalars alone."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
-        return _plain(asdict(value))
+        return plain(asdict(value))
     return value
 
 
@@ -253,12 +254,14 @@ __all__ = [
     "REWARD",
     "RUNS",
     "SCORE",
+    "SEARCH",
     "Arm",
     "Choice",
     "Plan",
     "PlannedRun",
     "Seeds",
     "check_runs",
+    "plain",
     "plan_differences",
     "read_plan",
     "write_plan",

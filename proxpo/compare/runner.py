@@ -72,14 +72,21 @@ def open_comparison(folder: Path, plan: Plan | None) -> Iterator[Plan]:
         raise ProxpoError(
             f"{folder} is there already and holds no comparison: choose another --out"
         )
+    with locked(folder):
+        write_plan(plan, folder)
+        yield plan
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds its lock; refused where another comparison holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
             stack.enter_context(exclusive(folder / LOCK))
         except InUse as owner:
             raise ProxpoError(f"{folder}: another comparison is at work here ({owner})") from None
-        write_plan(plan, folder)
-        yield plan
+        yield
 
 
 def run_plan(
@@ -195,4 +202,12 @@ def _stopping(pool: Pool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-__all__ = ["Display", "Pool", "choose_settings", "open_comparison", "planned_state", "run_plan"]
+__all__ = [
+    "Display",
+    "Pool",
+    "choose_settings",
+    "locked",
+    "open_comparison",
+    "planned_state",
+    "run_plan",
+]

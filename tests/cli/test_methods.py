@@ -1,9 +1,12 @@
 """`proxpo methods`: the catalogue and its entries agree with the code."""
 
 import json
+from pathlib import Path
 
 import proxpo as library
+from proxpo.cli.choosing import choice_table, read_advice
 from proxpo.recipes import method
+from proxpo.settings import make_method
 
 
 def test_the_catalogue_lists_every_method(proxpo, monkeypatch):
@@ -60,6 +63,30 @@ def test_json_of_one_method(proxpo):
 
 def test_the_nearest_method_is_suggested(refused):
     assert refused("methods", "gpso") == "unknown method 'gpso'; did you mean 'gspo'?"
+
+
+def test_for_settings_prints_what_was_measured_and_says_where_nothing_was(proxpo):
+    out = " ".join(proxpo("methods", "--for", "stale,long").out.split())
+    assert "stale and long no evidence yet" in out
+    assert "grpo clip_low=0.2 clip_high=0.2: of the clip ranges" in out
+    assert "docs/results/p3o-clip" in out
+    both = json.loads(proxpo("methods", "--for", "hot,stale", "--json").out)
+    assert [fact["take"] for fact in both["together"]] == ["grpo", "p3o"]
+    code, _, errors = proxpo("methods", "--for", "stail")
+    assert code != 0
+    assert "unknown setting 'stail'; did you mean 'stale'?" in errors
+
+
+def test_every_fact_names_a_method_its_options_and_a_result_that_exist():
+    advice, results = read_advice(), Path(__file__).parents[2] / "docs/results"
+    for fact in advice.facts:
+        make_method(fact.take, dict(fact.set))
+        assert (results / fact.result).exists(), fact
+        assert set(fact.settings) <= advice.settings.keys(), fact
+    for setting, slugs in advice.untried.items():
+        assert setting in advice.settings
+        assert all(method(slug) for slug in slugs)
+    assert choice_table() in (results.parent / "choose.md").read_text()
 
 
 def test_filters_by_stage_and_field(proxpo, refused):

@@ -1,0 +1,153 @@
+"""Methods by setting, from the measurements in proxpo/data/choose.yaml: `proxpo methods --for`."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from proxpo.errors import ProxpoError, resolve
+from proxpo.recipes import method
+from proxpo.report.terminal import console
+from proxpo.runs.yaml_file import read_yaml
+
+TABLE = Path(__file__).parents[1] / "data" / "choose.yaml"
+NO_EVIDENCE = "no evidence yet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A measured reason to take a method: the settings it holds for, the size it was seen at."""
+
+    settings: tuple[str, ...]
+    take: str
+    set: Mapping[str, Any] = field(default_factory=dict)
+    why: str
+    seen: str
+    result: str  # under docs/results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Meanings of the settings, measured facts, and methods made for a setting but not measured."""
+
+    settings: Mapping[str, str]
+    facts: tuple[Fact, ...]
+    untried: Mapping[str, tuple[str, ...]]
+
+
+@functools.cache
+def read_advice() -> Advice:
+    """The table of facts."""
+    tree = read_yaml(TABLE)
+    facts = tuple(
+        Fact(settings=tuple(fact["for"]), **{k: v for k, v in fact.items() if k != "for"})
+        for fact in tree["facts"]
+    )
+    untried = {setting: tuple(slugs) for setting, slugs in tree["untried"].items()}
+    return Advice(settings=tree["settings"], facts=facts, untried=untried)
+
+
+def show_choice(text: str, *, as_json: bool) -> None:
+    """Prints the facts for settings given as `stale,long`."""
+    advice = read_advice()
+    names = [name for name in map(str.strip, text.split(",")) if name]
+    if not names:
+        raise ProxpoError(f"--for takes settings: {', '.join(advice.settings)}")
+    asked = list(dict.fromkeys(resolve(name, advice.settings, what="setting") for name in names))
+    if as_json:
+        facts = [asdict(fact) for fact in _together(advice, asked)]
+        parts = {s: [asdict(fact) for fact in _facts(advice, s)] for s in asked}
+        untried = {s: list(advice.untried.get(s, ())) for s in asked}
+        print(json.dumps({"together": facts, "each": parts, "untried": untried}))
+        return
+    console().print(_shown(advice, asked))
+
+
+def choice_table() -> str:
+    """The facts as Markdown, by setting, for docs/choose.md."""
+    advice = read_advice()
+    lines: list[str] = []
+    for setting, meaning in advice.settings.items():
+        lines += [f"### {setting}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
+        facts = _facts(advice, setting)
+        if facts:
+            lines += ["| take | settings | also | measured reason | seen at |", "| --- " * 5 + "|"]
+            lines += [_table_row(fact, setting) for fact in facts]
+        else:
+            lines.append(f"{NO_EVIDENCE.capitalize()}.")
+        if setting in advice.untried:
+            slugs = ", ".join(f"[`{s}`](methods/{s}.md)" for s in advice.untried[setting])
+            lines += ["", f"Made for it by their papers, not measured here: {slugs}."]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _facts(advice: Advice, setting: str) -> list[Fact]:
+    return [fact for fact in advice.facts if setting in fact.settings]
+
+
+def _together(advice: Advice, asked: Sequence[str]) -> list[Fact]:
+    """Facts that hold for all settings asked for."""
+    return [fact for fact in advice.facts if set(asked) <= set(fact.settings)]
+
+
+def _shown(advice: Advice, asked: Sequence[str]) -> RenderableType:
+    parts: list[RenderableType] = []
+    together = _together(advice, asked)
+    if len(asked) > 1:
+        parts += [Text(" and ".join(asked), "bold"), *_texts(together, asked), Text()]
+    for setting in asked:
+        facts = [
+            fact for fact in _facts(advice, setting) if len(asked) == 1 or fact not in together
+        ]
+        heading = Text.assemble((setting, "bold"), f": {advice.settings[setting]}")
+        if facts or not together:
+            parts += [heading, *_texts(facts, [setting])]
+        if setting in advice.untried:
+            slugs = ", ".join(advice.untried[setting])
+            parts.append(
+                _indented(f"made for it by their papers, not measured here: {slugs}", "dim")
+            )
+        parts.append(Text())
+    return Group(*parts[:-1])
+
+
+def _texts(facts: Sequence[Fact], asked: Sequence[str]) -> list[Padding]:
+    return [_fact_text(fact, asked) for fact in facts] or [_indented(NO_EVIDENCE)]
+
+
+def _indented(text: str | Text, style: str = "") -> Padding:
+    return Padding(Text(text, style) if isinstance(text, str) else text, (0, 0, 0, 2))
+
+
+def _fact_text(fact: Fact, asked: Sequence[str]) -> Padding:
+    others = [setting for setting in fact.settings if setting not in asked]
+    where = f"{', '.join(others)}; {fact.seen}" if others else fact.seen
+    return _indented(
+        Text.assemble(
+            (" ".join([method(fact.take).slug, *_sets(fact)]), "cyan"),
+            f": {fact.why}",
+            (f" ({where}; docs/results/{fact.result})", "dim"),
+        )
+    )
+
+
+def _sets(fact: Fact) -> list[str]:
+    return [f"{key}={value}" for key, value in fact.set.items()]
+
+
+def _table_row(fact: Fact, setting: str) -> str:
+    others = ", ".join(other for other in fact.settings if other != setting)
+    sets = " ".join(f"`{text}`" for text in _sets(fact)) or "defaults"
+    why = f"{fact.why} ([{fact.result.removesuffix('.md')}](results/{fact.result}))"
+    cells = (f"[`{fact.take}`](methods/{fact.take}.md)", sets, others, why, fact.seen)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+__all__ = ["choice_table", "read_advice", "show_choice"]

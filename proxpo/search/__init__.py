@@ -1,0 +1,1 @@
+"""Search over compositions of stages: space, proposals, successive halving, confirmation, page."""

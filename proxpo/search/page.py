@@ -135,7 +135,7 @@ def search_page(findings: Findings) -> str:
         "named": _results(findings.named),
         "left_out": _items([f"{stage}: {reason}" for stage, reason in LEFT_OUT.items()]),
     }
-    return fill_page("search", text=text, markup=markup, style="run")
+    return fill_page("search", text=text, markup=markup)
 
 
 def frontier(results: Sequence[Result]) -> list[Result]:

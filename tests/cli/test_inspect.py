@@ -239,7 +239,7 @@ def test_bounds_are_not_numbers_with_underscores():
 
 def test_wrong_calls(refused):
     assert "did you mean 'inspect'?" in refused("inspct").lower()
-    assert "missing option '--batch'" in refused("inspect", "grpo")
+    assert "inspect takes --batch FILE" in refused("inspect", "grpo")
     assert "missing argument" in refused("inspect", "--batch", "sample")
 
 

@@ -30,7 +30,7 @@ NAMES = {  # settings of the trainer and TRL's arguments of the same meaning
 
 
 def runs() -> dict[str, dict[str, Any]]:
-    """The table: slug -> {said, model, set}."""
+    """The table: slug -> {said, model, task, set}."""
     return yaml.safe_load(TABLE.read_text())
 
 
@@ -43,7 +43,12 @@ def command(slug: str, run: dict[str, Any]) -> str:
     """A line for a shell."""
     model = f" --model {run['model']}" if "model" in run else ""
     sets = "".join(f" \\\n  --set {setting}" for setting in settings(run))
-    return f"proxpo train --method {slug} --task gsm8k{model}{sets}"
+    return f"proxpo train --method {slug} --task {task(run)}{model}{sets}"
+
+
+def task(run: dict[str, Any]) -> str:
+    """The task of the line: GSM8K, or one that the method can play."""
+    return str(run.get("task", "gsm8k"))
 
 
 def trl_arguments(slug: str, run: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def page() -> str:
     return f"""# Papers and their settings
 
 The settings of the papers' own runs, as far as papers and released scripts state them, as lines to
-paste: for proxpo's trainer on GSM8K, and for TRL on one device (imports: `from trl import
+paste: for proxpo's trainer, mostly on GSM8K, and for TRL on one device (imports: `from trl import
 GRPOConfig`, `from proxpo.adapters.trl import ProxpoTrainer`, `import proxpo`; `model`, `reward` and
 `data` are yours). What is not stated is left at its default. Most of these runs took many GPUs:
 smaller models and batches want rates of their own ([comparing](comparing.md)).

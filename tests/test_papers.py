@@ -18,7 +18,8 @@ RUNS = paper_pages.runs()
 
 @pytest.mark.parametrize("slug", RUNS)
 def test_the_trainer_accepts_the_settings(slug):
-    config = load_config(None, paper_pages.settings(RUNS[slug]), {"method": slug, "task": "gsm8k"})
+    named = {"method": slug, "task": paper_pages.task(RUNS[slug])}
+    config = load_config(None, paper_pages.settings(RUNS[slug]), named)
     recipe = config.make_method()
     for name, value in paper_pages.recipe_options(RUNS[slug]).items():
         assert recipe.options[name] == value

@@ -368,10 +368,10 @@ def test_a_study_of_ones_own_is_checked(text, message, tmp_path):
 def test_a_study_can_be_changed_from_the_command_line(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("arms: [{method: grpo}, {method: p3o}]\nset: {steps: 5}\nseeds: 4")
-    from proxpo.cli.comparing import CompareOptions, _request
+    from proxpo.cli.comparing import CompareOptions, request_of
 
     plan = make_plan(
-        _request(CompareOptions(study=str(file), seeds=2, settings=("steps=6",), task="gsm8k"))
+        request_of(CompareOptions(study=str(file), seeds=2, settings=("steps=6",), task="gsm8k"))
     )
     assert len(plan.seeds.report) == 2
     assert plan.base["train"]["steps"] == 6

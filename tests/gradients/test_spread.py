@@ -70,7 +70,8 @@ def choices(lengths: list[int], first: int, shape: tuple[int, int], **options) -
         rows = Outer(torch.zeros(len(own), shape[1]), torch.zeros(len(own), shape[0]))
         isopo_form = cost.cheapest_form(cost.Sizes.of(rows, layout), path="auto", **options)
         groups = Groups.whole(len(lengths))
-        gram = cost.gram_kernel(rows.shape, layout, groups, "auto", torch.float32)
+        held = cost.holds_stack(rows.shape, layout, groups, torch.float32)
+        gram = cost.gram_kernel(rows.shape, layout, groups, "auto", torch.float32, held=held)
         actual.add((isopo_form, gram))
     return actual
 

@@ -123,7 +123,7 @@ def _value(value: Any, share: bool = False) -> str:
         return f"{100 * value:.1f} %"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.3g}"
 
 
 def _tile(name: str, value: str) -> str:

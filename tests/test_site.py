@@ -43,7 +43,6 @@ def snippets() -> list[tuple[str, str]]:
 
 
 def test_the_site_builds_strictly(tmp_path):
-    pytest.importorskip("zensical")
     build = runpy.run_path(str(ROOT / "scripts/build_site.py"))
     assert build["main"](tmp_path / "site") == 0
     assert (tmp_path / "site/index.html").exists()

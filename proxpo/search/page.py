@@ -77,7 +77,7 @@ def write_search_page(folder: Path) -> tuple[Path, list[str]]:
 
 
 def conclusions(findings: Findings) -> list[str]:
-    """What the search shows, a sentence each."""
+    """Sentences that say what the search has shown, the main one first."""
     if findings.task is None or findings.unseen is None:
         return ["The search is not finished: no finalist has been confirmed."]
     named = ", ".join(name for name, _ in findings.task.verdicts[0].against)

@@ -192,7 +192,6 @@ def test_a_search_that_is_stopped_again_and_again_ends_the_same(found, tmp_path)
 
 
 def test_tpe_moves_to_what_was_better() -> None:
-    pytest.importorskip("optuna")
     space = make_space(load_config("comparison", []), {})
     first = propose(space, "tpe", 30, seed=0, bracket=1, earlier=[])
     liked = sorted(first, key=lambda proposal: proposal.recipe["advantage"] == "leave_one_out")

@@ -99,7 +99,6 @@ def test_worked_solutions_earn_the_reward(tmp_path):
 
 @pytest.mark.parametrize("name", ["chain_sum", "gcd", "letter_counting"])
 def test_worked_solutions_of_reasoning_gym(name):
-    pytest.importorskip("reasoning_gym")
     from proxpo.rewards.gym import score
 
     for problem in islice(make_task(f"reasoning-gym:{name}").train, 20):

@@ -56,7 +56,7 @@ SNIPPETS_ELSEWHERE = {  # page, or text in a snippet -> reason
 CONTINUED = "docs/isopo/diagnostics.md"  # the page's second snippet goes on from the first
 PLACEHOLDER = re.compile(r"\.\.\.|\b(NAME|DIR|FILE|FOLDER|REWARD|A B)\b")
 SHORT = (
-    *("train.steps=1", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
+    *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
     *("rollout.max_prompt=2048", "rollout.max_tokens=6", "train.mini_batches=1"),
     *("train.updates_per_rollout=1", "evaluate.size=2", "evaluate.k=0", "log.batch_every=1"),
 )
@@ -112,21 +112,15 @@ def reduced(words: list[str], *, earlier: int) -> list[str]:
     name = words[0]
     places = {"gsm8k": "gsm8k:gsm8k.jsonl", "smollm2": "tiny"}
     words = [places.get(word, "tiny" if word.startswith("Qwen/") else word) for word in words]
-    if name == "train" or name == "compare":
-        sets = [f"train.steps={1 + earlier}", *SHORT]
-        if "smollm2-arithmetic" in words:
-            words += ["--model", "tiny"]
+    if "smollm2-arithmetic" in words:
+        words += ["--model", "tiny"]
+    if name in ("train", "compare"):
+        sets = [*SHORT, f"train.steps={1 + earlier}"]
         return [*words, *(word for setting in sets for word in ("--set", setting))]
     if name == "adapt":
         small = {"latentseek": "iterations=1", "rosa": "turns=2"}[words[1]]
-        return [
-            *words,
-            "--problems",
-            "1",
-            "--set",
-            small,
-            *(["--seeds", "2"] * ("--seeds" in words)),
-        ]
+        seeds = ["--seeds", "2"] if "--seeds" in words else []
+        return [*words, "--problems", "1", "--set", small, *seeds]
     if name == "inspect" and "--step" in words:
         return [*words, "--step", "1"]
     return words

@@ -371,8 +371,7 @@ def digest(path: Path) -> str:
 
 def draw_growth(data: dict[str, Any], canvas: Any) -> None:
     """Time, ratio and memory in three rows, one column an axis; the cost law dashed."""
-    from proxpo.report.figure_images import SOFT
-    from proxpo.runs.page import PALETTE
+    from proxpo.runs.page import PALETTE, SOFT
 
     colours = {"reinforce": SOFT, "isopo": PALETTE[0][0]}
     axes = canvas.subplots(3, len(AXES), sharex="col", sharey="row")
@@ -429,7 +428,7 @@ def draw_steps(_: dict[str, Any], canvas: Any) -> None:
 
 def draw_rewards(data: dict[str, Any], canvas: Any) -> None:
     """Rewards over the steps of each method, one panel for each task and variant."""
-    from proxpo.report.figure_images import PALETTE
+    from proxpo.runs.page import PALETTE
 
     panels: dict[str, dict[str, list[float]]] = {}
     for name, entry in data["entries"].items():

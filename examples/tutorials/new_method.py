@@ -65,6 +65,8 @@ for i, reward in enumerate(batch.rewards.tolist()):
 print(proxpo.make_recipe("dr-grpo", {"advantage": "reward_rank"}).advantage)
 
 # %% [markdown]
-# To use it from the command line (`proxpo inspect rankpo`, `proxpo train --method rankpo`), a
-# package announces the module under the entry point `proxpo.recipes`. That, tests against plain
-# loops and a page of its own: [add a method](../../CONTRIBUTING.md).
+# On the command line `proxpo` knows the methods of installed packages. With the code above in
+# `rankpo.py`, `python -c "import rankpo; from proxpo.cli import main; main()" inspect rankpo
+# --batch sample` does for a first look; for more, a package announces the module under the entry
+# point `proxpo.recipes`, and `proxpo train --method rankpo` works as for any other. That, tests
+# against plain loops and a page of its own: [add a method](../../CONTRIBUTING.md).

@@ -132,7 +132,13 @@ def write_picture(name: str, settings: Sequence[str], path: str) -> None:
             f"--picture writes SVG: expected a file name ending in .svg, got '{path}'"
         )
     made = make_method(name, [parse_setting(text) for text in settings])
-    write_whole(path, picture(made).encode())
+    try:
+        svg = picture(made)
+    except ModuleNotFoundError as error:
+        raise ProxpoError(
+            f"the picture of {name} needs {error.name}: pip install 'proxpo[train]'"
+        ) from None
+    write_whole(path, svg.encode())
     print(f"picture: {path}")
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from proxpo.report.figure_images import PALETTE, SOFT
+from proxpo.runs.page import PALETTE, SOFT
 
 Number = int | float
 Point = tuple[Number, Number]

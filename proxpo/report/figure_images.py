@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxpo.report.figures import Cloud, Curve, Figure, MeanPoint
-from proxpo.runs.page import PALETTE
+from proxpo.runs.page import PALETTE, SOFT
 
 DASHES: tuple[Any, ...] = (
     "-",
@@ -25,7 +25,7 @@ LOOK: Any = {
     "font.size": 9,
     "text.parse_math": False,
 }
-INK, SOFT, GRID = "#1f2430", "#586170", "#e5e8ee"
+INK, GRID = "#1f2430", "#e5e8ee"
 TINTS = ("#0b57c4", "#4b83d6", "#8aafe5", "#b9cff0", "#d8e3f5", "#2f70cd", "#6c9ade", "#a5c1ea")
 
 

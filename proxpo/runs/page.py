@@ -21,6 +21,7 @@ PALETTE = (
     ("#5b6472", "#c3cad4"),
     ("#4346b4", "#b0b1ff"),
 )
+SOFT = "#586170"  # labels and lines beside the curves, on white
 
 
 def fill_page(
@@ -74,4 +75,4 @@ def _read(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
-__all__ = ["PALETTE", "escape", "fill_page", "json_ready"]
+__all__ = ["PALETTE", "SOFT", "escape", "fill_page", "json_ready"]

@@ -356,7 +356,7 @@ def test_reasoning_gym_errors():
 
 def test_reasoning_gym_without_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(ProxpoError, match="pip install reasoning-gym"):
+    with pytest.raises(ProxpoError, match=r"pip install 'proxpo\[reasoning-gym\]'"):
         make_task("reasoning-gym:leg_counting")
 
 

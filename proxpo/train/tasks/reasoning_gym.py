@@ -127,7 +127,7 @@ def _package() -> Any:
         import reasoning_gym as package
     except ImportError:
         raise ProxpoError(
-            "task reasoning-gym needs the package of that name: pip install reasoning-gym"
+            "task reasoning-gym needs the package of that name: pip install 'proxpo[reasoning-gym]'"
         ) from None
     return package
 

@@ -34,6 +34,7 @@ from proxpo.ops import kl
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, aggregate, load_stages
+from proxpo.train.config import explain
 
 ROOT = Path(__file__).resolve().parents[1]
 DOMAINS = {
@@ -45,6 +46,8 @@ DOMAINS = {
     "energies": "Energies",
 }
 CHOOSE = ROOT / "docs/choose.md"
+FROM_TRL = ROOT / "docs/from-trl.md"
+LOSSES = "<!-- losses: written by scripts/build_docs.py -->", "<!-- end of losses -->"
 CHOICES = "<!-- choices: written by scripts/build_docs.py -->", "<!-- end of choices -->"
 
 
@@ -101,6 +104,7 @@ def pages() -> dict[Path, str]:
     out |= reference_pages.pages()
     out |= tutorial_pages.pages()
     out[CHOOSE] = between(CHOOSE.read_text(), *CHOICES, choice_table())
+    out[FROM_TRL] = between(FROM_TRL.read_text(), *LOSSES, trl_losses())
     return out
 
 
@@ -207,7 +211,10 @@ def trl_arguments_page() -> str:
                 by_text.setdefault(_cell(_code(text)), []).append(f"`{name}`")
         return "\n".join(f"| {', '.join(names)} | {text} |" for text, names in by_text.items())
 
-    losses = "\n".join(f"| `{n}` | {_code(text)} |" for n, text in trl.LOSS_TYPES.items())
+    own = {setting.path: setting.doc for setting in explain(None)}
+    train = "\n".join(
+        f"| `{name}` | `{path}` | {_cell(own[path])} |" for name, path in trl.TRAIN_SETTINGS.items()
+    )
     texts = {n: text for n, text in trl.TRAINER_ARGUMENTS.items() if text}
     trainer = "\n".join(f"| `{name}` | {text} |" for name, text in texts.items())
     return f"""# Arguments of TRL under a recipe
@@ -228,11 +235,8 @@ start.
 | --- | --- |
 {rows("recipe")}
 
-An entropy bonus is averaged as the recipe's loss is; TRL's over tokens always. By `loss_type`:
-
-| `loss_type` | use |
-| --- | --- |
-{losses}
+An entropy bonus is averaged as the recipe's loss is; TRL's over tokens always. Each `loss_type`:
+[from TRL](from-trl.md#which-recipe-is-my-loss).
 
 ## Refused
 
@@ -253,7 +257,26 @@ divide `steps_per_generation`; `fp16` is refused with a gradient transform. All 
 | argument | beside its effect in TRL |
 | --- | --- |
 {trainer}
+
+## In proxpo's own trainer
+
+Options of a recipe are settings there as well: `--set kl_coef=0.04`. `proxpo train` counts prompts
+where TRL counts completions, rollouts where TRL's `max_steps` counts optimizer steps, and optimizer
+steps on a rollout where TRL's `num_iterations` counts passes.
+
+| `GRPOConfig` | `proxpo train` | meaning there |
+| --- | --- | --- |
+{train}
 """
+
+
+def trl_losses() -> str:
+    """TRL's loss types, with the recipe of each."""
+    from proxpo.adapters.trl._arguments import LOSS_TYPES
+
+    rows = [f"| `{name}` | {_code(text)} |" for name, text in LOSS_TYPES.items()]
+    rows += ["| `vespo` | proxpo has no recipe for it |"]
+    return "\n".join(["", "| `loss_type` in TRL | here |", "| --- | --- |", *rows, "", ""])
 
 
 def _code(text: str) -> str:

@@ -1,14 +1,16 @@
 """Pages of the reference, read off the code: settings of a run, command line, verl's settings.
 
-docs/from-verl.md is written by hand but for its table, between two marks.
+docs/from-verl.md is written by hand but for its tables, between two marks.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from proxpo.adapters.verl._counterparts import ACTOR_SETTINGS, ESTIMATORS, LOSS_MODES
 from proxpo.adapters.verl._settings import METHOD_OPTIONS, STAGE_OPTIONS, option_of
 from proxpo.cli.app import app
 from proxpo.cli.training import ON_RESUME
@@ -95,7 +97,7 @@ def _parameter(parameter: Any) -> str:
 
 
 def verl_settings() -> str:
-    """Settings of verl's actor, the option each one stands for, and the methods that have it."""
+    """verl's loss modes, estimators and actor settings, with what stands for each."""
     recipes = {slug: make_recipe(slug) for slug in methods("language")}
     rows = []
     for name, places in STAGE_OPTIONS.items():
@@ -105,7 +107,21 @@ def verl_settings() -> str:
         short = ", ".join(f"`{option}`" for option in METHOD_OPTIONS.get(name, ()))
         rows.append(f"| `actor.{name}` | {options} | {short} | {shown} |")
     table = "\n".join(rows)
+    stays: dict[str, list[str]] = {}
+    for name, text in ACTOR_SETTINGS.items():
+        stays.setdefault(text, []).append(f"`{name}`")
+    kept = "\n".join(f"| {', '.join(names)} | {text} |" for text, names in stays.items())
     return f"""
+## Which loss is mine?
+
+| `policy_loss.loss_mode` in verl | here |
+| --- | --- |
+{_two(LOSS_MODES)}
+
+| `algorithm.adv_estimator` in verl | under a loss mode of ours |
+| --- | --- |
+{_two(ESTIMATORS)}
+
 ## Which setting is which option?
 
 A value that differs from verl's default sets the method's own number, or is refused where the
@@ -116,7 +132,17 @@ both.
 | --- | --- | --- | --- |
 {table}
 
+All other settings of the actor, FSDP's included:
+
+| below `actor_rollout_ref.actor` | under a loss mode of ours |
+| --- | --- |
+{kept}
+
 """
+
+
+def _two(table: Mapping[str, str]) -> str:
+    return "\n".join(f"| `{name}` | {text} |" for name, text in table.items())
 
 
 def _first_comment(path: Path) -> str:

@@ -17,11 +17,13 @@ import proxpo
 from proxpo.adapters.trl._arguments import (
     ARGUMENTS,
     LOSS_TYPES,
+    TRAIN_SETTINGS,
     TRAINER_ARGUMENTS,
     check_arguments,
     suggestion,
 )
 from proxpo.errors import ProxpoError
+from proxpo.train.config import explain
 
 PLAIN = {"eps": 1e-4, "aggregate.count_empty": True}  # grpo with the constants of TRL
 SHORT = {"learning_rate": 1e-3, "max_steps": 2, "loss_type": "grpo"}
@@ -57,6 +59,10 @@ def test_every_argument_of_trl_is_in_the_table():
     assert set(inspect.signature(GRPOTrainer.__init__).parameters) - {"self"} == set(
         TRAINER_ARGUMENTS
     )
+    assert set(TRAIN_SETTINGS) <= {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert set(TRAIN_SETTINGS.values()) <= {setting.path for setting in explain(None)}
+    text = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"].partition(".")[2]
+    assert set(re.findall(r"'(\w+)'", text.partition(".")[0])) == {*LOSS_TYPES, "vespo"}
 
 
 def test_what_trl_s_loss_alone_reads_is_not_called_trl_s():

@@ -1,8 +1,10 @@
 """Options through verl's own config path, the example scripts, the data they read, the plugin."""
 
 import copy
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -23,15 +25,19 @@ from verl.trainer import main_ppo
 from verl.trainer.ppo.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
     get_policy_loss_fn,
 )
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 import proxpo
 from proxpo.adapters.verl import LossConfig, _environment
 from proxpo.adapters.verl._config_check import check_run
-from proxpo.adapters.verl._recipes import VERL_ALONE, loss_refusal, verl_name
+from proxpo.adapters.verl._counterparts import ACTOR_SETTINGS, ESTIMATORS, LOSS_MODES
+from proxpo.adapters.verl._recipes import PREFIX, VERL_ALONE, loss_refusal, verl_name
+from proxpo.adapters.verl._settings import STAGE_OPTIONS
 from proxpo.recipes import methods
 from proxpo.settings import lengths
 
@@ -42,6 +48,22 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "verl"
 TARGET = "policy_loss._target_=proxpo.adapters.verl.LossConfig"
 SCRIPTS = [("several_nodes.sh", ["isopo"]), ("several_nodes.sh", ["p3o"])]
 SCRIPTS += [(f"{arm}.sh", settings) for arm in ARMS for settings in ([], SETTINGS)]
+
+
+def test_every_loss_mode_estimator_and_actor_setting_of_verl_has_a_row():
+    own = {name for name in POLICY_LOSS_REGISTRY if not name.startswith(PREFIX)}
+    assert own == set(LOSS_MODES)
+    assert {str(getattr(name, "value", name)) for name in AdvantageEstimator} == set(ESTIMATORS)
+    for table, known in ((LOSS_MODES, POLICY_LOSS_REGISTRY), (ESTIMATORS, ADV_ESTIMATOR_REGISTRY)):
+        assert set(re.findall(r"proxpo_\w+", " ".join(table.values()))) <= set(known)
+    fields = {entry.name for entry in dataclasses.fields(FSDPActorConfig)}
+    assert {name for name in fields if not name.startswith("_")} == {
+        *ACTOR_SETTINGS,
+        *(name for name in STAGE_OPTIONS if "." not in name),
+    }
+    loss = {f"policy_loss.{entry.name}" for entry in dataclasses.fields(PolicyLossConfig)}
+    rest = {name for name in loss if not name.startswith("policy_loss._")} - set(STAGE_OPTIONS)
+    assert rest == {"policy_loss.rollout_correction", "policy_loss.loss_mode"}
 
 
 def composed(overrides: list[str]):

@@ -9,7 +9,8 @@ docs/gallery.md shows those of all methods.
 """
 
 from proxpo.errors import ProxpoError
-from proxpo.pictures._own import own_panel, procedure_panel
+from proxpo.pictures._own import own_panel
+from proxpo.pictures._procedures import procedure_panel
 from proxpo.pictures._svg import Panel, draw_svg, same_picture
 from proxpo.pictures._weights import ratio_panel, strip_panel
 from proxpo.recipes import Procedure

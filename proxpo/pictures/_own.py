@@ -1,22 +1,21 @@
-"""Panels of what acts around a loss: gradient transforms, schedules, budgets; and of procedures."""
+"""Panels of what acts around a loss: gradient transforms, schedules, budgets."""
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from proxpo.ops.shapes import Tensor
-from proxpo.pictures._svg import Axes, Line, Note, Number, Point
+from proxpo.pictures._panel import FOUR, THREE, UNIT, Fields, curve, panel, soft, spaced
+from proxpo.pictures._svg import Axes, Line, Note, Point
 from proxpo.stages.budget.allocation import allocate
 from proxpo.stages.regularisers.convex import base_share
 from proxpo.stages.schedule import Updates
 from proxpo.stages.schedule.clipping_bias import clipping_bias_of
 from proxpo.types import Batch, Budget, Context, Recipe
-
-Options = Mapping[str, Any]
 
 
 def own_panel(recipe: Recipe) -> Axes | None:
@@ -28,20 +27,15 @@ def own_panel(recipe: Recipe) -> Axes | None:
     return None
 
 
-def procedure_panel(name: str, options: Options) -> Axes | None:
-    """The panel of a method that is no composition of stages; None for one that has none."""
-    return PROCEDURES[name](options) if name in PROCEDURES else None
-
-
-def _range(low: Number, high: Number, count: int = 61) -> list[float]:
-    return [low + i * (high - low) / (count - 1) for i in range(count)]
-
-
 # Gradient transforms
 
 
-def _length_panel(recipe: Recipe) -> Axes:
-    """Contribution of each response to the update over the length of its gradient."""
+@panel("share of a response in the update", "length of its gradient |V|, mean 1", THREE, THREE)
+def _length_panel(recipe: Recipe) -> Fields:
+    """Length of the update of one layer where only this response has an advantage, over the length
+    of its gradient, both relative to their means; 16 responses of 1 to 16 tokens. Dashed:
+    without the transform.
+    """
     draw = random.Random(3)
     lengths = range(1, 17)
     x = [[draw.gauss(0, 1) for _ in range(6)] for _ in range(sum(lengths))]
@@ -73,26 +67,22 @@ def _length_panel(recipe: Recipe) -> Axes:
     scaled = [contribution(i, make()) for i in range(len(lengths))]
     mean, mean_scaled = (sum(values) / len(values) for values in (plain, scaled))
     dots = sorted((a / mean, b / mean_scaled) for a, b in zip(plain, scaled))
-    return Axes(
-        title="share of a response in the update",
-        x="length of its gradient |V|, mean 1",
-        x_range=(0, 3),
-        y_range=(0, 3),
-        x_ticks=(0, 1, 2, 3),
-        y_ticks=(0, 1, 2, 3),
-        lines=(
-            Line(points=[(0, 0), (3, 3)], style="soft", dashed=True),
-            Line(points=dots, dots=True),
-        ),
-        notes=(Note(at=(1.95, 2.2), text="REINFORCE", anchor="end"),),
-        caption="length of the update of one layer where only this response has an advantage, "
-        "over the length of its gradient, both relative to their means; 16 responses of 1 to 16 "
-        "tokens. Dashed: without the transform.",
-    )
+    return {
+        "lines": [soft([(0, 0), (3, 3)]), Line(dots, dots=True)],
+        "notes": [Note((1.95, 2.2), "REINFORCE", anchor="end")],
+    }
 
 
-def _accumulation_panel(recipe: Recipe) -> Axes:
-    """Share of a second micro-batch in the sum, over its angle to the first."""
+@panel(
+    "sum of two micro-batches",
+    "cosine of the two gradients",
+    (-1, -0.5, 0, 0.5, 1),
+    (0, 0.5, 1, 1.5, 2),
+)
+def _accumulation_panel(recipe: Recipe) -> Fields:
+    """Part of the accumulated gradient along the later of two micro-batches of one response each,
+    gradients of length 1. Dashed: plain accumulation.
+    """
 
     def kept(cosine: float) -> float:
         model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
@@ -107,22 +97,10 @@ def _accumulation_panel(recipe: Recipe) -> Axes:
                 model(inputs).sum().backward()
         return float(model.weight.grad[0] @ torch.tensor(second, dtype=torch.float64))  # type: ignore
 
-    cosines = _range(-1, 1, 41)
-    return Axes(
-        title="sum of two micro-batches",
-        x="cosine of the two gradients",
-        x_range=(-1, 1),
-        y_range=(0, 2),
-        x_ticks=(-1, -0.5, 0, 0.5, 1),
-        y_ticks=(0, 0.5, 1, 1.5, 2),
-        lines=(
-            Line(points=[(-1, 0), (1, 2)], style="soft", dashed=True),
-            Line(points=[(c, kept(c)) for c in cosines]),
-        ),
-        notes=(Note(at=(0.35, 1.75), text="plain sum", anchor="end"),),
-        caption="part of the accumulated gradient along the later of two micro-batches of one "
-        "response each, gradients of length 1. Dashed: plain accumulation.",
-    )
+    return {
+        "lines": [soft([(-1, 0), (1, 2)]), curve(kept, spaced(-1, 1, 41))],
+        "notes": [Note((0.35, 1.75), "plain sum", anchor="end")],
+    }
 
 
 # Schedules
@@ -203,56 +181,51 @@ def _timeline(recipe: Recipe) -> Axes:
         y_range=(0, top + 0.5),
         x_ticks=tuple(range(0, last + 1, step)),
         y_ticks=tuple(range(0, int(top) + 1, max(1, math.ceil(top / 5)))),
-        lines=[Line(points=track, style=style) for style, track in recorder.tracks],
+        lines=[Line(track, style=style) for style, track in recorder.tracks],
         caption="distance from the policy that made the rollout, in steps, over the optimizer "
         f"steps of three rollouts. {kinds.get(stage.name, '')}".strip(),
     )
 
 
-def _clipping_panel(recipe: Recipe) -> Axes:
+@panel("factor on the gradient", "norm of the clipped part ‖C‖", FOUR, FOUR, zero=1)
+def _clipping_panel(recipe: Recipe) -> Fields:
+    """Factor on the policy's gradient over the norm of the part that was clipped; 1 where nothing
+    is clipped.
+    """
     bias = clipping_bias_of(recipe)
     assert bias is not None
-    return Axes(
-        title="factor on the gradient",
-        x="norm of the clipped part ‖C‖",
-        x_range=(0, 4),
-        y_range=(0, 4),
-        x_ticks=(0, 1, 2, 3, 4),
-        y_ticks=(0, 1, 2, 3, 4),
-        lines=(Line(points=[(x, bias.factor(x)) for x in _range(0.02, 4)]),),
-        zero=1.0,
-        caption="factor on the policy's gradient over the norm of the part that was clipped; 1 "
-        "where nothing is clipped.",
-    )
+    return {"lines": [curve(bias.factor, spaced(0.02, 4))]}
 
 
-def _two_anchors_panel(recipe: Recipe) -> Axes:
+@panel(
+    "share of two anchors in the KL", "optimizer steps", range(0, 121, 30), UNIT, y_range=(0, 1.05)
+)
+def _two_anchors_panel(recipe: Recipe) -> Fields:
+    """Shares of the two anchors of the KL over the optimizer steps. Dashed: from there on fresh
+    data alone, and the present policy as the new base.
+    """
     options = next(s.options for s in recipe.regularisers if s.name == "kl_convex")
-    at = recipe.schedule.options["at"]  # type: ignore[union-attr]
     names = ("hold", "every", "floor")
     share = [(t, base_share(t, **{k: options[k] for k in names})) for t in range(0, 121)]
-    return Axes(
-        title="share of two anchors in the KL",
-        x="optimizer steps",
-        x_range=(0, 120),
-        y_range=(0, 1.05),
-        x_ticks=(0, 30, 60, 90, 120),
-        y_ticks=(0, 0.5, 1),
-        lines=(
-            Line(points=share),
-            Line(points=[(t, 1 - y) for t, y in share], style="down"),
-        ),
-        notes=(
-            Note(at=(3, 0.88), text="base", style="up"),
-            Note(at=(3, 0.06), text="policy before", style="down"),
-        ),
-        mark=at,
-        caption="shares of the two anchors of the KL over the optimizer steps. Dashed: from there "
-        "on fresh data alone, and the present policy as the new base.",
-    )
+    return {
+        "lines": [Line(share), Line([(t, 1 - y) for t, y in share], "down")],
+        "notes": [Note((3, 0.88), "base", "up"), Note((3, 0.06), "policy before", "down")],
+        "mark": recipe.schedule.options["at"],  # type: ignore[union-attr]
+    }
 
 
-def _multiplier_panel(recipe: Recipe) -> Axes:
+@panel(
+    "multiplier β of the KL",
+    "optimizer steps",
+    range(0, 201, 50),
+    (0, 1, 2),
+    y_range=(0, 2.6),
+    zero=1,
+)
+def _multiplier_panel(recipe: Recipe) -> Fields:
+    """β over optimizer steps while the KL (dashed, in units of the region's radius) leaves the
+    region and returns.
+    """
     penalty = next(s for s in recipe.regularisers if s.name == "kl_dual")
     assert penalty.init is not None
     assert penalty.step is not None
@@ -262,79 +235,57 @@ def _multiplier_panel(recipe: Recipe) -> Axes:
     beta, kl = [], []
     for t in range(200):
         size = radius * (1 + math.sin(t / 32))  # a KL that leaves the region and returns
-        state = penalty.step(
-            blank,
-            {"kl/old": torch.tensor(size), "kl/old_max": torch.tensor(size)},
-            Context(state=state),
-        )
+        seen = dict.fromkeys(("kl/old", "kl/old_max"), torch.tensor(size))
+        state = penalty.step(blank, seen, Context(state=state))
         beta.append((float(t), float(state["coef"])))
         kl.append((float(t), size / radius))
-    return Axes(
-        title="multiplier β of the KL",
-        x="optimizer steps",
-        x_range=(0, 200),
-        y_range=(0, 2.6),
-        x_ticks=(0, 50, 100, 150, 200),
-        y_ticks=(0, 1, 2),
-        lines=(
-            Line(points=kl[::4], style="soft", dashed=True),
-            Line(points=beta[::2]),
-        ),
-        notes=(
-            Note(at=(4, 2.35), text="β", style="up"),
-            Note(at=(196, 2.35), text="KL / radius", anchor="end"),
-        ),
-        zero=1.0,
-        caption="β over optimizer steps while the KL (dashed, in units of the region's radius) "
-        "leaves the region and returns.",
-    )
+    return {
+        "lines": [soft(kl[::4]), Line(beta[::2])],
+        "notes": [Note((4, 2.35), "β", "up"), Note((196, 2.35), "KL / radius", anchor="end")],
+    }
 
 
 # Budgets
 
 
-def _allocation_panel(recipe: Recipe) -> Axes:
+@panel("responses to a prompt", "share of right responses before", (0, 0.25, 0.5, 0.75, 1), (0,))
+def _allocation_panel(recipe: Recipe) -> Fields:
+    """Responses that each of 17 prompts gets out of 8 on average, over the share of right ones at
+    its last visit. Dashed: the even share.
+    """
     stage = next(s for s in recipe.budget if s.name == "knapsack")
     rates = torch.linspace(0, 1, 17, dtype=torch.float64)
-    o = stage.options
-    samples = allocate(
-        rates,
-        torch.ones(17, dtype=torch.bool),
-        torch.full((17,), 8),
-        official=o["code_compat"],
-        **{k: o[k] for k in ("low", "high", "positive", "negative", "confidence")},
-        **{k: o[k] for k in ("cost", "fallback")},
-    )
+    names = ("low", "high", "positive", "negative", "confidence", "cost", "fallback")
+    options = {"official": stage.options["code_compat"], **{k: stage.options[k] for k in names}}
+    known, even = torch.ones(17, dtype=torch.bool), torch.full((17,), 8)
+    samples = allocate(rates, known, even, **options)
     points = list(zip(rates.tolist(), map(float, samples.tolist())))
     most = max(y for _, y in points)
-    return Axes(
-        title="responses to a prompt",
-        x="share of right responses before",
-        x_range=(0, 1),
-        y_range=(0, most + 2),
-        x_ticks=(0, 0.25, 0.5, 0.75, 1),
-        y_ticks=tuple(range(0, int(most) + 2, 8)),
-        lines=(
-            Line(points=[(0, 8), (1, 8)], style="soft", dashed=True),
-            Line(points=points),
-            Line(points=points, dots=True),
-        ),
-        notes=(Note(at=(0.98, 9), text="even", anchor="end"),),
-        caption="responses that each of 17 prompts gets out of 8 on average, over the share of "
-        "right ones at its last visit. Dashed: the even share.",
-    )
+    return {
+        "y_range": (0, most + 2),
+        "y_ticks": tuple(range(0, int(most) + 2, 8)),
+        "lines": [soft([(0, 8), (1, 8)]), Line(points), Line(points, dots=True)],
+        "notes": [Note((0.98, 9), "even", anchor="end")],
+    }
 
 
-def _length_budget_panel(recipe: Recipe) -> Axes:
+@panel(
+    "length budget of one prompt",
+    "visits of the prompt",
+    range(0, 13, 3),
+    (0, 500, 1000),
+    y_range=(0, 1080),
+)
+def _length_budget_panel(recipe: Recipe) -> Fields:
+    """Longest response allowed at each visit (line) and right responses among 1,000 (dots); a pass
+    rate at or above the dashed line shortens the next limit.
+    """
     stage = next(s for s in recipe.budget if s.name == "length_budget")
     assert stage.init is not None
     assert stage.update is not None
-    target = stage.options["target"]
-    longest = 1000
+    target, prompt = 1000 * stage.options["target"], torch.zeros(10, dtype=torch.int64)
     asked = Budget(
-        prompt_id=torch.zeros(1, dtype=torch.int64),
-        samples=torch.tensor([10]),
-        max_tokens=torch.tensor([longest]),
+        prompt_id=prompt[:1], samples=torch.tensor([10]), max_tokens=torch.tensor([1000])
     )
     state, limits = stage.init(), []
     share = [1.0, 1.0, 0.9, 1.0, 0.9, 0.5, 1.0, 0.9, 0.9, 1.0, 0.8, 0.7]  # right at each visit
@@ -343,229 +294,18 @@ def _length_budget_panel(recipe: Recipe) -> Axes:
         limit = int(budget.max_tokens[0])
         limits += [(float(visit), float(limit)), (visit + 0.98, float(limit))]
         lengths = (torch.linspace(0.5, 1.0, 10) * min(limit, 600)).long()
-        mask = torch.arange(longest) < lengths[:, None]
         right = torch.arange(10) < round(10 * rate)
         batch = Batch(
-            logp=torch.zeros(10, longest),
-            mask=mask,
-            rewards=right.double(),
-            correct=right,
-            group=torch.zeros(10, dtype=torch.int64),
-            prompt_id=torch.zeros(10, dtype=torch.int64),
+            logp=torch.zeros(10, 1000),
+            mask=torch.arange(1000) < lengths[:, None],
+            **{"rewards": right.double(), "correct": right, "group": prompt, "prompt_id": prompt},
         )
         state = stage.update(state, batch, {})
     marks = [(v + 0.5, 1000.0 * r) for v, r in enumerate(share)]
-    return Axes(
-        title="length budget of one prompt",
-        x="visits of the prompt",
-        x_range=(0, len(share)),
-        y_range=(0, 1080),
-        x_ticks=(0, 3, 6, 9, 12),
-        y_ticks=(0, 500, 1000),
-        lines=(
-            Line(
-                points=[(0, 1000 * target), (len(share), 1000 * target)], style="soft", dashed=True
-            ),
-            Line(points=limits),
-            Line(points=marks, style="down", dots=True),
-        ),
-        notes=(
-            Note(at=(0.1, 130), text="limit", style="up"),
-            Note(at=(0.1, 40), text="right, ‰", style="down"),
-        ),
-        caption="longest response allowed at each visit (line) and right responses among 1,000 "
-        "(dots); a pass rate at or above the dashed line shortens the next limit.",
-    )
-
-
-# Procedures
-
-
-def _props_panel(options: Options) -> Axes:
-    from proxpo.control.props import props_loss
-
-    def push(ratio: float) -> float:
-        logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-        loss = props_loss(logp, torch.zeros(1, dtype=torch.float64), clip=options["behaviour_clip"])
-        loss.backward()
-        return -float(logp.grad)  # type: ignore[arg-type]
-
-    xs = _range(0.013, 2.49, 62)
-    clip = options["behaviour_clip"]
-    edge = [] if clip is None else [1 - clip - 1e-4, 1 - clip + 1e-4]
-    return Axes(
-        title="push on a sampled action",
-        x="behaviour over target π_φ/π_θ",
-        x_range=(0, 2.5),
-        y_range=(-2.6, 1),
-        x_ticks=(0, 0.5, 1, 1.5, 2, 2.5),
-        y_ticks=(-2, -1, 0, 1),
-        lines=(Line(points=[(x, push(x)) for x in sorted([*xs, *edge])], style="down"),),
-        mark=1.0,
-        caption="push on the probability that the behaviour policy gives an action of the buffer, "
-        "over its ratio to the target policy, without the KL term.",
-    )
-
-
-def _rosa_panel(options: Options) -> Axes:
-    from proxpo.adapt.rosa import target_gap
-
-    def after(p: float, reward: float) -> float:
-        probs = torch.tensor([[p, 1 - p]], dtype=torch.float64)
-        gap = target_gap(probs, torch.tensor([0]), reward=reward, beta=options["beta"])
-        return p + float(gap[0, 0])
-
-    xs = _range(0, 1, 41)
-    return Axes(
-        title="aim for a token of a wrong answer",
-        x="probability of the token before",
-        x_range=(0, 1),
-        y_range=(0, 1),
-        x_ticks=(0, 0.5, 1),
-        y_ticks=(0, 0.5, 1),
-        lines=(
-            Line(points=[(0, 0), (1, 1)], style="soft", dashed=True),
-            Line(points=[(p, after(p, -1.0)) for p in xs], style="down"),
-        ),
-        notes=(Note(at=(0.62, 0.78), text="unchanged", anchor="end"),),
-        caption="probability p* that the step aims at for a token of a wrong answer, over its "
-        "probability before.",
-    )
-
-
-def _latentseek_panel(options: Options) -> Axes:
-    from proxpo.adapt.latentseek import latent_loss
-
-    class Logits:
-        def logits(self, z: Tensor) -> Tensor:
-            return z
-
-    def push(p: float) -> float:
-        z = torch.tensor([[math.log(p), math.log(1 - p)]], dtype=torch.float64, requires_grad=True)
-        latent_loss(Logits(), z, torch.tensor([0]), -1.0).backward()  # type: ignore[arg-type]
-        return -float(z.grad[0, 0])  # type: ignore[index]
-
-    return Axes(
-        title="push on the state of a token",
-        x="probability of the token",
-        x_range=(0, 1),
-        y_range=(-1.1, 0.3),
-        x_ticks=(0, 0.5, 1),
-        y_ticks=(-1, -0.5, 0),
-        lines=(Line(points=[(p, push(p)) for p in _range(0.005, 0.995)], style="down"),),
-        caption="push of a step on the logit of the present token, for an answer of reward -1: a "
-        f"token that the state is sure of is left alone. The first {100 * options['fraction']:g} % "
-        f"of the answer's tokens, {options['most']} at most, have such steps.",
-    )
-
-
-def _tabnas_panel(options: Options) -> Axes:
-    from proxpo.control.architecture import log_feasible
-
-    def push(p: float, correction: str) -> float:
-        """∂/∂θ of log P(y) - log P(V): y, another feasible choice, and infeasible ones of 0.5."""
-        share = torch.tensor([p, 0.5 - p, 0.5], dtype=torch.float64)
-        logits = share.log().requires_grad_()
-        logp = logits.log_softmax(0)
-        inside = torch.tensor([True, True, False])
-        aim = logp[0] - log_feasible(logp, inside, correction=correction)
-        return float(torch.autograd.grad(aim, logits)[0][0])
-
-    xs = _range(0.005, 0.495)
-    chosen = options["correction"]
-    corrected = "none" if chosen == "none" else "exact"
-    return Axes(
-        title="push on a feasible choice",
-        x="its probability; half is infeasible",
-        x_range=(0, 0.5),
-        y_range=(0, 1.05),
-        x_ticks=(0, 0.25, 0.5),
-        y_ticks=(0, 0.5, 1),
-        lines=(
-            Line(points=[(p, push(p, "none")) for p in xs], style="soft", dashed=True),
-            Line(points=[(p, push(p, corrected)) for p in xs]),
-        ),
-        notes=(Note(at=(0.49, 0.75), text="REINFORCE", anchor="end"),),
-        caption="push on the logit of a sampled feasible choice of quality 1 above the mean, over "
-        "its probability, with P(V) exact; infeasible choices have probability 0.5. Dashed: "
-        "without the correction.",
-    )
-
-
-def _ac_flow_panel(options: Options) -> Axes:
-    from proxpo.generative.flow import advantages, sample_weights
-
-    xs = _range(-2.5, 2.5)
-    gaps = torch.tensor(xs, dtype=torch.float64)
-    a = advantages(torch.zeros_like(gaps), -gaps, advantage_of="difference", bound=options["bound"])
-    w = sample_weights(a, weighting=options["weighting"], tau=options["tau"])
-    return Axes(
-        title="weight of a sample",
-        x="reward less the critic's value",
-        x_range=(-2.5, 2.5),
-        y_range=(0, 3),
-        x_ticks=(-2, -1, 0, 1, 2),
-        y_ticks=(0, 1, 2, 3),
-        lines=(Line(points=list(zip(xs, w.tolist()))),),
-        mark=0.0,
-        caption="weight of a sample in the flow-matching loss over its advantage.",
-    )
-
-
-def _adjoint_panel(options: Options) -> Axes:
-    from proxpo.generative.adjoint import NoiseSchedule
-
-    schedule = NoiseSchedule(options["noise"], options["sigma_min"], options["sigma_max"])
-    t = torch.tensor(_range(0, 1), dtype=torch.float64)
-    lines = [
-        Line(points=list(zip(t.tolist(), (f(t) / f(t).max()).tolist())), style=style)
-        for f, style in ((schedule.g, "up"), (schedule.nu, "down"))
-    ]
-    return Axes(
-        title="noise of the base process",
-        x="time t",
-        x_range=(0, 1),
-        y_range=(0, 1.05),
-        x_ticks=(0, 0.5, 1),
-        y_ticks=(0, 0.5, 1),
-        lines=lines,
-        notes=(
-            Note(at=(0.3, 0.2), text="g(t)", style="up"),
-            Note(at=(0.3, 0.85), text="ν(t)", style="down"),
-        ),
-        caption="noise g(t) and accumulated variance ν(t) of the process that the control steers, "
-        "relative to their largest values.",
-    )
-
-
-def _avg_panel(options: Options) -> Axes:
-    from proxpo.control.avg import TdScale
-
-    scale, raw, scaled = TdScale(), [], []
-    for t in range(400):
-        error = (0.5 if t < 200 else 5.0) * (1 + 0.5 * math.sin(t)) * (-1) ** t
-        scale.push(error, options["gamma"], terminated=t % 20 == 19)
-        sigma = scale.sigma if options["scale_td"] else 1.0
-        raw.append((float(t), abs(error)))
-        scaled.append((float(t), abs(error) / sigma))
-    return Axes(
-        title="TD errors as rewards grow tenfold",
-        x="transitions",
-        x_range=(0, 400),
-        y_range=(0, 8),
-        x_ticks=(0, 100, 200, 300, 400),
-        y_ticks=(0, 2, 4, 6, 8),
-        lines=(
-            Line(points=raw[::5], style="soft", dashed=True),
-            Line(points=scaled[::5]),
-        ),
-        notes=(
-            Note(at=(8, 7.2), text="divided by σ", style="up"),
-            Note(at=(8, 6.3), text="as they are"),
-        ),
-        caption="size of TD errors before (dashed) and after the division by σ, as rewards become "
-        "ten times larger.",
-    )
+    return {
+        "lines": [soft([(0, target), (12, target)]), Line(limits), Line(marks, "down", dots=True)],
+        "notes": [Note((0.1, 130), "limit", "up"), Note((0.1, 40), "right, ‰", "down")],
+    }
 
 
 RECIPES: dict[str, Callable[[Recipe], Axes]] = {
@@ -582,14 +322,5 @@ RECIPES: dict[str, Callable[[Recipe], Axes]] = {
     "knapsack": _allocation_panel,
     "length_budget": _length_budget_panel,
 }
-PROCEDURES: dict[str, Callable[[Options], Axes]] = {
-    "ac-flow": _ac_flow_panel,
-    "adjoint-sampling": _adjoint_panel,
-    "avg": _avg_panel,
-    "latentseek": _latentseek_panel,
-    "props": _props_panel,
-    "rosa": _rosa_panel,
-    "tabnas": _tabnas_panel,
-}
 
-__all__ = ["own_panel", "procedure_panel"]
+__all__ = ["own_panel"]

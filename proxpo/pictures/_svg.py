@@ -20,7 +20,7 @@ DARK_TEXT, DARK_GRID, GRID = "#aab3c0", "#3a4150", "#dfe3ea"
 STYLES = {"up": 0, "down": 1, "other": 2}  # colours of PALETTE by name
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Line:
     """A polyline in the units of its axes. style: up, down, other or soft."""
 
@@ -30,7 +30,7 @@ class Line:
     dots: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Note:
     """A short text at a place in the units of the axes. anchor: start, middle or end."""
 

@@ -12,9 +12,9 @@ Gradients are those of `--rollouts` rollouts of the policy as it is. For each ar
                 that REINFORCE's gradients give; clipped: each gradient to norm 1 before
     npg         cosine with the damped natural gradient of a rollout, damping ρ tr(F)/n (--npg)
 
-`head` weighs a response by 1/F of the head alone, in all layers; `whole` by the root of the sum
-over layers of F²: one weight per response, which needs no per-layer work. `weights` are the layers'
-spreads and correlations of task_profile.py.
+`head` weighs a response by 1/F of the head alone, in all layers (scope=head); `whole` by one over
+the root of the sum over layers of F². `weights` are the layers' spreads and correlations of
+task_profile.py.
 """
 
 import argparse
@@ -49,8 +49,8 @@ ARMS: dict[str, Callable[[], gradients.Transform]] = {
     "isopo figure 4": lambda: gradients.isopo(preset="figure4"),
     "isopo p=-1 reg=1": lambda: gradients.isopo(p=-1.0, reg=1.0),
     "isopo-ntk": lambda: gradients.isopo_ntk(),
+    "head": lambda: gradients.isopo(p=-1.0, scope="head"),
 }
-ONE_WEIGHT = ("head", "whole")
 OPTIMIZERS = ("adamw", "muon")
 DAMPINGS = (0.01, 0.1, 1.0)
 LR = 1e-3  # of steps whose direction alone counts
@@ -70,31 +70,23 @@ def mean_cosine(a: list[list[Tensor]], b: list[list[Tensor]]) -> float:
     return round(sum(cosine(x, y) for x, y in zip(a, b)) / len(a), 4)
 
 
-def response_factors(job: LanguageJob, rows: Experience) -> dict[str, Tensor]:
-    """1/F of each response from the head's gradient, and from those of all layers."""
+def response_factors(job: LanguageJob, rows: Experience) -> Tensor:
+    """1/F of each response, F² summed over all layers."""
     result, transform = Diagnostics(), gradients.isopo(p=-1.0)
     backward(job, transform, rows, relative_rewards(rows), measured=result)
     job.policy.model.zero_grad(set_to_none=True)
-    order = torch.cat(cut_by_tokens(job, rows))
-    head = next(n for n in result.layers if n.endswith((".head", "lm_head.weight")))  # tied, or not
-    squares = {
-        "head": result.layers[head].fisher.square(),
-        "whole": sum(layer.fisher.square() for layer in result.layers.values()),
-    }
-    factors = {}
-    for name, square in squares.items():
-        length = torch.empty_like(square)
-        length[order] = square.sqrt()
-        factors[name] = torch.where(length > 0, 1 / length, 0.0).to(rows.rewards)
-    return factors
+    squares = torch.stack([layer.fisher.square() for layer in result.layers.values()]).sum(0)
+    length = torch.empty_like(squares)
+    length[torch.cat(cut_by_tokens(job, rows))] = squares.sqrt()
+    return torch.where(length > 0, 1 / length, 0.0).to(rows.rewards)
 
 
 def gradient(job: LanguageJob, arm: str, rows: Experience) -> list[Tensor]:
     """The gradient of an arm on a rollout, parameter by parameter."""
     advantages, model = relative_rewards(rows), job.policy.model
     transform = gradients.isopo(preset="reinforce")
-    if arm in ONE_WEIGHT:
-        advantages = advantages * response_factors(job, rows)[arm]
+    if arm == "whole":
+        advantages = advantages * response_factors(job, rows)
     elif arm != "reinforce":
         transform = ARMS[arm]()
     backward(job, transform, rows, advantages)
@@ -147,7 +139,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         kinds = [(name, clip) for name in OPTIMIZERS for clip in (True, False)]
         model = job.policy.model
         steps = {kind: last_step(model, kind[0], base, clip=kind[1]) for kind in kinds}
-        for arm in ("reinforce", *ARMS, *ONE_WEIGHT):
+        for arm in ("reinforce", *ARMS, "whole"):
             known = {"reinforce": base, "isopo p=-1": fisher}.get(arm)
             own = known or [gradient(job, arm, rows) for rows in rollouts]
             result: dict[str, Any] = {

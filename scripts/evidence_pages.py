@@ -76,11 +76,14 @@ def direction_block() -> str:
     parts = []
     for e in entries(WHY / "isopo.json"):
         npg = any("npg" in arm for arm in e["arms"].values())
-        head = ["arm", "REINFORCE", "isopo p=-1", *OPTIMIZERS]
+        whole, by_layer = ("gradient", "isopo"), ("gradient by layer", "isopo by layer")
+        keys = [k for k in (*whole, *by_layer) if k in e["arms"]["reinforce"]]
+        names = ("REINFORCE", "isopo p=-1", "by layer: REINFORCE", "by layer: isopo p=-1")
+        head = ["arm", *names[: len(keys)], *OPTIMIZERS]
         head += ["natural gradient, damping 0.01 / 0.1 / 1"] if npg else []
         rows = []
         for name, arm in e["arms"].items():
-            cells = [f"{arm[k]:.2f}" for k in ("gradient", "isopo", *OPTIMIZERS)]
+            cells = [f"{arm[k]:.2f}" for k in (*keys, *OPTIMIZERS)]
             cells += [" / ".join(f"{x:.2f}" for x in arm["npg"].values())] if npg else []
             rows.append((name, *cells))
         parts.append(f"{named(e)}:\n\n{table(head, rows)}")
@@ -88,18 +91,19 @@ def direction_block() -> str:
 
 
 def weight_block() -> str:
-    """Spread of the lengths by kind of layer."""
-    parts = []
+    """Spread of the lengths by kind of layer, and the part of the prompt's positions in them."""
+    parts, columns = [], ("F", "N", "prompt")
     for e in entries(WHY / "isopo.json"):
-        layers = e["weights"]["layers"]
+        prompt = e.get("prompt", {})
         kinds: dict[str, list[dict[str, float]]] = {}
-        for name, spread in layers.items():
-            kinds.setdefault(_kind(name), []).append(spread)
+        for name, spread in e["weights"]["layers"].items():
+            measured = spread | ({"prompt": prompt[name]} if name in prompt else {})
+            kinds.setdefault(_kind(name), []).append(measured)
         rows = [
-            (kind, str(len(some)), *(_range(x[symbol] for x in some) for symbol in "FN"))
+            (kind, str(len(some)), *(_range(x[k] for x in some if k in x) for k in columns))
             for kind, some in kinds.items()
         ]
-        head = ("layers", "number", "spread of F", "spread of N")
+        head = ("layers", "number", "spread of F", "spread of N", "prompt / response")
         parts.append(f"{named(e)}:\n\n{table(head, rows)}")
     return "\n".join(parts) if parts else "Not measured yet.\n"
 
@@ -114,7 +118,7 @@ def _kind(layer: str) -> str:
 
 def _range(values: Iterable[float]) -> str:
     some = sorted(values)
-    return f"{some[0]:.2f}" if len(some) == 1 else f"{some[0]:.2f} to {some[-1]:.2f}"
+    return " to ".join(f"{x:.2f}" for x in dict.fromkeys([*some[:1], *some[-1:]]))
 
 
 # --- ratios

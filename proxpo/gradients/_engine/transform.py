@@ -18,6 +18,7 @@ from proxpo.gradients._engine.autograd import VectorCall, norm_weight
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.axis_order import AxisOrder
 from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.measure import LengthRule
 from proxpo.gradients._engine.padded_rows import PaddedRows, check_advantages
 from proxpo.gradients._engine.patching import PatchedModel, fingerprint
 from proxpo.gradients._engine.session import (
@@ -68,6 +69,11 @@ class Transform:
     def spreads(self) -> bool:
         """True where positions of one sequence may lie on several ranks, see `applied`."""
         return bool(getattr(self.rule, "spreads", False))
+
+    @property
+    def compares(self) -> bool:
+        """True where what a sequence adds to the gradient depends on the others."""
+        return not isinstance(self.rule, LengthRule)
 
     @property
     def from_head(self) -> bool:

@@ -143,13 +143,13 @@ def prompt_lengths(job: LanguageJob, rows: Experience) -> dict[str, float]:
     """
     transform, model = gradients.isopo(p=0.0, q=-1.0), job.policy.model
     ratios: dict[str, list[Tensor]] = {}
-
-    def observe(layer: str, values: dict[str, Tensor]) -> None:
-        response, prompt = values["N2"].double().cpu().view(2, -1)
-        ratios.setdefault(layer, []).append((prompt / response.clamp(min=1e-300)).sqrt())
-
     for part in cut_by_tokens(job, rows):
         cut, count = rows.rows(part), len(part)
+        squares: dict[str, list[Tensor]] = {}  # of some sequences at a time, in their order
+
+        def observe(layer: str, values: dict[str, Tensor]) -> None:
+            squares.setdefault(layer, []).append(values["N2"].double().cpu())  # noqa: B023
+
         number = torch.arange(count, device=part.device)[:, None]
         place = torch.arange(cut.input_ids.shape[1], device=part.device)
         first = cut.input_ids.shape[1] - cut.mask.shape[1] - 1
@@ -164,6 +164,9 @@ def prompt_lengths(job: LanguageJob, rows: Experience) -> dict[str, float]:
             with job.policy.autocast():
                 logp = model_logp(model, cut.input_ids, cut.mask, attention_mask=cut.attention_mask)
             (-logp.sum()).backward()
+        for layer, parts in squares.items():
+            response, prompt = torch.cat(parts).view(2, -1)
+            ratios.setdefault(layer, []).append((prompt / response.clamp(min=1e-300)).sqrt())
     model.zero_grad(set_to_none=True)
     return {layer: round(float(torch.cat(x).median()), 4) for layer, x in ratios.items()}
 

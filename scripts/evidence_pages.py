@@ -266,7 +266,13 @@ def stale_figures() -> list[Path]:
 
 
 def draw(figure: Path, data: Path) -> None:
-    save_drawing(figure, data, DRAWINGS[figure.stem], SIZES.get(figure.stem, (9.0, 3.0)))
+    sizes = {
+        "front": lambda: (9.0, 0.6 + 0.36 * len(load(data)["arms"])),
+        "directions": lambda: (max(9.0, 4.8 * len(entries(data))), 3.2),
+        "stale": lambda: (9.0, 5.0),
+        "lengths": lambda: (9.0, 3.0),
+    }
+    save_drawing(figure, data, DRAWINGS[figure.stem], sizes[figure.stem]())
 
 
 def draw_front(data: dict[str, Any], canvas: Any) -> None:
@@ -293,7 +299,7 @@ def draw_directions(data: Any, canvas: Any) -> None:
     """Cosines with REINFORCE's step: the gradient, after AdamW, after Muon; a panel an entry."""
     from proxpo.runs.page import PALETTE
 
-    some = [x for part in data.values() for x in part] if isinstance(data, dict) else data
+    some = entries(WHY / "isopo.json")
     for axis, entry in zip(canvas.subplots(1, len(some), squeeze=False)[0], some):
         arms = [name for name in entry["arms"] if name != "reinforce"][::-1]
         for offset, (key, label) in enumerate(
@@ -371,7 +377,5 @@ DRAWINGS = {
     "stale": draw_stale,
     "lengths": draw_lengths,
 }
-SIZES = {"front": (9.0, 2.4), "stale": (9.0, 5.0)}
-
 
 __all__ = ["draw", "figures", "pages", "stale_figures"]

@@ -309,10 +309,10 @@ def draw_directions(data: Any, canvas: Any) -> None:
             values = [entry["arms"][name][key] for name in arms]
             axis.barh(places, values, height=0.24, color=PALETTE[2 - offset][0], label=label)
         axis.set_yticks(range(len(arms)), arms)
-        axis.set_xlim(0, 1.2)
+        axis.set_xlim(0, 1)
         axis.set_xlabel("cosine with REINFORCE's step")
         axis.set_title(named(entry))
-        axis.legend(frameon=False, fontsize=8, loc="center right")
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def draw_stale(data: Any, canvas: Any) -> None:

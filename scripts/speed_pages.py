@@ -380,15 +380,13 @@ def draw_growth(data: dict[str, Any], canvas: Any) -> None:
     from proxpo.runs.page import PALETTE
 
     colours = {"reinforce": SOFT, "isopo": PALETTE[0][0]}
-    axes = canvas.subplots(3, len(AXES), sharex="col", sharey="row")
-    for column, axis in zip(axes.T, AXES):
-        points = {
-            int(name.partition("=")[2]): entry
-            for name, entry in data["entries"].items()
-            if name.startswith(f"{axis}=")
-        }
-        if not points:
-            continue
+    points_of: dict[str, dict[int, Any]] = {axis: {} for axis in AXES}
+    for name, entry in data["entries"].items():
+        axis, _, size = name.partition("=")
+        points_of[axis][int(size)] = entry
+    measured = {axis: points for axis, points in points_of.items() if points}
+    axes = canvas.subplots(3, len(measured), sharex="col", sharey="row", squeeze=False)
+    for column, (axis, points) in zip(axes.T, measured.items()):
         x, entries = list(points), list(points.values())
         middle = entries[len(entries) // 2]
         rate = middle["law"]["reinforce"] / middle["ms"]["reinforce"]
@@ -441,13 +439,14 @@ def draw_rewards(data: dict[str, Any], canvas: Any) -> None:
         task, method, variant = name.split("/")
         rewards = [step["reward"] for step in entry["steps"]]
         panels.setdefault(f"{task}, {variant}", {})[method] = rewards
+    known = dict.fromkeys(method for curves in panels.values() for method in curves)
+    colours = {method: colour for method, (colour, _) in zip(known, PALETTE)}
     for axis, (title, curves) in zip(
         canvas.subplots(1, len(panels), squeeze=False)[0], panels.items()
     ):
-        for (method, rewards), (colour, _) in zip(curves.items(), PALETTE):
-            axis.plot(
-                range(1, len(rewards) + 1), rewards, color=colour, label=method, linewidth=1.4
-            )
+        for method, rewards in curves.items():
+            steps = range(1, len(rewards) + 1)
+            axis.plot(steps, rewards, color=colours[method], label=method, linewidth=1.4)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.xaxis.get_major_locator().set_params(integer=True)

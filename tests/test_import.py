@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Blocker())
 before = set(sys.modules)
 """
 USE = """
-import proxpo
+import proxpo, proxpo.pictures
 generator = torch.Generator().manual_seed(0)
 logp = torch.randn(4, 5, generator=generator).requires_grad_()
 yes, where = torch.ones(4, 5, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
@@ -47,6 +47,7 @@ batch = proxpo.Batch(
 for slug in proxpo.methods("language"):
     proxpo.loss_fn(proxpo.make_recipe(slug))(batch).value.backward()
 assert logp.grad.isfinite().all()
+assert proxpo.pictures.picture("isopo").startswith("<svg")
 new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 print(json.dumps(sorted(new)))
 """

@@ -5,6 +5,8 @@ import dataclasses
 import inspect
 import re
 import warnings
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from proxpo.adapters.trl._arguments import (
     check_arguments,
     suggestion,
 )
+from proxpo.adapters.trl._metrics import LENGTHS
+from proxpo.batch_file import load_batch
 from proxpo.errors import ProxpoError
 from proxpo.train.config import explain
 
@@ -63,6 +67,21 @@ def test_every_argument_of_trl_is_in_the_table():
     assert set(TRAIN_SETTINGS.values()) <= {setting.path for setting in explain(None)}
     text = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"].partition(".")[2]
     assert set(re.findall(r"'(\w+)'", text.partition(".")[0])) == {*LOSS_TYPES, "vespo"}
+
+
+def test_metrics_on_the_page_are_logged():
+    """TRL's names are TRL's, and those of recipes are reported by p3o, grpo or a transform."""
+    page = (Path(__file__).parents[3] / "docs/from-trl.md").read_text()
+    table = page.partition("## Which metric")[2].partition("\n## ")[0]
+    named = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
+    assert len(named) > 8
+    batch, logged = load_batch("sample"), {"skipped", *LENGTHS.values()}
+    for slug in ("grpo", "p3o"):
+        logged |= set(proxpo.loss_fn(slug)(batch).metrics)
+    known = {f"proxpo/{name}" for name in logged}
+    known |= set(re.findall(r'"([a-z_]+(?:/[a-z_]+)*)"', inspect.getsource(GRPOTrainer)))
+    for name in (name.strip("`") for name in named):
+        assert any(fnmatch(other, name) for other in known), name
 
 
 def test_what_trl_s_loss_alone_reads_is_not_called_trl_s():

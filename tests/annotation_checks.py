@@ -34,20 +34,25 @@ def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 def _checked(thing: Any) -> Any:
     if isinstance(thing, FunctionType):
-        if thing.__code__ not in _known:
-            _known[thing.__code__] = _checks_of(thing)
-        return _wrapped(thing, *_known[thing.__code__])
+        return _wrapped(thing, _known_checks)
     if dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
-        thing.__init__ = _wrapped(thing.__init__, *_checks_of(thing.__init__))
+        thing.__init__ = _wrapped(thing.__init__, _checks_of)
     return thing
 
 
-def _wrapped(function: Callable, arguments: Callable, result: Callable) -> Callable:
+def _wrapped(function: Callable, make_checks: Callable[[Any], Checks]) -> Callable:
+    """The function with its checks, which the first call makes."""
+    checks = None
+
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
+        nonlocal checks
+        if checks is None:
+            checks = make_checks(function)
+        arguments, result = checks
         with _scope_of_axes():
             arguments(*args, **kwargs)
             value = function(*args, **kwargs)
@@ -55,6 +60,13 @@ def _wrapped(function: Callable, arguments: Callable, result: Callable) -> Calla
             return value
 
     return wrapped
+
+
+def _known_checks(function: FunctionType) -> Checks:
+    """Closures of one definition share their checks."""
+    if function.__code__ not in _known:
+        _known[function.__code__] = _checks_of(function)
+    return _known[function.__code__]
 
 
 def _checks_of(function: FunctionType) -> Checks:

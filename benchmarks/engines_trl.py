@@ -34,7 +34,8 @@ from trl_vllm import TRL, Options, line, run
 from proxpo.errors import ProxpoError
 from proxpo.settings import make_recipe
 
-METHODS = (TRL, "isopo", "isopo-ntk", "p3o", "kpo", "gspo", "dapo")
+# dapo's penalty would begin at ten tokens, where the right answers end.
+METHODS = (TRL, "isopo", "isopo-ntk", "p3o", "kpo", "gspo", "dapo overlong=off")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": True},
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> Record:
     args = parser.parse_args(argv)
     try:
         for arm in set(args.arms) - {TRL}:
-            make_recipe(arm, {})
+            make_recipe(arm.split()[0], {})
     except ProxpoError as error:
         parser.error(str(error))
     options = Options(steps=args.steps, **(TOY if args.toy else {}))

@@ -218,6 +218,8 @@ def recorded(
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             run(model, method, *inputs)
+            if hasattr(method, "step"):
+                method.step()  # its trailing averages are known, as from the second step on
     torch.cuda.current_stream().wait_stream(side)
     model.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()

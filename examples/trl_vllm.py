@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.models import Policy, load_policy
 from proxpo.rewards import RewardItem, RewardPool
+from proxpo.settings import parse_value
 from proxpo.train.tasks import Problem, make_task
 
 TRL = "trl"  # in place of a recipe: TRL's own GRPO
@@ -40,7 +41,7 @@ class Options:
 
     model: str = "smollm2"
     task: str = "arithmetic-chat"
-    recipe: str = "isopo"
+    recipe: str = "isopo"  # options behind it: "dapo overlong=off"
     steps: int = 20
     prompts: int = 64
     samples: int = 8
@@ -123,8 +124,11 @@ def make_trainer(
     }
     if options.recipe == TRL:
         return GRPOTrainer(**common)
-    corrected = {"weights+": "tis"} if options.vllm else None
-    return ProxpoTrainer(**common, recipe=options.recipe, recipe_options=corrected)
+    recipe, *words = options.recipe.split()
+    chosen = {name: parse_value(value) for name, _, value in (w.partition("=") for w in words)}
+    if options.vllm:
+        chosen["weights+"] = "tis"
+    return ProxpoTrainer(**common, recipe=recipe, recipe_options=chosen or None)
 
 
 def lora_config() -> Any:

@@ -1,7 +1,8 @@
 """Writes the pages read off the code: docs/methods, docs/pictures, docs/gallery.md,
 docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md,
-docs/reference, the tables of docs/choose.md; the tutorials, with the output of a run; and the
-tables and figures of speed, from what the benchmarks have measured (speed_pages.py).
+docs/reference, the tables of docs/choose.md; the tutorials, with the output of a run; the tables
+and figures of speed, from what the benchmarks have measured (speed_pages.py), and those of
+docs/results/why.md and README's front (evidence_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code
@@ -20,6 +21,7 @@ import warnings
 from pathlib import Path
 
 import engine_pages
+import evidence_pages
 import method_pages
 import paper_pages
 import reference_pages
@@ -59,11 +61,12 @@ def main() -> int:
         print(f"{path.relative_to(ROOT)}: {'out of date' if path in stale else 'no such method'}")
         if not check:
             _write(path, wanted.get(path))
-    figures = speed_pages.stale_figures()
+    figures = [*speed_pages.stale_figures(), *evidence_pages.stale_figures()]
     for path in figures:
         print(f"{path.relative_to(ROOT)}: drawn from other figures")
         if not check:
-            speed_pages.draw(path, speed_pages.figures()[path])
+            pages_of = evidence_pages if path in evidence_pages.figures() else speed_pages
+            pages_of.draw(path, pages_of.figures()[path])
     pictures = method_pages.stale_pictures()
     for path in pictures:
         print(f"{path.relative_to(ROOT)}: not what the code draws")
@@ -97,6 +100,7 @@ def pages() -> dict[Path, str]:
     out[ROOT / "docs/trl-arguments.md"] = trl_arguments_page()
     out[ROOT / "docs/engines.md"] = engine_pages.page()
     out |= speed_pages.pages()
+    out |= evidence_pages.pages()
     out[ROOT / "docs/methods/README.md"] = catalogue()
     out |= reference_pages.pages()
     out |= tutorial_pages.pages()

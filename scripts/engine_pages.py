@@ -128,7 +128,7 @@ def on_gpu(slug: str) -> str:
     for engine, file in (("TRL + vLLM", "trl-vllm.json"), ("verl", "verl.json")):
         for name, entry in entries(file).items():
             task, method, *variant = name.split("/")
-            if method != slug:
+            if method.split()[0] != slug:
                 continue
             relative = f", {entry['relative']:.2f}x" if "relative" in entry else ""
             result = "failed" if "error" in entry else f"{len(entry['steps'])} steps{relative}"
@@ -148,7 +148,10 @@ def measured() -> str:
 One H200, SmolLM2-135M in bf16. TRL with vLLM colocated, 20 steps of 64 x 8 responses of at most 12
 tokens (sums), importance-sampling correction on: `ProxpoTrainer` beside TRL's own GRPO in the same
 run, rewards the means of the first and of the last five steps. *Gap*: mean |log pi| between sampler
-and trainer at the first step.
+and trainer at the first step. Hosts differ by a third in what a step costs them, so arms are
+compared within a run; what was run on another day is the *second run*. LoRA: rank 16 at ten times
+the rate. `dapo` penalises what is longer than four fifths of the limit, ten tokens, where the right
+answers end: it learns to be short, not to add.
 
 {table(("run", "seconds a step", "over TRL", "reward", "gap", "peak"), trl_rows())}
 ![Rewards in TRL with vLLM](results/engines/trl-vllm.svg)

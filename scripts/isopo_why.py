@@ -8,13 +8,15 @@ Gradients are those of `--rollouts` rollouts of the policy as it is. For each ar
 
     gradient    cosine of its gradient with REINFORCE's, mean over rollouts; SGD steps along it
     isopo       the same with the gradient of isopo p=-1
+    by layer    the same within a layer, mean over layers: free of the layers' scales
     OPTIMIZER   cosine of the last step of an optimizer that was fed all gradients with the step
                 that REINFORCE's gradients give; clipped: each gradient to norm 1 before
     npg         cosine with the damped natural gradient of a rollout, damping ρ tr(F)/n (--npg)
 
-`head` weighs a response by 1/F of the head alone, in all layers; `whole` by the root of the sum
-over layers of F²: one weight per response, which needs no per-layer work. `weights` are the layers'
-spreads and correlations of task_profile.py.
+`head` weighs a response by 1/F of the head alone, in all layers (scope=head); `whole` by one over
+the root of the sum over layers of F²; `matrices` is p=-1 in linear layers and REINFORCE in norms,
+biases and embeddings. `weights` are the layers' spreads and correlations of task_profile.py,
+`prompt` the length of the gradient at the prompt's positions over that at the response's, by layer.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from proxpo import gradients
 from proxpo.exact import natural_gradient_batch, scores
 from proxpo.exact.minsr import minsr_damping
 from proxpo.gradients.diagnostics import Diagnostics
+from proxpo.logp import model_logp
 from proxpo.optimizers import make_optimizer
 from proxpo.train.experience import Experience
 from proxpo.train.language import LanguageJob, build_language_job
@@ -49,8 +52,8 @@ ARMS: dict[str, Callable[[], gradients.Transform]] = {
     "isopo figure 4": lambda: gradients.isopo(preset="figure4"),
     "isopo p=-1 reg=1": lambda: gradients.isopo(p=-1.0, reg=1.0),
     "isopo-ntk": lambda: gradients.isopo_ntk(),
+    "head": lambda: gradients.isopo(p=-1.0, scope="head"),
 }
-ONE_WEIGHT = ("head", "whole")
 OPTIMIZERS = ("adamw", "muon")
 DAMPINGS = (0.01, 0.1, 1.0)
 LR = 1e-3  # of steps whose direction alone counts
@@ -70,31 +73,29 @@ def mean_cosine(a: list[list[Tensor]], b: list[list[Tensor]]) -> float:
     return round(sum(cosine(x, y) for x, y in zip(a, b)) / len(a), 4)
 
 
-def response_factors(job: LanguageJob, rows: Experience) -> dict[str, Tensor]:
-    """1/F of each response from the head's gradient, and from those of all layers."""
+def layer_cosine(a: list[list[Tensor]], b: list[list[Tensor]]) -> float:
+    """Mean over rollouts and layers of the cosines within a layer: free of the layers' scales."""
+    each = [cosine([p], [q]) for x, y in zip(a, b) for p, q in zip(x, y)]
+    return round(sum(each) / len(each), 4)
+
+
+def response_factors(job: LanguageJob, rows: Experience) -> Tensor:
+    """1/F of each response, F² summed over all layers."""
     result, transform = Diagnostics(), gradients.isopo(p=-1.0)
     backward(job, transform, rows, relative_rewards(rows), measured=result)
     job.policy.model.zero_grad(set_to_none=True)
-    order = torch.cat(cut_by_tokens(job, rows))
-    head = next(n for n in result.layers if n.endswith((".head", "lm_head.weight")))  # tied, or not
-    squares = {
-        "head": result.layers[head].fisher.square(),
-        "whole": sum(layer.fisher.square() for layer in result.layers.values()),
-    }
-    factors = {}
-    for name, square in squares.items():
-        length = torch.empty_like(square)
-        length[order] = square.sqrt()
-        factors[name] = torch.where(length > 0, 1 / length, 0.0).to(rows.rewards)
-    return factors
+    squares = torch.stack([layer.fisher.square() for layer in result.layers.values()]).sum(0)
+    length = torch.empty_like(squares)
+    length[torch.cat(cut_by_tokens(job, rows))] = squares.sqrt()
+    return torch.where(length > 0, 1 / length, 0.0).to(rows.rewards)
 
 
 def gradient(job: LanguageJob, arm: str, rows: Experience) -> list[Tensor]:
     """The gradient of an arm on a rollout, parameter by parameter."""
     advantages, model = relative_rewards(rows), job.policy.model
     transform = gradients.isopo(preset="reinforce")
-    if arm in ONE_WEIGHT:
-        advantages = advantages * response_factors(job, rows)[arm]
+    if arm == "whole":
+        advantages = advantages * response_factors(job, rows)
     elif arm != "reinforce":
         transform = ARMS[arm]()
     backward(job, transform, rows, advantages)
@@ -119,19 +120,55 @@ def last_step(model: nn.Module, name: str, fed: list[list[Tensor]], *, clip: boo
     return [p.detach() - b for p, b in zip(parameters, before)]
 
 
-def npg_cosines(job: LanguageJob, rows: Experience, direction: list[Tensor]) -> dict[str, float]:
-    """Cosines of -gradient with the natural gradient at several dampings."""
-    policy, samples = exact_policy(job.policy.model, rows, rows.mask, temperature=1.0)
+def natural_gradients(job: LanguageJob, rows: Experience) -> dict[str, list[Tensor]]:
+    """Minus the natural gradient at several dampings, parameter by parameter."""
+    model = job.policy.model
+    policy, samples = exact_policy(model, rows, rows.mask, temperature=1.0)
     jacobian, advantages = scores(policy, samples), relative_rewards(rows)
-    named = dict(zip((n for n, _ in job.policy.model.named_parameters()), direction))
-    ascent = -torch.cat([named[name].flatten() for name in policy.parameters]).to(jacobian)
     kernel = jacobian @ jacobian.T
-    cosines = {}
+    sizes = [value.numel() for value in policy.parameters.values()]
+    exact = {}
     for rho in DAMPINGS:
         damping = minsr_damping(kernel, rho=rho)
-        exact = natural_gradient_batch(jacobian, advantages.to(jacobian), damping=damping)
-        cosines[f"{rho:g}"] = round(cosine([ascent], [exact]), 4)
-    return cosines
+        ascent = natural_gradient_batch(jacobian, advantages.to(jacobian), damping=damping)
+        named = dict(zip(policy.parameters, ascent.split(sizes)))
+        exact[f"{rho:g}"] = [-named[name].view_as(p) for name, p in model.named_parameters()]
+    return exact
+
+
+def prompt_lengths(job: LanguageJob, rows: Experience) -> dict[str, float]:
+    """Median over responses of |V| of the prompt's positions over that of the rest, by layer.
+
+    The last position of a prompt, which predicts the first token, counts as the response's.
+    """
+    transform, model = gradients.isopo(p=0.0, q=-1.0), job.policy.model
+    ratios: dict[str, list[Tensor]] = {}
+    for part in cut_by_tokens(job, rows):
+        cut, count = rows.rows(part), len(part)
+        squares: dict[str, list[Tensor]] = {}  # of some sequences at a time, in their order
+
+        def observe(layer: str, values: dict[str, Tensor]) -> None:
+            squares.setdefault(layer, []).append(values["N2"].double().cpu())  # noqa: B023
+
+        number = torch.arange(count, device=part.device)[:, None]
+        place = torch.arange(cut.input_ids.shape[1], device=part.device)
+        first = cut.input_ids.shape[1] - cut.mask.shape[1] - 1
+        sequences = torch.where(place >= first, number, number + count)
+        block = transform.applied(
+            model,
+            sequences=torch.where(cut.attention_mask, sequences, -1),
+            advantages=torch.ones(2 * count, device=part.device),
+            observe=observe,
+        )
+        with block:
+            with job.policy.autocast():
+                logp = model_logp(model, cut.input_ids, cut.mask, attention_mask=cut.attention_mask)
+            (-logp.sum()).backward()
+        for layer, parts in squares.items():
+            response, prompt = torch.cat(parts).view(2, -1)
+            ratios.setdefault(layer, []).append((prompt / response.clamp(min=1e-300)).sqrt())
+    model.zero_grad(set_to_none=True)
+    return {layer: round(float(torch.cat(x).median()), 4) for layer, x in ratios.items()}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,24 +179,30 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ]
         entry: dict[str, Any] = {"task": args.task, "model": args.model, "arms": {}}
         entry["weights"] = lengths(job, rollouts[0])
+        entry["prompt"] = prompt_lengths(job, rollouts[0])
+        exact = natural_gradients(job, rollouts[0]) if args.npg else {}
         base = [gradient(job, "reinforce", rows) for rows in rollouts]
         fisher = [gradient(job, "isopo p=-1", rows) for rows in rollouts]
         kinds = [(name, clip) for name in OPTIMIZERS for clip in (True, False)]
         model = job.policy.model
         steps = {kind: last_step(model, kind[0], base, clip=kind[1]) for kind in kinds}
-        for arm in ("reinforce", *ARMS, *ONE_WEIGHT):
-            known = {"reinforce": base, "isopo p=-1": fisher}.get(arm)
+        rest = [p.dim() != 2 or "embed" in name for name, p in model.named_parameters()]
+        matrices = [[a if r else b for a, b, r in zip(*xs, rest)] for xs in zip(base, fisher)]
+        for arm in ("reinforce", *ARMS, "whole", "matrices"):
+            known = {"reinforce": base, "isopo p=-1": fisher, "matrices": matrices}.get(arm)
             own = known or [gradient(job, arm, rows) for rows in rollouts]
             result: dict[str, Any] = {
                 "gradient": mean_cosine(own, base),
                 "isopo": mean_cosine(own, fisher),
+                "gradient by layer": layer_cosine(own, base),
+                "isopo by layer": layer_cosine(own, fisher),
             }
             for name, clip in kinds:
                 step = last_step(model, name, own, clip=clip)
                 word = "clipped" if clip else "unclipped"
                 result[f"{name} {word}"] = round(cosine(step, steps[name, clip]), 4)
-            if args.npg:
-                result["npg"] = npg_cosines(job, rollouts[0], own[0])
+            if exact:
+                result["npg"] = {rho: round(cosine(own[0], x), 4) for rho, x in exact.items()}
             entry["arms"][arm] = result
             print(f"{arm:<18}", result, flush=True)
     finally:

@@ -338,11 +338,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 def pages() -> dict[Path, str]:
     """The pages with their blocks written anew."""
+    return filled_pages(PAGES, BLOCKS)
+
+
+def filled_pages(names: Iterable[str], blocks: dict[str, Callable[[], str]]) -> dict[Path, str]:
+    """Pages with these blocks written anew."""
 
     def filled(match: re.Match[str]) -> str:
-        return f"{match[1]}{BLOCKS[match[2]]()}{match[3]}"
+        return f"{match[1]}{blocks[match[2]]()}{match[3]}"
 
-    return {ROOT / p: BLOCK.sub(filled, (ROOT / p).read_text()) for p in PAGES}
+    return {ROOT / p: BLOCK.sub(filled, (ROOT / p).read_text()) for p in names}
 
 
 # --- figures
@@ -356,11 +361,11 @@ def figures() -> dict[Path, Path]:
     return {figure: data for figure, data in drawn.items() if data.exists()}
 
 
-def stale_figures() -> list[Path]:
+def stale_figures(drawn: dict[Path, Path] | None = None) -> list[Path]:
     """Figures that were drawn from another file than the present one."""
     return [
         figure
-        for figure, data in figures().items()
+        for figure, data in (figures() if drawn is None else drawn).items()
         if not figure.exists() or digest(data) not in figure.read_text()[:2000]
     ]
 
@@ -375,15 +380,13 @@ def draw_growth(data: dict[str, Any], canvas: Any) -> None:
     from proxpo.runs.page import PALETTE
 
     colours = {"reinforce": SOFT, "isopo": PALETTE[0][0]}
-    axes = canvas.subplots(3, len(AXES), sharex="col", sharey="row")
-    for column, axis in zip(axes.T, AXES):
-        points = {
-            int(name.partition("=")[2]): entry
-            for name, entry in data["entries"].items()
-            if name.startswith(f"{axis}=")
-        }
-        if not points:
-            continue
+    points_of: dict[str, dict[int, Any]] = {axis: {} for axis in AXES}
+    for name, entry in data["entries"].items():
+        axis, _, size = name.partition("=")
+        points_of[axis][int(size)] = entry
+    measured = {axis: points for axis, points in points_of.items() if points}
+    axes = canvas.subplots(3, len(measured), sharex="col", sharey="row", squeeze=False)
+    for column, (axis, points) in zip(axes.T, measured.items()):
         x, entries = list(points), list(points.values())
         middle = entries[len(entries) // 2]
         rate = middle["law"]["reinforce"] / middle["ms"]["reinforce"]
@@ -436,13 +439,14 @@ def draw_rewards(data: dict[str, Any], canvas: Any) -> None:
         task, method, variant = name.split("/")
         rewards = [step["reward"] for step in entry["steps"]]
         panels.setdefault(f"{task}, {variant}", {})[method] = rewards
+    known = dict.fromkeys(method for curves in panels.values() for method in curves)
+    colours = {method: colour for method, (colour, _) in zip(known, PALETTE)}
     for axis, (title, curves) in zip(
         canvas.subplots(1, len(panels), squeeze=False)[0], panels.items()
     ):
-        for (method, rewards), (colour, _) in zip(curves.items(), PALETTE):
-            axis.plot(
-                range(1, len(rewards) + 1), rewards, color=colour, label=method, linewidth=1.4
-            )
+        for method, rewards in curves.items():
+            steps = range(1, len(rewards) + 1)
+            axis.plot(steps, rewards, color=colours[method], label=method, linewidth=1.4)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -454,15 +458,23 @@ DRAWINGS = {"growth": draw_growth, "steps": draw_steps, "trl-vllm": draw_rewards
 
 
 def draw(figure: Path, data: Path) -> None:
+    size = (11.0, 6.0) if figure.name.startswith("growth") else (10.0, 3.2)
+    drawing = DRAWINGS[figure.stem.removesuffix("-cpu").removesuffix("-gpu")]
+    save_drawing(figure, data, drawing, size)
+
+
+def save_drawing(
+    figure: Path, data: Path, drawing: Callable[[Any, Any], None], size: tuple[float, float]
+) -> None:
+    """Draws a file's contents as SVG."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
     from proxpo.report.figure_images import GRID, LOOK
 
     with rc_context(LOOK):
-        growth = figure.name.startswith("growth")
-        canvas = Canvas(figsize=(11, 6) if growth else (10, 3.2), layout="constrained")
-        DRAWINGS[figure.stem.removesuffix("-cpu").removesuffix("-gpu")](load(data), canvas)
+        canvas = Canvas(figsize=size, layout="constrained")
+        drawing(load(data), canvas)
         for axis in canvas.axes:
             axis.grid(color=GRID, linewidth=0.7)
             axis.set_axisbelow(True)

@@ -118,7 +118,7 @@ def lengths(job: LanguageJob, rows: Experience) -> dict[str, Any]:
     return entry
 
 
-def make_config(args: argparse.Namespace) -> Config:
+def make_config(args: argparse.Namespace, *, method: str = "isopo") -> Config:
     """The run whose policy and rollouts are measured."""
     sets = [
         f"rollout.prompts_per_step={args.prompts}",
@@ -130,7 +130,7 @@ def make_config(args: argparse.Namespace) -> Config:
         *args.sets,
     ]
     return load_config(
-        None, sets, overrides={"method": "isopo", "task": args.task, "model": args.model}
+        None, sets, overrides={"method": method, "task": args.task, "model": args.model}
     )
 
 

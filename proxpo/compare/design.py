@@ -176,7 +176,10 @@ def _arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
 def _scalar(value: Any, place: str) -> Any:
     """The value that a run reads from its command line: "1" in a study's file is the number 1."""
     if not isinstance(value, (str, int, float, bool, type(None))):
-        raise ProxpoError(f"{place} takes one value, got {value!r}")
+        raise ProxpoError(
+            f"{place} takes one value, got {value!r}: quote a list that is the value itself; "
+            "values to choose from are a sweep"
+        )
     return parse_value(set_text(value).strip())
 
 

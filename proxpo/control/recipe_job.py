@@ -18,6 +18,7 @@ from proxpo.control.checks import by_step, check_recipe
 from proxpo.control.environments import Environments, Normaliser, read_options
 from proxpo.control.networks import Actor, RecurrentActor, make_actor, make_critic
 from proxpo.control.play import Play, examine, policy_inputs, result
+from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
@@ -356,6 +357,8 @@ def build_recipe_job(
     transform = recipe.gradient.apply() if recipe.gradient is not None else None
     if transform is not None:
         transform.seed = derive(config.seed, "overlap") % 2**31
+        if transform.from_head:
+            raise ProxpoError("isopo: scope=head needs a language model, whose head it measures")
     wanted = recipe.needs()
     learner = Learner(
         policy=ControlPolicy(actor, config.model.name),

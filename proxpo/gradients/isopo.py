@@ -147,9 +147,14 @@ class Isopo(LengthRule):
     scale: str
     history: str
     path: str
+    scope: str
 
     quantities = ("F", "N", "R")
-    spreads = True
+
+    @property
+    def spreads(self) -> bool:
+        """True where positions of one sequence may lie on several ranks."""
+        return self.scope == "layer"
 
     @property
     def exponents(self) -> Three:
@@ -276,6 +281,7 @@ def isopo(
     scale: str = "sum",
     history: str = "microbatch",
     path: str = "auto",
+    scope: str = "layer",
     preset: str | None = None,
     seed: int = 0,
 ) -> Transform:
@@ -302,6 +308,9 @@ def isopo(
     norm: "sketch" estimates N_i from `sketch` random projections, to within √(2/sketch) of N_i².
     scale: "mean" divides by the number of sequences in the micro-batch.
     path: how lengths are computed; all paths agree, "auto" takes the cheapest for each layer.
+    scope: "layer" computes s_i in every layer; "head" takes that of the head's weight for the whole
+        model, J among the scored tokens: response i's loss is scaled by A_i s_i, and all other
+        layers get its plain gradient. Log-probabilities must come from model_logp or token_logp.
     p: exponent of F, the Fisher length
     q: exponent of N, the plain length
     r: exponent of R = F/N
@@ -341,6 +350,8 @@ def isopo(
     drawn = overlap if isinstance(overlap, int) else None
     if overlap != "all" and (drawn is None or drawn < 1):
         raise ProxpoError(f"isopo: overlap must be a count of positions or 'all', got {overlap!r}")
+    if scope == "head" and not (p or q or r):
+        raise ProxpoError("isopo: scope=head has no effect while p, q and r are 0")
     if sketch < 1:
         raise ProxpoError(f"isopo: sketch must be at least 1, got {sketch}")
     rule = Isopo(
@@ -356,5 +367,6 @@ def isopo(
         scale=resolve(scale, ("sum", "mean"), what="scale of isopo"),
         history=resolve(history, ("microbatch", "own"), what="history of isopo"),
         path=resolve(path, PATHS, what="path of isopo"),
+        scope=resolve(scope, ("layer", "head"), what="scope of isopo"),
     )
     return Transform(rule, seed=seed)

@@ -86,6 +86,11 @@ class TokenGrads(NamedTuple):
         entropy, d_entropy = (None if x is None else x[index] for x in self[2:])
         return TokenGrads(self.logsumexp[index], self.d_logp[index], entropy, d_entropy)
 
+    def scaled(self, factor: Float[Tensor, " tok"]) -> "TokenGrads":
+        factor = factor.to(self.d_logp)
+        d_entropy = None if self.d_entropy is None else self.d_entropy * factor
+        return self._replace(d_logp=self.d_logp * factor, d_entropy=d_entropy)
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of the statistics: float32 or better."""

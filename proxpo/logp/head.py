@@ -31,6 +31,10 @@ class HeadTokens(NamedTuple):
     def take(self, index: slice | Int[Tensor, " row"]) -> "HeadTokens":
         return HeadTokens(self.hidden[index], self.targets[index], self.grads.take(index))
 
+    def scaled(self, factor: Float[Tensor, " tok"]) -> "HeadTokens":
+        """The tokens with their gradients times a factor each."""
+        return self._replace(grads=self.grads.scaled(factor))
+
 
 @dataclass(frozen=True)
 class Head:

@@ -35,6 +35,7 @@ def isopo(
     keep_small: bool = False,
     overlap: int | Literal["all"] = 64,
     scale: Literal["sum", "mean"] = "sum",
+    scope: Literal["layer", "head"] = "layer",
     preset: Preset | None = None,
 ) -> Recipe:
     """ISOPO: each sequence's gradient, layer by layer, scaled by a power of its Fisher length.
@@ -57,4 +58,5 @@ def isopo(
     strengths = {"overlap_reg": overlap_reg, "norm_reg": norm_reg}
     strengths |= {"reg": reg, "rel_overlap_reg": rel_overlap_reg}
     options = {"p": p, "q": q, "r": r, "keep_small": keep_small, "overlap": overlap, **strengths}
-    return with_gradient(make_stage("gradient", "isopo", scale=scale, preset=preset, **options))
+    names = {"scale": scale, "scope": scope, "preset": preset}
+    return with_gradient(make_stage("gradient", "isopo", **options, **names))

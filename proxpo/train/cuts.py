@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from proxpo.gradients import Transform
 from proxpo.models import Policy
 from proxpo.ops.memory import free_memory
 from proxpo.ops.shapes import Bool, Int, Tensor
@@ -15,6 +16,7 @@ from proxpo.train.faults import is_out_of_memory
 
 CPU_TOKENS = 1 << 13
 GPU_TOKENS = 10 << 10  # a pass of this many keeps a large GPU busy
+ISOPO_TOKENS = 32 << 10  # of each pass a transform launches many small kernels: fewer passes
 LEAST_TOKENS = 1 << 8
 Cut = list[Int[Tensor, "_"]]  # row numbers of each micro-batch
 Result = TypeVar("Result")
@@ -154,24 +156,26 @@ def restored(parts: list[Tensor], cut: Cut, *, sorted_rows: bool) -> Tensor:
     return torch.empty_like(joined).index_copy_(0, torch.cat(cut), joined)
 
 
-def fitted_tokens(policy: Policy, *, transform: bool) -> int:
+def fitted_tokens(policy: Policy, transform: Transform | None = None) -> int:
     """The budget of a model: fixed on a CPU; on a GPU half of the free memory, up to a limit.
 
     A token of a forward and backward pass keeps about 32 hidden and 6 inner states a layer, in the
-    precision of the arithmetic; as much again under a gradient transform; a tenth of it with
-    gradient checkpointing. The gradient, Adam's averages and one more number for each trained
-    weight are set apart before.
+    precision of the arithmetic; as much again under a transform that compares sequences; a tenth
+    of it with gradient checkpointing. The gradient, Adam's averages and one more number for each
+    trained weight are set apart before.
     """
     model, device = policy.model, policy.device
     if device.type != "cuda":
         return CPU_TOKENS
     room = free_memory(device) - sum(16 * p.numel() for p in model.parameters() if p.requires_grad)
-    fitting = room // 2 // token_bytes(policy, transform=transform)
+    compares = transform is not None and transform.compares
+    fitting = room // 2 // token_bytes(policy, compares=compares)
+    limit = GPU_TOKENS if transform is None or compares else ISOPO_TOKENS
     power = 1 << max(fitting, 1).bit_length() - 1  # the same from run to run
-    return GPU_TOKENS if fitting >= GPU_TOKENS else max(power, LEAST_TOKENS)
+    return limit if fitting >= limit else max(power, LEAST_TOKENS)
 
 
-def token_bytes(policy: Policy, *, transform: bool) -> int:
+def token_bytes(policy: Policy, *, compares: bool) -> int:
     """Bytes that a token takes between forward and backward pass, from the model's shape."""
     shape = policy.model.config.get_text_config()
     hidden = shape.hidden_size
@@ -179,7 +183,7 @@ def token_bytes(policy: Policy, *, transform: bool) -> int:
     kept = shape.num_hidden_layers * (32 * hidden + 6 * inner) * policy.dtype.itemsize
     if getattr(policy.model, "is_gradient_checkpointing", False):
         kept //= 10
-    return kept * (2 if transform else 1)
+    return kept * (2 if compares else 1)
 
 
 def _columns_before(x: Bool[Tensor, "seq pos"]) -> Int[Tensor, " seq"]:

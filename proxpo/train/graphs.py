@@ -3,8 +3,8 @@
 A small model launched kernel by kernel waits for Python. Here the kernels of a forward and of a
 backward pass are recorded and replayed; the loss between them is computed as ever, so that every
 recipe works. Prompts run once for all their responses, where that saves much; under a gradient
-transform whole sequences run. Micro-batches are padded to few shapes, those known already first;
-inputs, results and gradients lie in buffers that the graphs know.
+transform of single layers whole sequences run. Micro-batches are padded to few shapes, those known
+already first; inputs, results and gradients lie in buffers that the graphs know.
 """
 
 import warnings
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform
@@ -35,6 +36,7 @@ from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
 from proxpo.train.pass_inputs import (
     PassInputs,
+    PassShape,
     RowShape,
     Shape,
     pass_inputs,
@@ -87,7 +89,7 @@ def prompts_once(
     return _scored(
         states.to(weights.head.dtype),
         responses,
-        HeadCall(weights.head, None, responses.shape, None),
+        HeadCall(weights.head, None, responses.flatten().shape, None),
         wanted,
     )
 
@@ -110,7 +112,7 @@ def rows_alone(
     states = run_model(weights, ids.flatten(), torch.arange(length, device=ids.device), attend)
     at = response_places(ids, start, tokens)
     states = states.index_select(0, at.flatten() - 1).unflatten(0, at.shape)
-    call = HeadCall(weights.head, None, at.shape, None)
+    call = HeadCall(weights.head, None, at.flatten().shape, None)
     return _scored(states.to(weights.head.dtype), ids.take(at), call, wanted)
 
 
@@ -306,7 +308,9 @@ class PolicyGraphs:
     ) -> Iterator[None]:
         """A block of the transform on these rows: `fields` inside is its forward pass."""
         assert self.transform is not None
-        run = self._transformed(experience, advantages, Scored(temperature, entropy))
+        wanted = Scored(temperature, entropy)
+        make = self._plain if self.transform.from_head else self._transformed
+        run = make(experience, wanted, advantages)
         assert run.rows is not None
         replayed = self.transform.replayed if run.recorded else self.transform.padded
         with replayed(self.policy.model, run.rows):
@@ -317,35 +321,63 @@ class PolicyGraphs:
                 self._open = None
         run.runs += self.transform.settled
 
-    def _plain(self, experience: Experience, wanted: Scored) -> PolicyPass:
-        """The pass for these rows without a transform, loaded with them."""
+    def _plain(
+        self,
+        experience: Experience,
+        wanted: Scored,
+        advantages: Float[Tensor, " seq"] | None = None,
+    ) -> PolicyPass:
+        """The pass for these rows without a transform of single layers, loaded with them.
+
+        advantages: of the transform that scales responses at the head, if it is to be applied
+        """
         shared, rows = pass_inputs(experience), row_inputs(experience)
+        dtype = None if advantages is None else _advantage_dtype(advantages)
+        if advantages is not None:
+            self._drop_stale()
+
+        def buffers(shape: PassShape | RowShape) -> PaddedRows | None:
+            if dtype is None:
+                return None
+            return PaddedRows(shape.rows, shape.tokens, device=self.policy.device, dtype=dtype)
+
+        def compute(*inputs: Tensor) -> list[Tensor]:
+            return prompts_once(self.policy, PassInputs(*inputs), wanted)
+
         inputs: tuple[Tensor, ...]
         if shared.shape.positions < SAVING * rows.shape.positions:
-            shape = self._shape(("prompts", wanted), shared.shape)
+            kind = "prompts", wanted, dtype
+            shape = self._shape(kind, shared.shape)
             inputs = tuple(shared.padded(shape))
-
-            def compute(*buffers: Tensor) -> list[Tensor]:
-                return prompts_once(self.policy, PassInputs(*buffers), wanted)
-
             run = self._known(
-                ("prompts", wanted), shape, lambda: PolicyPass(inputs, compute, self.gradients)
+                kind,
+                shape,
+                lambda: PolicyPass(inputs, compute, self.gradients, rows=buffers(shape)),
             )
         else:
-            whole = self._shape(("rows", wanted), rows.shape)
+            kind = "rows", wanted, dtype
+            whole = self._shape(kind, rows.shape)
             padded = rows.padded(whole)
             inputs = padded.ids, padded.start
-            run = self._known(("rows", wanted), whole, lambda: self._row_pass(whole, wanted))
+            run = self._known(
+                kind, whole, lambda: self._row_pass(rows_alone, whole, wanted, buffers(whole))
+            )
         run.load(inputs)
+        if advantages is not None:
+            self._load_transformed(run, _response_sequences(experience), advantages)
+            return run
         self._record(run, lambda record: run.record(record))
         run.runs += 1
         return run
 
     def _row_pass(
-        self, shape: RowShape, wanted: Scored, buffers: PaddedRows | None = None
+        self,
+        compute: Callable[..., list[Tensor]],
+        shape: RowShape,
+        wanted: Scored,
+        buffers: PaddedRows | None,
     ) -> PolicyPass:
         """A pass over whole sequences, under a transform if there are buffers for it."""
-        compute = rows_alone if buffers is None else whole_rows
         compute = partial(compute, self.policy, tokens=shape.tokens, wanted=wanted)
         size, device = (shape.rows, shape.prompt + shape.tokens), self.policy.device
         start = torch.ones(shape.rows, dtype=torch.long, device=device)
@@ -353,14 +385,13 @@ class PolicyGraphs:
         return PolicyPass((ids, start), compute, self.gradients, rows=buffers)
 
     def _transformed(
-        self, experience: Experience, advantages: Float[Tensor, " seq"], wanted: Scored
+        self, experience: Experience, wanted: Scored, advantages: Float[Tensor, " seq"]
     ) -> PolicyPass:
-        """The pass for these rows under the transform, loaded with them."""
-        transform, model = self.transform, self.policy.model
-        assert transform is not None
-        self._drop_stale(transform)
-        dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32
-        members = members_of(experience.group) if by_prompt(transform.rule) else None
+        """The pass for these rows under a transform of single layers, loaded with them."""
+        assert self.transform is not None
+        self._drop_stale()
+        dtype = _advantage_dtype(advantages)
+        members = members_of(experience.group) if by_prompt(self.transform.rule) else None
         sizes = None
         if members is not None:
             sizes = rounded(len(members)), rounded(max(map(len, members)))
@@ -372,23 +403,37 @@ class PolicyGraphs:
         def make() -> PolicyPass:
             columns, device = shape.prompt + shape.tokens, self.policy.device
             buffers = PaddedRows(shape.rows, columns, device=device, dtype=dtype, groups=sizes)
-            return self._row_pass(shape, wanted, buffers)
+            return self._row_pass(whole_rows, shape, wanted, buffers)
 
         run = self._known(kind, shape, make)
-        buffers = run.rows
-        assert buffers is not None
         run.load((inputs.ids, inputs.start))
-        buffers.load(inputs.sequences, advantages, members)
+        self._load_transformed(run, inputs.sequences, advantages, members)
+        return run
+
+    def _load_transformed(
+        self,
+        run: PolicyPass,
+        sequences: Int[Tensor, "seq pos"],
+        advantages: Float[Tensor, " seq"],
+        members: list[list[int]] | None = None,
+    ) -> None:
+        """Loads the transform's buffers, and records the pass when it comes a second time."""
+        transform, buffers = self.transform, run.rows
+        assert transform is not None
+        assert buffers is not None
+        right = buffers.sequences.shape[1] - sequences.shape[1]
+        buffers.load(pad(sequences, (0, right), value=-1), advantages, members)
 
         def record(record: Record) -> None:
-            with transform.recorded(model, buffers) as session:
+            with transform.recorded(self.policy.model, buffers) as session:
                 run.record(record, last=session.keep_results)
 
         self._record(run, record)
-        return run
 
-    def _drop_stale(self, transform: Transform) -> None:
+    def _drop_stale(self) -> None:
         """Drops passes whose trailing averages have moved in memory."""
+        transform = self.transform
+        assert transform is not None
         transform.averages.to(self.policy.device)
         if transform.averages.moves != self._moves:
             self._moves = transform.averages.moves
@@ -427,6 +472,16 @@ class PolicyGraphs:
             self.record = None
             line = " ".join(str(error).split())[:200]
             warnings.warn(f"train.graphs: passes run unrecorded ({line})", stacklevel=2)
+
+
+def _advantage_dtype(advantages: Float[Tensor, " seq"]) -> torch.dtype:
+    return torch.float64 if advantages.dtype == torch.float64 else torch.float32
+
+
+def _response_sequences(experience: Experience) -> Int[Tensor, "seq tok"]:
+    """The number of each scored token's row, -1 elsewhere."""
+    number = torch.arange(len(experience.mask), device=experience.mask.device)[:, None]
+    return torch.where(experience.mask, number, -1)
 
 
 class CudaRecorder:

@@ -379,7 +379,7 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         transform=transform,
         graphs=_graphs(config, policy, recipe, critic=critic is not None, transform=transform),
         state=recipe.init_state(),
-        budget=TokenBudget(fitted_tokens(policy, transform=transform is not None)),
+        budget=TokenBudget(fitted_tokens(policy, transform)),
     )
 
 

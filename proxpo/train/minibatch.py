@@ -22,6 +22,7 @@ from proxpo.train.scoring import (
     LogpOptions,
     forward,
     in_micro_batches,
+    prompts_run_once,
     score,
     vocabulary_logp,
     widened,
@@ -192,11 +193,13 @@ def _applied(
     if learner.graphs is not None:
         temperature, entropy = options.temperature, "entropy" in options.fields
         return partial(learner.graphs.applied, rows, temperature=temperature, entropy=entropy)
+    model = learner.policy.model
     number = torch.arange(len(rows.mask), device=rows.mask.device)[:, None]
-    sequences = torch.where(rows.attention_mask, number, -1)
-    return partial(
-        learner.transform.applied, learner.policy.model, sequences=sequences, groups=rows.group
-    )
+    if prompts_run_once(learner, model, rows):  # the head sees the responses alone
+        sequences = number.expand(rows.mask.shape)
+    else:
+        sequences = torch.where(rows.attention_mask, number, -1)
+    return partial(learner.transform.applied, model, sequences=sequences, groups=rows.group)
 
 
 @torch.no_grad()

@@ -60,6 +60,11 @@ class Learner:
     version: int = 0
     budget: TokenBudget = field(default_factory=TokenBudget)
 
+    @property
+    def by_layer(self) -> bool:
+        """True under a transform that works in the model's own modules, on whole sequences."""
+        return self.transform is not None and not self.transform.from_head
+
     def trainable(self) -> list[nn.Parameter]:
         extra = [] if self.critic is None else list(self.critic.parameters())
         return [p for p in [*self.policy.model.parameters(), *extra] if p.requires_grad]
@@ -72,11 +77,11 @@ class Learner:
         """
         compared = getattr(getattr(self.transform, "rule", None), "group_by", None) == "prompt"
         language = self.fields_of is None
-        plain = language and self.transform is None and shares_prompts(self.policy.model)
+        plain = language and not self.by_layer and shares_prompts(self.policy.model)
         shared = plain or self.graphs is not None
         together = experience.group if compared else experience.shared_prompt
         group = together if compared or shared else None
-        once = self.graphs is not None and self.transform is None
+        once = self.graphs is not None and not self.by_layer
         return Rows(experience.mask, experience.attention_mask, group, compared, shared=once)
 
 
@@ -135,7 +140,7 @@ def forward(
         entropy = "entropy" in wanted
         fields = learner.graphs.fields(experience, temperature=options.temperature, entropy=entropy)
         return fields | ({"old_logp": fields["logp"].detach()} if options.old_is_current else {})
-    shared = _shared(learner, model, experience)
+    shared = prompts_run_once(learner, model, experience)
     hidden = learner.critic is not None or bool(wanted & STATES)
     with learner.policy.autocast():
         fields, states = _logp(
@@ -192,7 +197,7 @@ def other_fields(
     if learner.fields_of is not None:
         return learner.fields_of(model, None, experience, frozenset(names))
     width, mean = experience.mask.shape[1], "mean" in names
-    shared = _shared(learner, model, experience)
+    shared = prompts_run_once(learner, model, experience)
 
     def run(rows: Experience) -> dict[str, Tensor]:
         with learner.policy.autocast():
@@ -368,9 +373,9 @@ def _whole_sequences(
     return scored, states[0][:, -rows.mask.shape[1] - 1 : -1] if hidden else None
 
 
-def _shared(learner: Learner, model: Any, experience: Experience) -> bool:
+def prompts_run_once(learner: Learner, model: Any, experience: Experience) -> bool:
     """True if prompts run once for all their responses."""
-    return learner.transform is None and experience.thoughts is None and shares_prompts(model)
+    return not learner.by_layer and experience.thoughts is None and shares_prompts(model)
 
 
 def _thinking(model: Any, rows: Experience) -> AbstractContextManager[None]:
@@ -402,6 +407,7 @@ __all__ = [
     "in_micro_batches",
     "other_fields",
     "other_logp",
+    "prompts_run_once",
     "reference_kl",
     "score",
     "vocabulary_logp",

@@ -296,7 +296,7 @@ def make_learner(settings: WarmupSettings, policy: Policy) -> Learner:
             settings.optimizer, policy.model, settings.lr, weight_decay=settings.weight_decay
         ),
         graphs=graphs,
-        budget=TokenBudget(fitted_tokens(policy, transform=False)),
+        budget=TokenBudget(fitted_tokens(policy)),
     )
 
 

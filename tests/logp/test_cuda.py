@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from proxpo import gradients
 from proxpo.logp import HeadInput, _tile, head, token_kl, token_logp
+from proxpo.ops.blocks import blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +28,7 @@ def test_kernels_equal_plain_torch(dtype, entropy, softcap, monkeypatch):
 
     def run():
         stats = _tile.SoftmaxStats.empty(rows, x, entropy=entropy)
-        tiles = [(x[:, c].contiguous(), target - c.start) for c in _tile.blocks(2 * cols, cols)]
+        tiles = [(x[:, c].contiguous(), target - c.start) for c in blocks(2 * cols, cols)]
         for tile, local in tiles:
             stats = head.tile_functions(tile).absorb(stats, tile.clone(), local, warp)
         spread = stats.entropy()

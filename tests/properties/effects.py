@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from proxpo import Batch, ProxpoError, Recipe, Stage
 from proxpo.compose import policy_loss, prepare
 from proxpo.exact import ActionBatch, FlatPolicy
+from proxpo.logp import token_logp
 from proxpo.ops.sums import over_microbatches
 from proxpo.stages.schedule import variants
 from proxpo.train.collect import prompt_factor
@@ -204,8 +205,11 @@ class Small(nn.Module):
             self.head = nn.Linear(6, 5)
         self.double()
 
+    def states(self, ids: Tensor) -> Tensor:
+        return self.inner(self.embed(ids)).tanh()
+
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.inner(self.embed(ids)).tanh()).log_softmax(-1)
+        return self.head(self.states(ids)).log_softmax(-1)
 
 
 def of_gradient(stage: Stage) -> Iterator[Any]:
@@ -220,7 +224,9 @@ def of_gradient(stage: Stage) -> Iterator[Any]:
             with transform.applied(
                 model, sequences=number, advantages=advantages, groups=torch.arange(size) // 2
             ):
-                logp = model(ids)[:, :-1].gather(-1, ids[:, 1:, None])
+                last = (torch.arange(7) == 6).expand_as(ids)
+                weight, bias = model.head.weight, model.head.bias
+                logp = token_logp(model.states(ids), weight, ids.roll(-1, 1), bias=bias, mask=~last)
                 (-logp.sum()).backward()
         yield [repr(p.grad.tolist()) for p in model.parameters()]
         transform.step()

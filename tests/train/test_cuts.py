@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from train_runs import config_of, job_of, options_of, rows_of, sample
 
+from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.models import Policy
 from proxpo.settings import at_length
 from proxpo.train import cuts, evaluate, minibatch, scoring
@@ -349,14 +350,17 @@ def test_the_budget_follows_free_memory(monkeypatch):
     """Half of what is free besides the optimizer, in a power of two, between two limits."""
     policy, free = policy_on_a_gpu(), []
     monkeypatch.setattr(cuts, "free_memory", lambda device: free[-1])
-    per_token = token_bytes(policy, transform=False)
+    per_token = token_bytes(policy, compares=False)
     assert per_token == 30 * (32 * 576 + 6 * 1536) * 2
     found = []
     for tokens in (2 * 5000, 2 * 1024, 2 * 1023, 1 << 40, 0):
         free.append(tokens * per_token)
-        found.append(fitted_tokens(policy, transform=False))
+        found.append(fitted_tokens(policy))
     assert found == [4096, 1024, 512, cuts.GPU_TOKENS, cuts.LEAST_TOKENS]
     free.append(2 * 1024 * per_token + 16 * 1000)
-    assert fitted_tokens(policy_on_a_gpu(trained=1000), transform=False) == 1024
-    assert fitted_tokens(policy_on_a_gpu(trained=1000), transform=True) == 512
-    assert fitted_tokens(policy_on_a_gpu(checkpointing=True), transform=False) == cuts.GPU_TOKENS
+    few = policy_on_a_gpu(trained=1000)
+    assert fitted_tokens(few) == fitted_tokens(few, isopo()) == 1024
+    assert fitted_tokens(few, isopo_ntk()) == fitted_tokens(few, proma()) == 512
+    free.append(1 << 40)
+    assert fitted_tokens(policy) == fitted_tokens(policy, isopo_ntk()) == cuts.GPU_TOKENS
+    assert fitted_tokens(policy, isopo()) == cuts.ISOPO_TOKENS

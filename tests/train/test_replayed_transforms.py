@@ -199,7 +199,7 @@ def test_a_mini_batch_in_recorded_passes_is_that_of_the_modules(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", [*TRANSFORMS, "head"])
 def test_cuda_graphs_give_the_gradients_of_passes_run_anew(name):
     from proxpo.train.graphs import CudaRecorder
 
@@ -211,7 +211,8 @@ def test_cuda_graphs_give_the_gradients_of_passes_run_anew(name):
 
     outcomes = []
     for recorder in (None, CudaRecorder()):
-        transform = TRANSFORMS[name]()
+        head = partial(gradients.isopo, overlap=8, scope="head")
+        transform = TRANSFORMS.get(name, head)()
         policy = Policy(model, None, [0], 0, "tiny", 64, torch.float32)
         graphs = PolicyGraphs(policy, transform=transform, record=recorder)
         outcomes.append(updates(model, transform, partial(on_device, graphs)))

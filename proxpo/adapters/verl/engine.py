@@ -184,6 +184,11 @@ class ProxpoEngine(FSDPEngineWithLMHead):
     def _make_transform(self, recipe: Recipe) -> Transform:
         assert recipe.gradient is not None
         transform: Transform = recipe.gradient.apply()
+        if transform.from_head:
+            raise ProxpoError(
+                "verl: isopo with scope=head needs proxpo's log-probabilities, and verl computes "
+                "logits: take scope=layer"
+            )
         if self.use_ulysses_sp and not transform.spreads:
             raise ProxpoError(
                 f"verl: gradient={recipe.gradient.name} needs ulysses_sequence_parallel_size=1"

@@ -6,6 +6,9 @@ update in one go. Rules that mix sequences (ISOPO-NTK, a first average) and sequ
 the tile take two passes over vocabulary blocks: one to measure, one to add up. The weights are
 those of the rule, as in every other layer.
 
+With scope="head" the lengths of the weight's gradient give each response one weight for all
+parameters: its tokens' gradients are scaled before they go into head and hidden states.
+
 Axes: `tok` scored tokens, `row` sequences, `pick` the overlap set J.
 """
 
@@ -36,12 +39,14 @@ from proxpo.logp.head import (
 from proxpo.ops.shapes import Float, Int, Tensor
 
 
-def head_transform(session: Session, call: HeadCall) -> "HeadTransform | None":
+def head_transform(session: Session, call: HeadCall) -> "HeadTransform | ScaledResponses | None":
     """Backward pass of a call of the head whose parameters are in the session, else None."""
     named = {"weight": call.weight, "bias": call.bias}
     trained = {name: p for name, p in named.items() if p is not None and p.requires_grad}
     if not torch.is_grad_enabled():
         return None
+    if session.head is not None:
+        return ScaledResponses(session.head, _scored(session, call), session.block)
     handles = {name: session.handle_of(parameter) for name, parameter in trained.items()}
     known = {name: _head_handle(h) for name, h in handles.items() if h is not None}
     if not known or session.suspended:
@@ -49,15 +54,20 @@ def head_transform(session: Session, call: HeadCall) -> "HeadTransform | None":
     if len(known) < len(handles):
         missing = next(name for name, handle in handles.items() if handle is None)
         raise ProxpoError(f"token_logp: the head's {missing} is not in the model of the open block")
+    scored = _scored(session, call)
+    mine = set(map(id, known.values()))
+    owners = [m for m in session.module_handles if mine & set(map(id, m.handles.values()))]
+    owner = owners[0] if owners else None
+    begun = owner.begin(scored.layout) if owner else None
+    return HeadTransform(known, scored, owner, begun)
+
+
+def _scored(session: Session, call: HeadCall) -> "ScoredTokens":
     layout = _layout(session, call.lead)
     if call.scored is not None:
         # The forward has just waited for the scored positions; the backward need not.
         layout = layout.scored(call.scored).settle()
-    mine = set(map(id, known.values()))
-    owners = [m for m in session.module_handles if mine & set(map(id, m.handles.values()))]
-    owner = owners[0] if owners else None
-    begun = owner.begin(layout) if owner else None
-    return HeadTransform(known, ScoredTokens(layout, call.scored), owner, begun)
+    return ScoredTokens(layout, call.scored)
 
 
 def _head_handle(handle: ParameterHandle) -> ParameterHandle:
@@ -114,6 +124,46 @@ class HeadTransform:
 
 
 @dataclass(frozen=True)
+class ScaledResponses:
+    """Backward pass of the head that scales each response for the whole model.
+
+    w_i = A_i s_i from the lengths of the head weight's gradient V_i; dL/dlog π of response i times
+    w_i is then back-propagated as ever, so that every parameter gets Σ_i w_i ∂ log π(o_i).
+    """
+
+    handle: ParameterHandle
+    scored: "ScoredTokens"
+    block: int
+
+    def __call__(
+        self,
+        head: Head,
+        tokens: HeadTokens,
+        sides: Mapping[str, Float[Tensor, "tok _"]],
+        *,
+        to_hidden: bool,
+    ) -> HeadGradients:
+        handle, rule = self.handle, self.handle.session.rule
+        handle.session.check_block(self.block, handle)
+        if handle.done:
+            raise ProxpoError(
+                "token_logp: the head is used more than once in this `applied` block; score all "
+                "positions in one call, or open one block per call"
+            )
+        handle.done = True
+        assert isinstance(rule, LengthRule)
+        if len(tokens.hidden) and self.scored.layout.count:
+            weight = HeadParameter(handle, tokens.hidden)
+            work = HeadPass(head, tokens, [weight], self.scored, to_hidden)
+            sums = _BlockSums(work, weight, rule)
+            for _, g in work.vocabulary_blocks(rule):
+                sums.add(g)
+                del g
+            tokens = tokens.scaled(self.scored.layout.spread(sums.weights()))
+        return head_backward(head, tokens, [*sides.values()], to_hidden=to_hidden)
+
+
+@dataclass(frozen=True)
 class HeadParameter:
     """One parameter of the head: Σ_t w_t g_t s_tᵀ with weights w of the rule."""
 
@@ -139,6 +189,9 @@ class ScoredTokens:
     index: Int[Tensor, " tok"] | None
 
     def overlap(self, handle: ParameterHandle, dtype: torch.dtype) -> ScoredOverlap:
+        if handle is handle.session.head:  # J among the scored tokens alone
+            overlap_set = handle.overlap_set(self.layout)
+            return ScoredOverlap(overlap_set.index, overlap_set.valid.to(dtype))
         overlap_set = handle.overlap_set()
         if self.index is None:
             return ScoredOverlap(overlap_set.index, overlap_set.valid.to(dtype))
@@ -184,6 +237,21 @@ class HeadPass:
         if isinstance(rule, LengthRule | KernelRule):
             return by_vocabulary(self, rule)
         return all_logits(self)
+
+    def vocabulary_blocks(
+        self, rule: LengthRule | KernelRule
+    ) -> Iterator[tuple[slice, Float[Tensor, "tok col"]]]:
+        """Yields g of all tokens, a vocabulary block at a time."""
+        head, tokens = self.head, self.tokens
+        cols = max(1, head.budget // len(tokens.hidden))
+        # V_i of a block for all i, in one piece
+        if isinstance(rule, LengthRule) and rule.measurement.norm:
+            stack = inner_products.BLOCK // (self.scored.layout.count * tokens.hidden.shape[1])
+            cols = min(cols, max(stack, 128))
+        if tokens.hidden.is_cuda:
+            cols = inner_products.even_step(len(head.weight), cols)
+        for col in blocks(len(head.weight), cols):
+            yield col, head.grad(tokens, col)
 
     def weighted(self, weights: Sequence[Float[Tensor, " row"]]) -> list[Tensor]:
         """The side of every parameter, times the weights of its sequences."""
@@ -239,15 +307,7 @@ def by_vocabulary(work: HeadPass, rule: LengthRule | KernelRule) -> HeadGradient
         for parameter in work.parameters
     ]
     d_hidden = torch.zeros_like(tokens.hidden, dtype=work.precise) if work.to_hidden else None
-    cols = max(1, head.budget // len(tokens.hidden))
-    # V_i of a block for all i, in one piece
-    if isinstance(rule, LengthRule) and rule.measurement.norm:
-        stack = inner_products.BLOCK // (work.scored.layout.count * tokens.hidden.shape[1])
-        cols = min(cols, max(stack, 128))
-    if tokens.hidden.is_cuda:
-        cols = inner_products.even_step(len(head.weight), cols)
-    for col in blocks(len(head.weight), cols):
-        g = head.grad(tokens, col)
+    for col, g in work.vocabulary_blocks(rule):
         if d_hidden is not None:
             add_matmul_(d_hidden, g, head.weight[col])
         for sums in blockwise:
@@ -297,10 +357,7 @@ def _overlap_gradients(
     rows, keep = work.scored.overlap(parameter.handle, work.precise)
     picked, side = work.tokens.take(rows), parameter.side[rows]
     # Where `keep` is 0 no gradient reaches the token.
-    grads = picked.grads._replace(d_logp=picked.grads.d_logp * keep)
-    if grads.d_entropy is not None:
-        grads = grads._replace(d_entropy=grads.d_entropy * keep)
-    g = work.head.grad(picked._replace(grads=grads), work.vocabulary)
+    g = work.head.grad(picked.scaled(keep), work.vocabulary)
     return _OverlapGradients(g, side, Outer(side, g).squares().sum())
 
 

@@ -19,6 +19,11 @@ def by_prompt(rule: Rule) -> bool:
     return getattr(rule, "group_by", None) == "prompt"
 
 
+def from_head(rule: Rule) -> bool:
+    """True where the head's lengths give each response one weight for all parameters."""
+    return getattr(rule, "scope", "layer") == "head"
+
+
 def check_tensors(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Tensor | None) -> None:
     """Refuses tensors of a wrong dtype or shape."""
     if sequences.is_floating_point() or sequences.dtype == torch.bool or sequences.numel() == 0:
@@ -63,8 +68,8 @@ def shard(
         return None
     if not getattr(rule, "spreads", False):
         raise ProxpoError(
-            f"{_WHERE}`token_group` is for isopo and isopo_ntk: other transforms need every "
-            "sequence whole on one rank"
+            f"{_WHERE}`token_group` is for isopo with scope=layer and isopo_ntk: other transforms "
+            "need every sequence whole on one rank"
         )
     shared = [x.detach().to(device) for x in (advantages, groups) if x is not None]
     numbers = sequences.reshape(-1).to(device).long()

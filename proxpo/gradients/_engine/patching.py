@@ -34,8 +34,10 @@ from proxpo.gradients._engine.autograd import (
     rms_norm_derivative,
     shows_positions,
 )
+from proxpo.gradients._engine.inputs import from_head
 from proxpo.gradients._engine.module import Forward, TrainedModule
-from proxpo.gradients._engine.session import Session
+from proxpo.gradients._engine.session import ParameterHandle, Session
+from proxpo.logp._model import bare_model
 from proxpo.ops.shapes import Tensor
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -63,6 +65,10 @@ class PatchedModel:
         self.session = session
         self.fingerprint = fingerprint(model)
         self._forwards: list[tuple[nn.Module, Forward]] = []
+        if from_head(session.rule):
+            session.head = ParameterHandle(session, model, "head", "weight")
+            self._forwards += _refusing_head(model, session, warn)
+            return
         for name, module, names in _holders(model):
             _refuse(module, clean(name))
             target = TrainedModule(session, module, clean(name), names, module.forward, warn)
@@ -131,6 +137,24 @@ def fingerprint(model: nn.Module) -> list[Any]:
         own = module.__dict__.get("forward")
         mark += [id(module), id(own) if own else None, *trainable(module)]
     return mark
+
+
+def _refusing_head(
+    model: nn.Module, session: Session, warn: Callable[[str], None]
+) -> list[tuple[nn.Module, Forward]]:
+    """The head with a forward that refuses: no weight of a response can be read off its logits."""
+    head: Any = getattr(bare_model(model), "get_output_embeddings", lambda: None)()
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        return []
+    target = TrainedModule(session, head, "head", [], head.forward, warn)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ProxpoError(
+            "gradients.applied: scope=head takes log-probabilities of model_logp or token_logp, "
+            "but the model's head was called for logits; compute these under torch.no_grad()"
+        )
+
+    return [(head, _switch(target, refuse, traced=False))]
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:

@@ -260,6 +260,7 @@ class Session:
         self.layout: Layout
         self.groups: Groups
         self.handles: dict[str, ParameterHandle] = {}
+        self.head: ParameterHandle | None = None  # gives the weights of all parameters, if set
         self.module_handles: list[ModuleHandle] = []
         self.closed = True
         self.audit: Audit | None = None
@@ -316,6 +317,8 @@ class Session:
             module_handle.reset()
         for handle in self.handles.values():
             handle.done = False
+        if self.head is not None:
+            self.head.done = False
 
     @contextmanager
     def audited(self, audit: Audit) -> Iterator[None]:

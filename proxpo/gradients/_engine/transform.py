@@ -18,6 +18,7 @@ from proxpo.gradients._engine.autograd import VectorCall, norm_weight
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.axis_order import AxisOrder
 from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.measure import LengthRule
 from proxpo.gradients._engine.padded_rows import PaddedRows, check_advantages
 from proxpo.gradients._engine.patching import PatchedModel, fingerprint
 from proxpo.gradients._engine.session import (
@@ -69,6 +70,16 @@ class Transform:
         """True where positions of one sequence may lie on several ranks, see `applied`."""
         return bool(getattr(self.rule, "spreads", False))
 
+    @property
+    def compares(self) -> bool:
+        """True where what a sequence adds to the gradient depends on the others."""
+        return not isinstance(self.rule, LengthRule)
+
+    @property
+    def from_head(self) -> bool:
+        """True where the head gives each response one weight for all parameters."""
+        return inputs.from_head(self.rule)
+
     @contextmanager
     def applied(
         self,
@@ -100,7 +111,7 @@ class Transform:
         `recorded`, have none of these limits.)
         """
         patched = self._open(model, sequences, advantages, groups, observe, token_group)
-        watch = self._order.watched(sequences)
+        watch = None if self.from_head else self._order.watched(sequences)
         with self._counted(patched.session), self._patching(model, patched, watch):
             yield patched.session
 
@@ -163,6 +174,11 @@ class Transform:
             ):
                 yield
             audit.check()
+            if session.head is not None and not session.head.done:
+                raise ProxpoError(
+                    "gradients.applied: scope=head weighs responses in the backward pass of "
+                    "model_logp or token_logp, and none ran in this block; p.grad must not be used"
+                )
         finally:
             session.closed = True
             _OPEN.remove((model, session))
@@ -306,7 +322,8 @@ class Transform:
         patched = PatchedModel(model, Session(self.rule, self.averages), self._warn)
         self._patched = (model, patched)
         self._order = AxisOrder(model)
-        self._names.update(dict.fromkeys(patched.session.handles))
+        head = patched.session.head
+        self._names.update(dict.fromkeys([head.name] if head else patched.session.handles))
         return patched
 
     def _warn(self, what: str) -> None:

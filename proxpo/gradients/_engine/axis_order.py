@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import nn
@@ -71,6 +71,7 @@ class _OrderWatch(TorchFunctionMode):
         self.shape = shape
         self.exchanged = False
 
+    @no_type_check  # a wrapper's frame would come between it and its caller
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
@@ -131,11 +132,11 @@ def _flattened(x: Tensor, out: Tensor, shape: tuple[int, int]) -> bool:
     return _positions(x, shape[::-1]) and out.shape[:1] == whole and x.shape[:1] != whole
 
 
+@no_type_check
 def _own_code() -> bool:
     """True inside torch's own modules: attention exchanges axes and puts them back."""
     frame: FrameType | None = sys._getframe(1)
-    # The watch itself, and what may wrap its functions to check types.
-    while frame is not None and _package(frame) in ("proxpo", "jaxtyping", "beartype", "None"):
+    while frame is not None and _package(frame) == "proxpo":
         frame = frame.f_back
     return frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.nn.")
 

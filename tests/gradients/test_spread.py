@@ -107,7 +107,7 @@ def test_a_group_of_one_rank_changes_nothing(ranks):
         ("fewer advantages", "given different advantages or groups: each must know all"),
         ("other groups", "given different advantages or groups: each must know all"),
         ("more sequences", r"numbers 0\.\.3, which asks for 4 advantages .* got 3"),
-        ("proma", "`token_group` is for isopo and isopo_ntk"),
+        ("proma", "`token_group` is for isopo"),
         ("head outside its module", r"token_logp: .*weight is under .* `token_group`"),
     ],
 )

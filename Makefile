@@ -4,8 +4,9 @@ ENV := .venv
 VERL := .venv-verl
 VLLM := .venv-vllm
 WORKERS ?= 2
-# Modules are compiled when first imported; most of what the environments hold never is.
+# Modules are compiled when first imported, and kept; most of what the environments hold never is.
 export PIP_NO_COMPILE := 1
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-versions lint docs check-docs site models clean env env-verl env-vllm browser
 

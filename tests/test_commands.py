@@ -20,7 +20,7 @@ from proxpo.batch_file import load_batch, save_batch
 from proxpo.cli import comparing, main, searching
 from proxpo.cli.app import app
 from proxpo.compare.design import command
-from proxpo.fields import FIELDS
+from proxpo.fields import FIELDS, BatchFields
 from proxpo.models import TINY
 from proxpo.stages import STAGES
 from proxpo.train.config import load_config
@@ -183,9 +183,13 @@ def snippets() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "code"), snippets())
 def test_snippets_run_as_pasted(page, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("proxpo.fields.FIELDS", dict(FIELDS))
     monkeypatch.setitem(STAGES, "weights", dict(STAGES["weights"]))
-    exec(compile(code, page, "exec"), {"__name__": "snippet"})
+    try:
+        exec(compile(code, page, "exec"), {"__name__": "snippet"})
+    finally:
+        for name in re.findall(r'declare_field\(\s*"(\w+)"', code):
+            del FIELDS[name]
+            delattr(BatchFields, name)
 
 
 def test_quoted_code_is_that_of_the_package():

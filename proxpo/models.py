@@ -8,6 +8,7 @@ that small steps are not rounded away. Code that a model brings along is never r
 """
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -290,9 +291,18 @@ def _unpack(gguf: Path, target: Path) -> None:
         with _quiet(logging):
             plain.save_pretrained(draft)
             tokenizer.save_pretrained(draft)
-        os.replace(draft, target)
+        _put_in_place(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _put_in_place(draft: Path, target: Path) -> None:
+    """Renames a finished folder; where another process was first, its folder stays."""
+    try:
+        os.replace(draft, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 @contextmanager

@@ -28,10 +28,12 @@ from proxpo.logp._tile import Warp
 from proxpo.logp._token import scored_logp
 from proxpo.logp.head import HeadCall
 from proxpo.models import Policy
+from proxpo.ops.memory import free_memory
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.sampler._lean import attention_before
 from proxpo.sampler._lean import run as run_model
 from proxpo.sampler._weights import read
+from proxpo.train.cuts import token_bytes
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
 from proxpo.train.pass_inputs import (
@@ -180,6 +182,7 @@ class PolicyPass:
         self.inputs = tuple(x.clone() for x in inputs)
         self.compute, self.gradients, self.rows = compute, gradients, rows
         self.runs = 0
+        self.positions = 0  # of a forward pass
         self.results: list[Tensor] = []
         self.result_gradients: list[Tensor] = []
         self.recorded = False
@@ -281,6 +284,7 @@ class PolicyGraphs:
         self.passes = 0
         self._runs: dict[tuple[Any, Any], PolicyPass] = {}  # by kind and shape
         self._open: PolicyPass | None = None
+        self._said = False  # why passes are not recorded
         self._moves = 0  # of the trailing averages, whose addresses recordings know
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
 
@@ -454,24 +458,48 @@ class PolicyGraphs:
         run = self._runs.get((kind, shape))
         if run is None:
             run = make()
+            run.positions = shape.positions
             if len(self._runs) < MOST_SHAPES:
                 self._runs[kind, shape] = run
         return run
 
     def _record(self, run: PolicyPass, make: Callable[[Record], None]) -> None:
         """Records a pass that comes for the second time, if nothing speaks against it."""
-        if self.record is None or run.recorded or not run.runs:
+        if self.record is None or run.recorded or not run.runs or not self._fits(run):
             return
         for other in self._runs.values():
             other.forget()
         try:
             make(self.record)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
             self.record = None
-            line = " ".join(str(error).split())[:200]
-            warnings.warn(f"train.graphs: passes run unrecorded ({line})", stacklevel=2)
+            if _lacked_memory(error):
+                self._runs.clear()  # with the memory of their recordings
+            self._notice(" ".join(str(error).split())[:200])
+
+    def _fits(self, run: PolicyPass) -> bool:
+        """True if memory holds what a recording keeps from its forward to its backward pass."""
+        if self.policy.device.type != "cuda":
+            return True
+        # Recorded passes keep about half of what those of modules do.
+        needed = run.positions * token_bytes(self.policy, compares=False) // 2
+        fits = needed <= free_memory(self.policy.device)
+        if not fits:
+            self._notice(f"a recording would take {needed / 2**30:.1f} GiB more")
+        return fits
+
+    def _notice(self, reason: str) -> None:
+        """Says once why passes are not recorded."""
+        if not self._said:
+            warnings.warn(f"train.graphs: passes run unrecorded ({reason})", stacklevel=4)
+        self._said = True
+
+
+def _lacked_memory(error: BaseException | None) -> bool:
+    """True if memory ran out at first: a recording that ends early raises an error of its own."""
+    while error is not None and not is_out_of_memory(error):
+        error = error.__context__
+    return error is not None
 
 
 def _advantage_dtype(advantages: Float[Tensor, " seq"]) -> torch.dtype:
@@ -495,7 +523,10 @@ class CudaRecorder:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),  # again after a failed capture
+                torch.cuda.graph(graph, pool=self.pool),
+            ):
                 function()
         except BaseException:
             generator.graphsafe_set_state(state)  # the capture still holds the present one

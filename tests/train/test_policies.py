@@ -203,3 +203,13 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(module.importlib, "import_module", missing)
     with pytest.raises(ProxpoError, match=r"train extra: pip install 'proxpo\[train\]'"):
         load_policy("tiny")
+
+
+def test_two_processes_that_unpack_a_model_at_once_leave_one(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+        module._put_in_place(tmp_path / name, tmp_path / "target")
+    assert (tmp_path / "target" / "config.json").read_text() == "first"
+    with pytest.raises(FileNotFoundError):
+        module._put_in_place(tmp_path / "missing", tmp_path / "target")

@@ -178,6 +178,23 @@ def test_a_recording_that_fails_is_said_once():
     assert_close(result, updates(model, plain, partial(ordinary, model, plain), number=2), **EXACT)
 
 
+def test_a_recording_without_memory_frees_the_others():
+    """CUDA ends such a capture with an error of its own, which hides the first one."""
+
+    def fails(function):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    model, ours, plain = make_model("llama"), TRANSFORMS["isopo"](), TRANSFORMS["isopo"]()
+    graphs = make_graphs(model, ours, fails)
+    with pytest.warns(UserWarning, match="passes run unrecorded .operation failed"):
+        result = updates(model, ours, partial(replayed, graphs), number=2)
+    assert not graphs._runs
+    assert_close(result, updates(model, plain, partial(ordinary, model, plain), number=2), **EXACT)
+
+
 def test_a_mini_batch_in_recorded_passes_is_that_of_the_modules(tmp_path):
     """The KL term takes a pass of its own, in which prompts run once."""
     job = job_of(tmp_path, "recipe.regularisers=kl_to_ref", method="isopo-ntk")

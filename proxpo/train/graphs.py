@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,20 +19,13 @@ from torch.nn.functional import pad
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform
-from proxpo.gradients._engine.device import recording
 from proxpo.gradients._engine.groups import members_of
 from proxpo.gradients._engine.inputs import by_prompt
 from proxpo.gradients._engine.measure import KernelRule, LengthRule
 from proxpo.gradients._engine.padded_rows import PaddedRows
-from proxpo.logp._tile import Warp
-from proxpo.logp._token import scored_logp
-from proxpo.logp.head import HeadCall
 from proxpo.models import Policy
 from proxpo.ops.memory import free_memory
 from proxpo.ops.shapes import Float, Int, Tensor
-from proxpo.sampler._lean import attention_before
-from proxpo.sampler._lean import run as run_model
-from proxpo.sampler._weights import read
 from proxpo.train.cuts import token_bytes
 from proxpo.train.experience import Experience
 from proxpo.train.faults import is_out_of_memory
@@ -45,198 +38,21 @@ from proxpo.train.pass_inputs import (
     rounded,
     row_inputs,
 )
-from proxpo.train.prefix import Prompts, Responses, computes, states_of
-from proxpo.train.whole import states_of_rows
+from proxpo.train.passes import (
+    GradientBuffers,
+    PolicyPass,
+    Record,
+    Scored,
+    prompts_once,
+    rows_alone,
+    whole_rows,
+)
+from proxpo.train.prefix import computes
 from proxpo.types import FIELDS, Recipe
 
 MOST_SHAPES = 24  # further shapes run unrecorded
 SPARE = 1.25  # positions that a known shape may have for each one that is needed
 SAVING = 0.8  # share of the positions of whole sequences below which prompts run once
-
-Record = Callable[[Callable[[], None]], Callable[[], None]]
-
-
-class GradientBuffers:
-    """Gradients of the trained parameters in memory that stays where it is."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.parameters = parameters
-        self.buffers = [torch.zeros_like(p) for p in parameters]
-
-    def bind(self) -> None:
-        """Makes the buffers the parameters' gradients; gradients that are there are kept."""
-        empty = [buffer for p, buffer in zip(self.parameters, self.buffers) if p.grad is None]
-        if empty:
-            torch._foreach_zero_(empty)
-        for p, buffer in zip(self.parameters, self.buffers):
-            if p.grad is not None and p.grad is not buffer:
-                buffer.copy_(p.grad)
-            p.grad = buffer
-
-
-class Scored(NamedTuple):
-    """Options of a pass: the temperature of the log-probabilities, and the entropy if wanted."""
-
-    temperature: float
-    entropy: bool
-
-
-def prompts_once(
-    policy: Policy, inputs: PassInputs, wanted: Scored
-) -> list[Float[Tensor, "seq tok"]]:
-    """Log-probabilities of the responses, from one run of every prompt."""
-    prompts, padding, which, responses = inputs
-    weights = read(policy.model, policy.dtype, prompts.shape[1] + responses.shape[1])
-    states = states_of(weights, Prompts(prompts, padding, which), Responses(responses[:, :-1]))
-    return _scored(
-        states.to(weights.head.dtype),
-        responses,
-        HeadCall(weights.head, None, responses.flatten().shape, None),
-        wanted,
-    )
-
-
-def rows_alone(
-    policy: Policy,
-    ids: Int[Tensor, "seq pos"],
-    start: Int[Tensor, " seq"],
-    *,
-    tokens: int,
-    wanted: Scored,
-) -> list[Float[Tensor, "seq tok"]]:
-    """Log-probabilities of the responses, from a run of whole sequences in few large products."""
-    count, length = ids.shape
-    weights = read(policy.model, policy.dtype, length)
-
-    def attend(_: int, *qkv: Tensor) -> Tensor:
-        return attention_before(*(x.unflatten(0, (count, length)) for x in qkv))
-
-    states = run_model(weights, ids.flatten(), torch.arange(length, device=ids.device), attend)
-    at = response_places(ids, start, tokens)
-    states = states.index_select(0, at.flatten() - 1).unflatten(0, at.shape)
-    call = HeadCall(weights.head, None, at.flatten().shape, None)
-    return _scored(states.to(weights.head.dtype), ids.take(at), call, wanted)
-
-
-def whole_rows(
-    policy: Policy,
-    ids: Int[Tensor, "seq pos"],
-    start: Int[Tensor, " seq"],
-    *,
-    tokens: int,
-    wanted: Scored,
-) -> list[Float[Tensor, "seq tok"]]:
-    """Log-probabilities of the responses, from a run of whole sequences through the modules."""
-    count, length = ids.shape
-    with policy.autocast():
-        states = states_of_rows(policy.model, ids, policy.dtype)
-        at = response_places(ids, start, tokens)
-        before = at.flatten() - 1
-        head = policy.model.get_output_embeddings()
-        call = HeadCall(head.weight, head.bias, torch.Size([count * length]), before)
-        states = states.index_select(0, before).unflatten(0, at.shape)
-        return _scored(states, ids.take(at), call, wanted)
-
-
-def response_places(
-    ids: Int[Tensor, "seq pos"], start: Int[Tensor, " seq"], tokens: int
-) -> Int[Tensor, "seq tok"]:
-    """Places of the response tokens, counted over all rows."""
-    rows, length = ids.shape
-    first = torch.arange(rows, device=ids.device) * length + start
-    return first[:, None] + torch.arange(tokens, device=ids.device)
-
-
-def _scored(
-    states: Float[Tensor, "seq tok dim"],
-    responses: Int[Tensor, "seq tok"],
-    call: HeadCall,
-    wanted: Scored,
-) -> list[Float[Tensor, "seq tok"]]:
-    scored = scored_logp(
-        states.flatten(0, 1),
-        responses.flatten(),
-        call,
-        warp=Warp(wanted.temperature),
-        entropy=wanted.entropy,
-    )
-    return [x.view(responses.shape) for x in scored]
-
-
-class PolicyPass:
-    """Forward and backward of the policy on inputs of one shape, recorded or run anew each time.
-
-    compute: the results from the buffers of the inputs
-    rows: buffers of the gradient transform that the pass runs under, if there is one
-    runs: passes that were run anew under the formulas to be recorded
-    """
-
-    def __init__(
-        self,
-        inputs: tuple[Tensor, ...],
-        compute: Callable[..., list[Tensor]],
-        gradients: GradientBuffers,
-        *,
-        rows: PaddedRows | None = None,
-    ) -> None:
-        self.inputs = tuple(x.clone() for x in inputs)
-        self.compute, self.gradients, self.rows = compute, gradients, rows
-        self.runs = 0
-        self.positions = 0  # of a forward pass
-        self.results: list[Tensor] = []
-        self.result_gradients: list[Tensor] = []
-        self.recorded = False
-        self.forward: Callable[[], None] = self._forward
-        self.backward: Callable[[], None] = self._backward
-
-    def load(self, inputs: tuple[Tensor, ...]) -> None:
-        for buffer, value in zip(self.inputs, inputs):
-            buffer[: len(value)].copy_(value)
-
-    def _forward(self) -> None:
-        with torch.enable_grad():
-            self.results = self.compute(*self.inputs)
-
-    def _backward(self) -> None:
-        torch.autograd.backward(self.results, self.result_gradients)
-
-    def forget(self) -> None:
-        """Drops the nodes of a pass that was run anew: alive, they would spoil a recording."""
-        if not self.recorded:
-            self.results, self.result_gradients = [], []
-
-    def record(self, record: Record, *, last: Callable[[], None] = lambda: None) -> None:
-        """Replaces both passes by their recordings; gradients are as they were before.
-
-        last: ends the backward pass, in its recording
-        """
-
-        def backward() -> None:
-            self._backward()
-            last()
-
-        parameters = self.gradients.parameters
-        before = [p.grad for p in parameters]
-        kept = [buffer.clone() for buffer in self.gradients.buffers]
-        for p in parameters:
-            p.grad = None
-        self.gradients.bind()
-        try:
-            with recording():
-                self.forward = record(self._forward)
-            self.result_gradients = [torch.zeros_like(x) for x in self.results]
-            with recording():
-                self.backward = record(backward)
-            self.results = [x.detach() for x in self.results]
-            self.recorded = True
-        except BaseException:
-            self.forward, self.backward = self._forward, self._backward
-            self.results, self.result_gradients = [], []
-            raise
-        finally:
-            torch._foreach_copy_(self.gradients.buffers, kept)
-            for p, gradient in zip(parameters, before):
-                p.grad = gradient
 
 
 class _Replay(torch.autograd.Function):

@@ -22,7 +22,15 @@ _NO_MEMORY = re.compile(
 _HELP = {
     "loading": ("memory", "lora", "dtype"),
     "rollout": ("max_rows", "max_tokens", "dtype", "lora"),
-    "update": ("micro_batch", "gradient_checkpointing", "memory", "max_tokens", "dtype", "lora"),
+    "update": (
+        "micro_batch",
+        "gradient_checkpointing",
+        "max_rows",
+        "memory",
+        "max_tokens",
+        "dtype",
+        "lora",
+    ),
     "evaluate": ("micro_batch", "max_rows", "memory", "max_tokens", "dtype", "lora"),
 }
 _PATHS = {"lora": "model.lora", "max_tokens": "rollout.max_tokens", "dtype": "model.dtype"}
@@ -111,9 +119,8 @@ def _knob(name: str, config: Config) -> str | None:
     rows = rollout.prompts_per_step * rollout.samples_per_prompt // train.mini_batches
     if name == "micro_batch":
         now = f"none, that is {rows} rows" if train.micro_batch is None else str(train.micro_batch)
-        return (
-            None if train.micro_batch in (1, "auto") else f"a lower train.micro_batch (now {now})"
-        )
+        text = f"train.micro_batch=auto, or a lower number (now {now})"
+        return None if train.micro_batch in (1, "auto") else text
     if name == "max_rows":
         return f"a lower rollout.options.max_rows (now {rollout.options.get('max_rows', 512)})"
     if name == "memory":

@@ -285,8 +285,8 @@ def test_a_disk_that_was_made_read_only(tmp_path, halfway, capsys):
 
 FIRST = {
     "rollout": "a lower rollout.options.max_rows (now 512), a lower rollout.max_tokens (now 5), ",
-    "update": "a lower train.micro_batch (now none, that is 8 rows), model.gradient_checkpointing=",
-    "evaluate": "a lower train.micro_batch (now none, that is 8 rows), a lower rollout.options.max",
+    "update": "train.micro_batch=auto, or a lower number (now none, that is 8 rows), model.gradient",
+    "evaluate": "train.micro_batch=auto, or a lower number (now none, that is 8 rows), a lower roll",
 }
 
 
@@ -321,8 +321,8 @@ def test_knobs_that_are_at_their_end_are_not_offered():
     told = out_of_memory(MemoryError(), config, Progress(phase="update", step=6))
     assert told == (
         "out of memory in the update of step 7; what helps, in this order: "
-        "a lower rollout.max_tokens (now 8), model.dtype=auto (now float64), "
-        "model.lora.r=16 (now no adapter)"
+        "a lower rollout.options.max_rows (now 512), a lower rollout.max_tokens (now 8), "
+        "model.dtype=auto (now float64), model.lora.r=16 (now no adapter)"
     )
 
 

@@ -101,5 +101,5 @@ def _resolved(hint: Any, function: FunctionType) -> Any:
     holder.__annotations__ = {"value": hint}
     try:
         return get_type_hints(holder, function.__globals__, include_extras=True)["value"]
-    except Exception:
+    except NameError:
         return Any

@@ -267,7 +267,9 @@ def compare_command(
     methods: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="METHOD", help="Methods, with settings as in grpo:clip_low=0.4,clip_high=0.4."
+            metavar="METHOD",
+            help="Methods, with settings as in grpo:clip_low=0.4,clip_high=0.4; with --study the "
+            "arms of it to run.",
         ),
     ] = None,
     seeds: Annotated[

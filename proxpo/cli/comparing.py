@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from proxpo.compare.design import Request, make_plan, parse_arm, parse_axis
+from proxpo.compare.design import Request, make_plan, parse_arm, parse_axis, with_arms
 from proxpo.compare.live import Lines, LiveTable
 from proxpo.compare.plan import PLAN, Plan
 from proxpo.compare.runner import Pool, open_comparison, planned_state, run_plan
@@ -107,10 +107,10 @@ def request_of(options: CompareOptions) -> Request:
     if options.study is None:
         shared = PRESET if domain_of(task_name(sets)).name == "language" else None
         request = Request(arms=[parse_arm(text) for text in options.methods], config=shared)
-    elif options.methods:
-        raise ProxpoError("--study brings its own methods: name a study or methods, not both")
     else:
         request = read_study(options.study)
+        if options.methods:
+            request = with_arms(request, options.methods, of=f"study {options.study}")
     return replace(
         request,
         base=(*request.base, *sets),

@@ -14,8 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.compare.naming import run_name, set_text, setting_key
-from proxpo.compare.plan import RUNS, SCORE, Arm, Choice, Plan, PlannedRun, Seeds, check_runs
-from proxpo.errors import ProxpoError
+from proxpo.compare.plan import (
+    RUNS,
+    SCORE,
+    Arm,
+    Choice,
+    Plan,
+    PlannedRun,
+    Seeds,
+    check_runs,
+    plain,
+    plan_differences,
+)
+from proxpo.errors import ProxpoError, resolve
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.settings import parse_setting, parse_value
@@ -83,6 +94,24 @@ def make_plan(request: Request) -> Plan:
         notes=tuple(notes),
     )
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
+
+
+def with_arms(request: Request, names: Sequence[str], *, of: str) -> Request:
+    """The comparison with the arms of these names alone, in its own order."""
+    named = {_arm(*arm).name: arm for arm in request.arms}
+    wanted = {resolve(name, named, what=f"arm of {of}") for name in names}
+    return replace(request, arms=[arm for name, arm in named.items() if name in wanted])
+
+
+def with_more_arms(stored: Plan, plan: Plan) -> Plan | None:
+    """`plan`, its runs in the folders of `stored`; None if it is not `stored` with arms added."""
+    before, after = ([repr(plain(arm)) for arm in each.arms] for each in (stored, plan))
+    if set(before) - set(after) or plan_differences(replace(stored, arms=plan.arms), plan):
+        return None
+    known = {_identity(run): run for run in stored.runs}
+    runs = [known.get(_identity(run), run) for run in plan.runs]
+    runs += [run for run in stored.runs if run.role == "report"]  # chosen again from the same
+    return check_runs(replace(plan, runs=tuple(runs)))
 
 
 def parse_arm(text: str) -> tuple[None, str, Settings]:
@@ -407,5 +436,7 @@ __all__ = [
     "parse_arm",
     "parse_axis",
     "swept_settings",
+    "with_arms",
     "with_choices",
+    "with_more_arms",
 ]

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from proxpo.compare.design import command, swept_settings, with_choices
+from proxpo.compare.design import command, swept_settings, with_choices, with_more_arms
 from proxpo.compare.naming import setting_key
 from proxpo.compare.plan import (
     PLAN,
@@ -57,17 +57,19 @@ class Display(Protocol):
 def open_comparison(folder: Path, plan: Plan | None) -> Iterator[Plan]:
     """Locks the folder and yields its plan: the one stored there, else `plan`, which is stored.
 
-    Refused where the folder holds another plan than `plan` or something else.
+    A plan that only adds arms to the stored one replaces it. Refused where the folder holds another
+    plan than `plan` or something else.
     """
     if plan is None or (folder / PLAN).exists():
         stored = read_plan(folder)
         changes = plan_differences(stored, plan) if plan is not None else []
-        if changes:
+        longer = with_more_arms(stored, plan) if plan is not None and changes else None
+        if changes and longer is None:
             raise ProxpoError(
                 f"{folder} holds another comparison ({'; '.join(changes[:3])}"
                 f"{'; ...' if len(changes) > 3 else ''}): choose another --out"
             )
-        plan = stored
+        plan = longer or stored
     elif folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {LOCK}):
         raise ProxpoError(
             f"{folder} is there already and holds no comparison: choose another --out"

@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxpo.cli import main
-from proxpo.compare.design import Request, command, config_of, make_plan, parse_arm, with_choices
+from proxpo.compare.design import (
+    Request,
+    command,
+    config_of,
+    make_plan,
+    parse_arm,
+    with_arms,
+    with_choices,
+)
 from proxpo.compare.naming import run_name
 from proxpo.compare.plan import Arm, Choice, plan_differences, read_plan, write_plan
+from proxpo.compare.runner import open_comparison
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError
 from proxpo.train.config import load_config
@@ -271,7 +280,7 @@ BAD = [
     (["grpo", "--set", "isopo:p=1"], "isopo is not compared here"),
     (["grpo", "--task", "arithmetik"], "unknown task 'arithmetik'"),
     (["grpo", "--config", "quickstrat"], "unknown preset 'quickstrat'"),
-    (["grpo", "--study", "p3o-clip"], "a study or methods, not both"),
+    (["gprpo", "--study", "worked-stale"], "unknown arm of study worked-stale 'gprpo'; did you"),
     (["--study", "p3o-clp"], "unknown study 'p3o-clp'; did you mean 'p3o-clip'?"),
     (["grpo", "--on", "slurm"], "unknown place 'slurm'"),
     ([], "no methods to compare"),
@@ -313,6 +322,30 @@ def test_another_plan_in_the_folder_is_refused(tmp_path, capsys):
     write_plan(plan_of("grpo", config="comparison"), tmp_path)
     assert main(["compare", "p3o", "--out", str(tmp_path)]) == 2
     assert "holds another comparison (arms: grpo -> p3o)" in capsys.readouterr().err
+
+
+def test_arms_are_added_and_none_is_taken_away(tmp_path):
+    swept = {"sweep": {"lr": (1e-4, 1e-3)}, "config": "comparison", "seeds": 2}
+    short, longer = plan_of("p3o", **swept), plan_of("grpo", "p3o", **swept)
+    made = with_choices(short, [Choice(arm="p3o", settings={"lr": 1e-3}, scores=())])
+    write_plan(made, tmp_path)
+    with open_comparison(tmp_path, longer) as plan:
+        assert [arm.name for arm in plan.arms] == ["grpo", "p3o"]
+        assert {run.folder for run in made.runs} <= {run.folder for run in plan.runs}
+        both = [Choice(arm=name, settings={"lr": 1e-3}, scores=()) for name in ("grpo", "p3o")]
+        whole = with_choices(plan, both)
+        assert len(whole.runs) == 2 * 4 + 2 * 2
+        assert {run.folder for run in made.runs} <= {run.folder for run in whole.runs}
+    assert len(read_plan(tmp_path).arms) == 2
+    changed = plan_of("grpo", "p3o", "gspo", sweep={"lr": (1e-4,)}, config="comparison", seeds=2)
+    for other, said in ((short, "arms: grpo, p3o -> p3o"), (changed, "arms: grpo, p3o -> grpo")):
+        with pytest.raises(ProxpoError, match=f"holds another comparison .{said}"):
+            open_comparison(tmp_path, other).__enter__()
+
+
+def test_a_part_of_a_study():
+    request = with_arms(read_study("worked-stale"), ["ISOPO p=-1", "grpo"], of="study worked-stale")
+    assert [arm.name for arm in make_plan(request).arms] == ["grpo", "isopo p=-1"]
 
 
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):

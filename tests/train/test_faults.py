@@ -285,8 +285,8 @@ def test_a_disk_that_was_made_read_only(tmp_path, halfway, capsys):
 
 FIRST = {
     "rollout": "a lower rollout.options.max_rows (now 512), a lower rollout.max_tokens (now 5), ",
-    "update": "train.micro_batch=auto, or a lower number (now none, that is 8 rows), model.gradient",
-    "evaluate": "train.micro_batch=auto, or a lower number (now none, that is 8 rows), a lower roll",
+    "update": "train.micro_batch=auto, or a lower number (now none, that is 8 rows), model.gradie",
+    "evaluate": "train.micro_batch=auto, or a lower number (now none, that is 8 rows), a lower ro",
 }
 
 

@@ -150,9 +150,10 @@ tokens (sums), importance-sampling correction on: `ProxpoTrainer` beside TRL's o
 run, rewards the means of the first and of the last five steps. *Gap*: mean |log pi| between sampler
 and trainer at the first step. Arms follow one another, and the host decides what a step costs: on
 another day TRL's own step took 1.12 s, and isopo 0.94, isopo-ntk 1.63, p3o 1.02, kpo 1.03 of it.
-Only ISOPO-NTK is clearly slower. LoRA, in a run of its own: rank 16 at ten times the rate. `dapo`
-as it is penalises what is longer than four fifths of the limit, ten tokens, where the right answers
-end: it learns to be short, not to add (`lora`), and adds with `overlong=off`.
+ISOPO-NTK was slower every time and ISOPO twice out of three times; the others differ from TRL's
+step by no more than that differs from day to day. LoRA, in a run of its own: rank 16 at ten times
+the rate. `dapo` as it is penalises what is longer than four fifths of the limit, ten tokens, where
+the right answers end: it learns to be short, not to add (`lora`), and adds with `overlong=off`.
 
 {table(("run", "seconds a step", "over TRL", "reward", "gap", "peak"), trl_rows())}
 ![Rewards in TRL with vLLM](results/engines/trl-vllm.svg)
@@ -162,7 +163,7 @@ proxpo's trainer with either sampler, GSM8K, 16 x 8 responses of at most 256 tok
 after every update (`sync`): the gap does not grow.
 
 {table(("run", *TIMES, "gap, first and last", "peak"), backends())}
-verl: {verl_text()} Its other arms have to be run one after the other, or each with a `/tmp` of its
+verl: {verl_text()} Our arms are still to be run, one after the other or each with a `/tmp` of its
 own: two runs of verl 0.9.1 on one machine hand their weights to vLLM through one socket there.
 """
 

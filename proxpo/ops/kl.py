@@ -85,8 +85,8 @@ class _ExactKL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         logp, other = ctx.saved_tensors
         p = logp.exp()
-        if not ctx.needs_input_grad[0]:
-            return None, p.mul_(-grad[..., None]) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:  # one array as wide as the vocabulary, not three
+            return None, p.to(grad.dtype).mul_(-grad[..., None])
         weighted = p * grad[..., None]
         slope = torch.where(p == 0, 0.0, weighted * (logp - other + 1))
         return slope, -weighted if ctx.needs_input_grad[1] else None

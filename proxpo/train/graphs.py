@@ -297,8 +297,9 @@ class PolicyGraphs:
         """True if memory holds what a recording keeps from its forward to its backward pass."""
         if self.policy.device.type != "cuda":
             return True
+        compares = self.transform is not None and self.transform.compares
         # Recorded passes keep about half of what those of modules do.
-        needed = run.positions * token_bytes(self.policy, compares=False) // 2
+        needed = run.positions * token_bytes(self.policy, compares=compares) // 2
         fits = needed <= free_memory(self.policy.device)
         if not fits:
             self._notice(f"a recording would take {needed / 2**30:.1f} GiB more")

@@ -7,7 +7,7 @@ import torch
 from helpers import close, f64, make_batch, method, policy_gradient
 from torch import Tensor
 
-from proxpo.ops.kl import kl_estimate
+from proxpo.ops.kl import kl_estimate, kl_exact
 
 NAMES = ("k1", "abs", "k2", "k3", "k1+", "k2+", "k3+")
 D = torch.linspace(-2.0, 2.0, 9).double()
@@ -118,3 +118,13 @@ def test_unknown_names_are_refused_with_the_valid_ones() -> None:
         kl_estimate(D, D, estimator="k4")
     with pytest.raises(ValueError, match=r"unknown KL clamp 'hard'.*verl"):
         kl_estimate(D, D, clamp="hard")
+
+
+def test_the_exact_kl_s_gradient_is_as_wide_as_the_distribution_it_is_of():
+    narrow = torch.randn(5, 7).log_softmax(-1)
+    for wide in (torch.float32, torch.float64):
+        other = torch.randn(5, 7, dtype=wide).log_softmax(-1).requires_grad_()
+        weight = torch.rand(5, dtype=wide)
+        (kl_exact(narrow, other) * weight).sum().backward()
+        assert other.grad.dtype == wide
+        assert torch.equal(other.grad, -(narrow.exp() * weight[:, None]))

@@ -8,9 +8,11 @@
 Every arm is a run of examples/trl_vllm.py: at each step reward, seconds and the gap between the
 log-probabilities of vLLM and trainer; memory, and whether the loss corrects for the gap. The median
 of the steps after `--warm-up` counts, relative to TRL's GRPO in the same variant: `plain`, `lora`
-or `checkpointing` (of gradients). All arms share one vLLM, which gets the weights of an arm before
-it samples for it; memory includes it and its cache. An arm is written to the file when it ends, and
-not repeated when the command is given again; after `--seconds` nothing more is begun.
+or `checkpointing` (of gradients). The arms of a variant take turns, a step each, so that a slow
+minute of the machine is slow for all of them. They share one vLLM, which gets the weights of an arm
+before it samples for it. Memory is what a step needs on top of what stands: weights, states of the
+optimizers, vLLM and its cache. An arm is written to the file when it ends, and not repeated when
+the command is given again; after `--seconds` no variant is begun.
 """
 
 import argparse
@@ -20,7 +22,10 @@ import importlib
 import os
 import statistics
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,23 +64,86 @@ def share_engine() -> None:
     generation.LLM = functools.cache(generation.LLM)
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """One run of the example; an error in place of what is missing of it."""
-    try:
-        return run(options, lambda row: print("   ", line(row), flush=True))
-    except Exception as error:
-        traceback.print_exc()
-        return {"steps": [], "error": f"{type(error).__name__}: {error}"[:500]}
-    finally:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set by TRL, for vLLM
-            os.environ.pop(name, None)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+class Turns:
+    """Lets one of several threads run at a time, in a round."""
+
+    def __init__(self, count: int) -> None:
+        self.left = list(range(count))  # the first one has the turn
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        """From one's first turn until one leaves the round."""
+        self._wait(number)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.left.remove(number)
+                self.changed.notify_all()
+
+    def hand_over(self, number: int) -> None:
+        """Ends a turn; returns at the next one."""
+        with self.changed:
+            self.left.append(self.left.pop(0))
+            self.changed.notify_all()
+        self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.left[0] == number)
+
+
+def measure(options: Options, turns: Turns, number: int) -> dict[str, Any]:
+    """One run of the example, a step a turn; an error in place of what is missing of it."""
+
+    def show(row: dict[str, float]) -> None:
+        print(f"    {options.recipe:<10}", line(row), flush=True)
+        forget_rank()
+        turns.hand_over(number)
+
+    with turns.part(number):
+        try:
+            return run(options, show)
+        except Exception as error:
+            traceback.print_exc()
+            return {"steps": [], "error": f"{type(error).__name__}: {error}"[:500]}
+        finally:
+            forget_rank()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def forget_rank() -> None:
+    """Unsets what TRL sets for vLLM and the next trainer would take for a launch of several."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def side_by_side(runs: dict[str, Options], record: Record, warm_up: int) -> None:
+    """Makes the runs in turns; each is recorded by its name when it ends."""
+    turns, lock = Turns(len(runs)), threading.Lock()
+
+    def work(number: int, name: str, options: Options) -> None:
+        entry = measure(options, turns, number)
+        with lock:
+            record.add(name, entry)
+            summed_up(record, warm_up)
+            record.add(name, entry)  # with the medians
+
+    threads = [
+        threading.Thread(target=work, args=(number, *run), daemon=True)
+        for number, run in enumerate(runs.items())
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def summed_up(record: Record, warm_up: int) -> list[str]:
-    """Sets median seconds and their ratio to TRL's in every entry; the table's lines."""
+    """Sets median seconds, their ratio to TRL's and GiB in every entry; the table's lines."""
     lines = []
     for name, entry in record.items():
         rows = entry["steps"][warm_up:]
@@ -83,6 +151,7 @@ def summed_up(record: Record, warm_up: int) -> list[str]:
             continue
         task, arm, variant = name.split("/")
         entry["median_s"] = round(statistics.median(row["seconds"] for row in rows), 4)
+        entry["gib"] = max(row.get("gib", 0.0) for row in rows)
         base = f"{task}/{TRL}/{variant}"
         if base in record and "median_s" in record[base]:
             entry["relative"] = round(entry["median_s"] / record[base]["median_s"], 3)
@@ -94,7 +163,7 @@ def summed_up(record: Record, warm_up: int) -> list[str]:
         lines.append(
             f"{task:<16}{arm:<11}{variant:<14}{entry['median_s']:7.3f} s "
             f"({entry.get('relative', float('nan')):.2f}x)  reward {start:.3f} -> {end:.3f}{gap}  "
-            f"corrected {entry['corrected']}  peak {entry.get('peak_gib', 0.0):.1f} GiB"
+            f"corrected {entry['corrected']}  {entry['gib']:.1f} GiB"
         )
     return lines
 
@@ -124,16 +193,15 @@ def main(argv: list[str] | None = None) -> Record:
         share_engine()
     task = options.task.partition(":")[0]
     for variant in args.variants:
+        runs = {}
         for arm in args.arms:
             name = f"{task}/{arm}/{variant}"
             done = name in record and "error" not in record[name]
             if deadline.over or done:
                 print(f"{name}: {'already there' if done else 'no time left'}", flush=True)
-                continue
-            print(name, flush=True)
-            record.add(name, measure(replace(options, recipe=arm, **VARIANTS[variant])))
-            summed_up(record, args.warm_up)
-            record.add(name, record[name])  # with the medians
+            else:
+                runs[name] = replace(options, recipe=arm, **VARIANTS[variant])
+        side_by_side(runs, record, args.warm_up)
     print(*summed_up(record, args.warm_up), sep="\n")
     return record
 

@@ -55,23 +55,35 @@ class Options:
 
 
 class StepLog(TrainerCallback):
-    """Calls `on_row` with the seconds, the reward and the sampler's gap of every optimizer step."""
+    """Calls `on_row` with what every optimizer step took, its reward and the sampler's gap.
+
+    gib: memory of the step at most, on top of what is held between steps
+    """
 
     def __init__(self, on_row: Callable[[dict[str, float]], None]) -> None:
-        self.on_row, self.mark, self.seconds = on_row, 0.0, 0.0
+        self.on_row, self.mark, self.held, self.took = on_row, 0.0, 0, {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.mark = _now()
+        self._start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        now = _now()
-        self.seconds, self.mark = now - self.mark, now
+        self.took = {"seconds": _now() - self.mark}
+        if torch.cuda.is_available():
+            self.took["gib"] = (torch.cuda.max_memory_allocated() - self.held) / 2**30
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict, **_: Any) -> None:
         if "reward" in logs:
-            row = {"step": state.global_step, "seconds": self.seconds, "reward": logs["reward"]}
+            row = {"step": state.global_step, **self.took, "reward": logs["reward"]}
             gaps = {"gap": f"{GAP}/mean", "gap_max": f"{GAP}/max"}
             self.on_row(row | {name: logs[key] for name, key in gaps.items() if key in logs})
+        self._start()
+
+    def _start(self) -> None:
+        """Begins a step: what `on_row` does is in none of them."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self.held = torch.cuda.memory_allocated()
+        self.mark = _now()
 
 
 def make_trainer(
@@ -139,10 +151,7 @@ def lora_config() -> Any:
 
 
 def run(options: Options, on_row: Callable[[dict[str, float]], None]) -> dict[str, Any]:
-    """Trains; returns the rows of all steps, peaks in GiB, and whether the gap is corrected for.
-
-    peak_gib, start_gib: memory of weights, vLLM and its cache included, at most and before training
-    """
+    """Trains; returns the rows of all steps, and whether the gap is corrected for."""
     gpu = torch.cuda.is_available()
     policy = load_policy(options.model, device="cuda" if gpu else "cpu")
     task = make_task(options.task)
@@ -158,14 +167,8 @@ def run(options: Options, on_row: Callable[[dict[str, float]], None]) -> dict[st
         trainer = make_trainer(policy, problems, pool, options, output_dir=out, logging_steps=1)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StepLog(keep))
-        memory = {}
-        if gpu:
-            torch.cuda.reset_peak_memory_stats()
-            memory["start_gib"] = round(torch.cuda.memory_allocated() / 2**30, 3)
         trainer.train()
-        if gpu:
-            memory["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    return {"steps": rows, "corrected": corrects(trainer), **memory}
+    return {"steps": rows, "corrected": corrects(trainer)}
 
 
 def corrects(trainer: GRPOTrainer) -> bool:

@@ -148,14 +148,15 @@ def measured() -> str:
 One H200, SmolLM2-135M in bf16. TRL with vLLM colocated, 20 steps of 64 x 8 responses of at most 12
 tokens (sums), importance-sampling correction on: `ProxpoTrainer` beside TRL's own GRPO in the same
 run, rewards the means of the first and of the last five steps. *Gap*: mean |log pi| between sampler
-and trainer at the first step. Arms follow one another, and the host decides what a step costs: on
-another day TRL's own step took 1.12 s, and isopo 0.94, isopo-ntk 1.63, p3o 1.02, kpo 1.03 of it.
-ISOPO-NTK was slower every time and ISOPO twice out of three times; the others differ from TRL's
-step by no more than that differs from day to day. LoRA, in a run of its own: rank 16 at ten times
-the rate. `dapo` as it is penalises what is longer than four fifths of the limit, ten tokens, where
-the right answers end: it learns to be short, not to add (`lora`), and adds with `overlong=off`.
+and trainer at the first step. *Memory*: of a step at most, on top of what is held between steps.
+Arms followed one another, and the host decides what a step costs: on another day TRL's own step
+took 1.12 s, and isopo 0.94, isopo-ntk 1.63, p3o 1.02, kpo 1.03 of it. ISOPO-NTK was slower every
+time and ISOPO twice out of three times; the others differ from TRL's step by no more than that
+differs from day to day. LoRA, in a run of its own: rank 16 at ten times the rate. `dapo` as it is
+penalises what is longer than four fifths of the limit, ten tokens, where the right answers end: it
+learns to be short, not to add (`lora`), and adds with `overlong=off`.
 
-{table(("run", "seconds a step", "over TRL", "reward", "gap", "peak"), trl_rows())}
+{table(("run", "seconds a step", "over TRL", "reward", "gap", "memory"), trl_rows())}
 ![Rewards in TRL with vLLM](results/engines/trl-vllm.svg)
 
 proxpo's trainer with either sampler, GSM8K, 16 x 8 responses of at most 256 tokens
@@ -179,7 +180,7 @@ def trl_rows() -> list[tuple[str, ...]]:
         rows.append(
             (name.replace("/", ", "), f"{entry['median_s']:.2f}", relative,
              f"{first:.2f} to {last:.2f}", f"{entry['steps'][0]['gap']:.3f}",
-             f"{entry['peak_gib']:.0f} GiB")
+             f"{entry['gib']:.0f} GiB")
         )  # fmt: skip
     return rows
 

@@ -63,11 +63,15 @@ def test_an_update_of_a_shape_runs() -> None:
     assert metrics == pytest.approx(update_peak.work_of("reinforce", args, "cpu")(), rel=1e-5)
 
 
-def test_methods_run_beside_trl_and_are_not_repeated(tmp_path: Path, monkeypatch) -> None:
+def test_methods_take_turns_with_trl_and_are_not_repeated(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     path = tmp_path / "trl.json"
     command = ["--toy", "--steps", "2", "--warm-up", "1", "--json", str(path)]
     command += ["--arms", "trl", "isopo", "--variants", "lora"]
     engines_trl.main(command)
+    words = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " step " in line]
+    assert words == [[arm, "step", n] for n in "12" for arm in ("trl", "isopo")]
     monkeypatch.delattr(engines_trl, "run")
     engines_trl.main(command)
     entries = json.loads(path.read_text())["entries"]

@@ -7,12 +7,13 @@
 
 Every arm is a run of examples/trl_vllm.py: at each step reward, seconds and the gap between the
 log-probabilities of vLLM and trainer; memory, and whether the loss corrects for the gap. The median
-of the steps after `--warm-up` counts, relative to TRL's GRPO in the same variant: `plain`, `lora`
-or `checkpointing` (of gradients). The arms of a variant take turns, a step each, so that a slow
-minute of the machine is slow for all of them. They share one vLLM, which gets the weights of an arm
-before it samples for it. Memory is what a step needs on top of what stands: weights, states of the
-optimizers, vLLM and its cache. An arm is written to the file when it ends, and not repeated when
-the command is given again; after `--seconds` no variant is begun.
+of the steps after `--warm-up` counts, relative to TRL's GRPO in the same variant: `plain`, `lora`,
+`checkpointing` (of gradients) or `graphs` (recorded passes in our arms). The arms of a variant take
+turns, a step each, so that a slow minute of the machine is slow for all of them. They share one
+vLLM, which gets the weights of an arm before it samples for it. Memory is what a step needs on top
+of what stands: weights, states of the optimizers, vLLM and its cache. An arm is written to the file
+when it ends, and not repeated when the command is given again; after `--seconds` no variant is
+begun.
 """
 
 import argparse
@@ -45,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": True},
     "checkpointing": {"gradient_checkpointing": True},
+    "graphs": {"graphs": "on"},
 }
 GSM8K = {"prompts": 16, "tokens": 256}
 TOY = {
@@ -201,6 +203,8 @@ def main(argv: list[str] | None = None) -> Record:
                 print(f"{name}: {'already there' if done else 'no time left'}", flush=True)
             else:
                 runs[name] = replace(options, recipe=arm, **VARIANTS[variant])
+                if arm == TRL:
+                    runs[name] = replace(runs[name], graphs="off")  # which it does not have
         side_by_side(runs, record, args.warm_up)
     print(*summed_up(record, args.warm_up), sep="\n")
     return record

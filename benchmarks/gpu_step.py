@@ -37,7 +37,7 @@ from record import Deadline, Record, synchronised
 
 from proxpo.errors import ProxpoError
 from proxpo.models import load_policy
-from proxpo.train import pass_inputs, prefix
+from proxpo.replay import inputs, prefix
 from proxpo.train.collect import Source
 from proxpo.train.config import Config, load_config
 from proxpo.train.experience import Experience
@@ -154,10 +154,10 @@ def whole_sequences() -> Iterator[None]:
 
     shared = prefix.prompts_of
     try:
-        prefix.prompts_of = pass_inputs.prompts_of = own_prompts
+        prefix.prompts_of = inputs.prompts_of = own_prompts
         yield
     finally:
-        prefix.prompts_of = pass_inputs.prompts_of = shared
+        prefix.prompts_of = inputs.prompts_of = shared
 
 
 def measure(case: Case, arm: str, args: argparse.Namespace, deadline: Deadline) -> dict[str, Any]:

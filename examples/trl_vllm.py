@@ -50,6 +50,7 @@ class Options:
     lora: bool = False
     gradient_checkpointing: bool = False
     vllm: bool = True
+    graphs: str = "off"  # of ProxpoTrainer
     updates: int = 1
     seed: int = 0
 
@@ -135,12 +136,16 @@ def make_trainer(
         "peft_config": lora_config() if options.lora else None,
     }
     if options.recipe == TRL:
+        if options.graphs != "off":
+            raise ValueError("TRL's own GRPO replays no graphs: leave out --graphs")
         return GRPOTrainer(**common)
     recipe, *words = options.recipe.split()
     chosen = {name: parse_value(value) for name, _, value in (w.partition("=") for w in words)}
     if options.vllm:
         chosen["weights+"] = "tis"
-    return ProxpoTrainer(**common, recipe=recipe, recipe_options=chosen or None)
+    return ProxpoTrainer(
+        **common, recipe=recipe, recipe_options=chosen or None, graphs=options.graphs
+    )
 
 
 def lora_config() -> Any:

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compose",),
     ("backward",),
     ("optimizers", "models", "sampler", "rewards"),
+    ("replay",),
     ("runs",),
     ("batch_file", "inspection", "sparsity"),
     ("report.inspection_page", "report.inspection_text", "report.text"),

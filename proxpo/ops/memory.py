@@ -1,6 +1,13 @@
-"""Memory of a GPU."""
+"""Memory: how much of a GPU's is left, and whether it was what an error lacked."""
+
+import errno
+import re
 
 import torch
+
+_NO_MEMORY = re.compile(
+    r"out of memory|not enough memory|can(?:'t|not) allocate memory|alloc_failed|bad_alloc", re.I
+)
 
 
 def free_memory(device: torch.device) -> int:
@@ -11,4 +18,13 @@ def free_memory(device: torch.device) -> int:
     return min(free, share - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
-__all__ = ["free_memory"]
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for a lack of memory of GPU or CPU, whose allocator has only a message for it."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
+__all__ = ["free_memory", "is_out_of_memory"]

@@ -10,9 +10,9 @@ import torch
 
 from proxpo.gradients import Transform
 from proxpo.models import Policy
-from proxpo.ops.memory import free_memory
+from proxpo.ops.memory import free_memory, is_out_of_memory
 from proxpo.ops.shapes import Bool, Int, Tensor
-from proxpo.train.faults import is_out_of_memory
+from proxpo.replay.passes import token_bytes
 
 CPU_TOKENS = 1 << 13
 GPU_TOKENS = 10 << 10  # a pass of this many keeps a large GPU busy
@@ -175,20 +175,9 @@ def fitted_tokens(policy: Policy, transform: Transform | None = None) -> int:
     return limit if fitting >= limit else max(power, LEAST_TOKENS)
 
 
-def token_bytes(policy: Policy, *, compares: bool) -> int:
-    """Bytes that a token takes between forward and backward pass, from the model's shape."""
-    shape = policy.model.config.get_text_config()
-    hidden = shape.hidden_size
-    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
-    kept = shape.num_hidden_layers * (32 * hidden + 6 * inner) * policy.dtype.itemsize
-    if getattr(policy.model, "is_gradient_checkpointing", False):
-        kept //= 10
-    return kept * (2 if compares else 1)
-
-
 def _columns_before(x: Bool[Tensor, "seq pos"]) -> Int[Tensor, " seq"]:
     """Number of columns before the first True."""
     return (x.int().cumsum(dim=1) == 0).sum(dim=1)
 
 
-__all__ = ["Cut", "Result", "Rows", "TokenBudget", "fitted_tokens", "restored", "token_bytes"]
+__all__ = ["Cut", "Result", "Rows", "TokenBudget", "fitted_tokens", "restored"]

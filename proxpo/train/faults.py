@@ -1,23 +1,18 @@
 """Explains an error that ends a run in one line: phase, settings that help, intact checkpoints."""
 
 import contextlib
-import errno
 import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from proxpo.errors import ProxpoError
+from proxpo.ops.memory import is_out_of_memory
 from proxpo.runs.status import write_failure
 from proxpo.sampler import SHARE
 from proxpo.train.config import Config, explain
 
-_NO_MEMORY = re.compile(
-    r"out of memory|not enough memory|can(?:'t|not) allocate memory|alloc_failed|bad_alloc", re.I
-)
 # Settings that help against a lack of memory by phase, the most effective and least costly first.
 _HELP = {
     "loading": ("memory", "lora", "dtype"),
@@ -87,15 +82,6 @@ def explain_error(error: Exception, config: Config, at: Progress) -> str | None:
     return None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for a lack of memory of GPU or CPU, whose allocator has only a message for it."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
-
-
 def out_of_memory(error: BaseException, config: Config, at: Progress) -> str:
     """The line on a lack of memory: its phase and the settings that help, with their values."""
     where = {"loading": "while loading"}.get(at.phase, f"in the {at.phase} of step {at.step + 1}")
@@ -149,4 +135,4 @@ def _safe(saved: int | None) -> str:
     return f"checkpoints up to step {saved} are intact, --resume continues from there"
 
 
-__all__ = ["Progress", "explain_error", "explained", "is_out_of_memory", "out_of_memory"]
+__all__ = ["Progress", "explain_error", "explained", "out_of_memory"]

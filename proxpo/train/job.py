@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from proxpo.errors import ProxpoError
+from proxpo.ops.memory import is_out_of_memory
 from proxpo.runs.checkpoint import Checkpoint, save_checkpoint
 from proxpo.train.config import Change, Config, as_dict
-from proxpo.train.faults import is_out_of_memory
 from proxpo.train.observer import Observer
 from proxpo.types import Recipe
 

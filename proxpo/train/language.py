@@ -16,6 +16,7 @@ from proxpo.models import Policy, load_policy, save_policy
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
+from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.rewards import RewardPool
 from proxpo.sampler import (
     Backend,
@@ -32,7 +33,6 @@ from proxpo.train.config import Config
 from proxpo.train.cuts import TokenBudget, fitted_tokens
 from proxpo.train.evaluate import Examination, evaluate
 from proxpo.train.experience import Experience
-from proxpo.train.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import check_fields, check_thoughts, remarks

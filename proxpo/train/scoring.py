@@ -20,10 +20,10 @@ from proxpo.logp import (
     token_logp,
 )
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.replay.graphs import PolicyGraphs
+from proxpo.replay.prefix import shares_prompts, states_before
 from proxpo.train.cuts import Cut, Result, Rows, TokenBudget, restored
 from proxpo.train.experience import Experience
-from proxpo.train.graphs import PolicyGraphs
-from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.types import FIELDS, Recipe, State
 
 OLD = {"logp", "mean"}  # fields that a pass brings for the behaviour policy too

@@ -25,6 +25,7 @@ from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
 from proxpo.optimizers import make_optimizer
 from proxpo.recipes import method
+from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.runs.files import read_object, write_whole
 from proxpo.runs.folder import hold_folder
@@ -33,7 +34,6 @@ from proxpo.settings import parse_setting
 from proxpo.stages._options import bind
 from proxpo.train.cuts import Cut, TokenBudget, fitted_tokens
 from proxpo.train.experience import Experience
-from proxpo.train.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.rollouts import fill_weights, restore_optimizer
 from proxpo.train.scoring import Learner, LogpOptions, forward, in_micro_batches

@@ -13,11 +13,12 @@ from train_runs import config_of, job_of, options_of, rows_of, sample
 
 from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.models import Policy
+from proxpo.replay.passes import token_bytes
 from proxpo.settings import at_length
 from proxpo.train import cuts, evaluate, minibatch, scoring
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.config import load_config
-from proxpo.train.cuts import Rows, TokenBudget, fitted_tokens, token_bytes
+from proxpo.train.cuts import Rows, TokenBudget, fitted_tokens
 from proxpo.train.episodes import play
 from proxpo.train.evaluate import distance
 from proxpo.train.experience import used_columns

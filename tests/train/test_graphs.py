@@ -7,9 +7,9 @@ from train.test_prefix import make_model, make_rows
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
 from proxpo.recipes.reinforce import reinforce
+from proxpo.replay.graphs import PolicyGraphs
 from proxpo.train.build import build_job
 from proxpo.train.config import load_config
-from proxpo.train.graphs import PolicyGraphs
 from proxpo.train.scoring import Learner, LogpOptions, forward
 
 ROWS = {"prompts": [3, 5, 4], "samples": [2, 3, 1], "lengths": [2, 5, 1, 4, 3, 5]}

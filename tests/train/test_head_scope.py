@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from recorder import record
 from torch import Tensor
 from torch.testing import assert_close
-from train.recorder import record
 from train.test_cuts import trained
 from train.test_prefix import make_model, make_rows
 from train.test_replayed_transforms import GROUPS, make_graphs, ordinary, replayed, updates
@@ -70,7 +70,7 @@ def test_all_parameters_get_the_heads_weights(name):
 @pytest.mark.parametrize("samples", [[2, 3, 1], [1, 1, 1]], ids=["prompts once", "rows alone"])
 def test_recorded_passes(samples, monkeypatch):
     """Prompts run once where that saves much; trailing averages and means count real rows."""
-    monkeypatch.setattr("proxpo.train.pass_inputs.rounded", lambda count: count + 1)
+    monkeypatch.setattr("proxpo.replay.inputs.rounded", lambda count: count + 1)
     from train.test_replayed_transforms import make_model
 
     rule = partial(head, preset="figure4", reg=0.3, scale="mean")

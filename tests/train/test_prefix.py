@@ -22,8 +22,8 @@ import proxpo.train.scoring as scoring_module
 from proxpo import gradients
 from proxpo.models import Policy
 from proxpo.recipes.reinforce import reinforce
+from proxpo.replay.prefix import shares_prompts, states_before
 from proxpo.train.experience import Experience
-from proxpo.train.prefix import shares_prompts, states_before
 from proxpo.train.scoring import Learner, LogpOptions, forward
 
 SHAPE = {

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from recorder import record
 from torch import nn
 from torch.testing import assert_close
-from train.recorder import record
 from train.test_cuts import trained
 from train.test_prefix import SHAPE, make_rows
 from train_runs import job_of, options_of
@@ -16,10 +16,10 @@ from proxpo import gradients
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.logp import model_logp
 from proxpo.models import Policy
+from proxpo.replay.graphs import PolicyGraphs
+from proxpo.replay.inputs import row_inputs
 from proxpo.train.experience import Experience
-from proxpo.train.graphs import PolicyGraphs
 from proxpo.train.minibatch import gradients as mini_batch
-from proxpo.train.pass_inputs import row_inputs
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 TRANSFORMS = {
@@ -116,8 +116,8 @@ def test_replays_give_the_gradients_and_averages_of_ordinary_blocks(name):
 )
 def test_rows_of_padding_change_nothing(rule, monkeypatch):
     """Five rows in a shape of six: averages and means over sequences count the five."""
-    for module in ("graphs", "pass_inputs"):
-        monkeypatch.setattr(f"proxpo.train.{module}.rounded", lambda count: count + 1)
+    for module in ("graphs", "inputs"):
+        monkeypatch.setattr(f"proxpo.replay.{module}.rounded", lambda count: count + 1)
     groups, lengths = {"prompts": [3, 5], "samples": [2, 3]}, ([2, 5, 1, 4, 3], [4, 1, 2, 2, 7])
     model, plain, ours = make_model("llama"), rule(), rule()
     graphs = make_graphs(model, ours)
@@ -218,7 +218,7 @@ def test_a_mini_batch_in_recorded_passes_is_that_of_the_modules(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [*TRANSFORMS, "head"])
 def test_cuda_graphs_give_the_gradients_of_passes_run_anew(name):
-    from proxpo.train.graphs import CudaRecorder
+    from proxpo.replay.graphs import CudaRecorder
 
     model = make_model("qwen3").float().cuda()
 

@@ -4,18 +4,19 @@ TRL averages over the tokens of a micro-batch on all processes, then over the mi
 log interval. So do these; the `proxpo/...` metrics are those of a whole optimizer step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from proxpo.gradients import Transform
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.types import Batch, Metrics, Recipe
 
-LENGTHS = {"F2": "gradient/fisher", "N2": "gradient/norm", "R2": "gradient/ratio"}
+LENGTHS = {"F": "gradient/fisher", "N": "gradient/norm", "R": "gradient/ratio"}
 Exchange = Callable[[Tensor], Tensor]
 
 
@@ -126,22 +127,13 @@ def _mean_name(name: str) -> str:
     return f"{name}_mean" if name.startswith("clip_ratio/") else name
 
 
-class GradientLengths:
-    """Mean lengths of the sequences' gradients in a transform, over layers and sequences."""
+def gradient_lengths(transform: Transform) -> Metrics:
+    """Lengths of the sequences' gradients in an update that a transform has not yet ended.
 
-    def __init__(self) -> None:
-        self._squares: dict[str, list[Tensor]] = {}
-
-    def __call__(self, layer: str, values: Mapping[str, Tensor]) -> None:
-        """The observer of `Transform.applied`: squared lengths F², N², R² of one layer."""
-        for key in LENGTHS:
-            if key in values:
-                self._squares.setdefault(key, []).append(values[key].detach().reshape(-1))
-
-    def take(self) -> Metrics:
-        """Returns the means since the last call, in few kernels however many layers."""
-        layers, self._squares = self._squares, {}
-        return {LENGTHS[key]: torch.cat(squares).sqrt().mean() for key, squares in layers.items()}
+    Each is the root of the mean square over layers and sequences.
+    """
+    squares = transform.averages.waiting()
+    return {name: squares[x].sqrt() for x, name in LENGTHS.items() if x in squares}
 
 
-__all__ = ["ClipRecorder", "GradientLengths", "trl_metrics"]
+__all__ = ["ClipRecorder", "gradient_lengths", "trl_metrics"]

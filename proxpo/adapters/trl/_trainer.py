@@ -37,7 +37,7 @@ from proxpo.adapters.trl._generation_batch import (
     prepared,
     weighted_rewards,
 )
-from proxpo.adapters.trl._metrics import ClipRecorder, GradientLengths, trl_metrics
+from proxpo.adapters.trl._metrics import ClipRecorder, gradient_lengths, trl_metrics
 from proxpo.adapters.trl._optimizer_step import (
     ROW,
     OptimizerStep,
@@ -52,16 +52,18 @@ from proxpo.adapters.trl._refusals import (
     needs_whole_groups,
     resolve_recipe,
 )
+from proxpo.adapters.trl._replay import Completions, policy_graphs
 from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.backward import backward_pass, policy_term, sums_over_step
 from proxpo.batch_file import BatchRecorder, save_step
-from proxpo.errors import NotFiniteError, ProxpoError
+from proxpo.errors import NotFiniteError, ProxpoError, resolve
 from proxpo.logp import model_logp
 from proxpo.ops.metering import combined, joined
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_ranks
+from proxpo.replay import PolicyGraphs
 from proxpo.settings import Settings, at_length
 from proxpo.stages.schedule import variants
 from proxpo.types import (
@@ -102,6 +104,8 @@ class ProxpoTrainer(GRPOTrainer):
     recipe: the name of a method, or a Recipe. recipe_options: its options and stages, by name.
     batch_every: steps between batches saved in OUTPUT_DIR/batches, for `proxpo inspect --run
     OUTPUT_DIR`; a batch is a whole rollout, saved with the number of its last step; 0: none.
+    graphs: "on" replays the model's forward and backward pass as CUDA graphs, for the Llama family
+    in one process without adapters; "auto" where it can be done, "off" nowhere.
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
     if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Arguments
@@ -126,8 +130,10 @@ class ProxpoTrainer(GRPOTrainer):
         recipe: str | Recipe = "isopo",
         recipe_options: Settings | None = None,
         batch_every: int = 0,
+        graphs: str = "off",
         **trl: Any,
     ) -> None:
+        graphs = resolve(graphs, ("auto", "on", "off"), what="graphs of ProxpoTrainer")
         if batch_every < 0:
             raise ProxpoError(f"batch_every is a number of steps, 0 for none, got {batch_every}")
         self._batch_every = batch_every
@@ -142,7 +148,6 @@ class ProxpoTrainer(GRPOTrainer):
         self._recorders = [ClipRecorder.of(loss) for loss in losses]
         self._variants = tuple(recorder.recipe for recorder in self._recorders)
         self._needs_before_update = set().union(*map(fields_before_update, self._variants))
-        self._gradient_lengths = GradientLengths()
         gradient = self.recipe.gradient
         self._transform = None if gradient is None else gradient.apply()
         self._states = self.recipe.init_state()
@@ -164,6 +169,7 @@ class ProxpoTrainer(GRPOTrainer):
             self.add_callback(_BeforeOptimizerStep(self))
         if args.use_vllm:
             mend_sync(self.vllm_generation)
+        self._graphs = policy_graphs(self, self._transform, wanted=graphs)
 
     # --- rollout: group logic where the groups are whole
 
@@ -304,14 +310,17 @@ class ProxpoTrainer(GRPOTrainer):
 
     def _applied(self, model: nn.Module, inputs: dict[str, Any], batch: Batch) -> Any:
         """The transform's block for a micro-batch, but for the advantages."""
-        attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+        ids, attended = _whole(inputs)
+        if self._graphs is not None:
+            rows = Completions(ids, attended.bool(), batch.mask.shape[1], batch.group)
+            return partial(self._graphs.applied, rows, temperature=self.temperature, entropy=True)
+        attended = attended.bool()
         number = torch.arange(len(attended), device=attended.device)[:, None]
         return partial(
             self._transform.applied,
             self.accelerator.unwrap_model(model),
             sequences=torch.where(attended, number, -1),
             groups=batch.group,
-            observe=self._gradient_lengths,
         )
 
     def _backward(self, value: Tensor) -> None:
@@ -338,8 +347,7 @@ class ProxpoTrainer(GRPOTrainer):
                 stacklevel=2,
             )
         self._metrics["train"]["proxpo/skipped"].append(float(self._skipped))
-        lengths = self._gradient_lengths.take()
-        for name, value in lengths.items() if finite else ():
+        for name, value in gradient_lengths(self._transform).items() if finite else ():
             mean = self.accelerator.reduce(value, reduction="mean")
             self._metrics["train"][f"proxpo/{name}"].append(mean.item())
         self._transform.step(skipped=not finite)
@@ -474,8 +482,7 @@ class ProxpoTrainer(GRPOTrainer):
         rows: int | None = None,
     ) -> dict[str, Tensor]:
         """Log-probabilities of a micro-batch by Batch name, and entropies where they are needed."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        ids, attended = _whole(inputs)
         logp, entropies, aux_loss = self._get_per_token_logps_and_entropies(
             model,
             ids,
@@ -500,10 +507,14 @@ class ProxpoTrainer(GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's; under a transform proxpo's, since a transform cannot see TRL's fused head.
+        """TRL's, or the recorded pass; under a transform proxpo's: it cannot see TRL's fused head.
 
         Old and reference log-probabilities then come from the same code as the current ones.
         """
+        graphs = self._graphs
+        if graphs is not None and self.accelerator.unwrap_model(model) is graphs.policy.model:
+            rows = Completions(input_ids, attention_mask.bool(), logits_to_keep)
+            return self._replayed(graphs, rows, batch_size, entropy=compute_entropy)
         if self._transform is None:
             return super()._get_per_token_logps_and_entropies(
                 model,
@@ -529,6 +540,16 @@ class ProxpoTrainer(GRPOTrainer):
                 parts.append(part if compute_entropy else (part,))
         logp, *entropies = (torch.cat(columns) for columns in zip(*parts))
         return logp, entropies[0] if compute_entropy else None, None
+
+    def _replayed(
+        self, graphs: PolicyGraphs, rows: Completions, batch_size: int | None, *, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        parts = [
+            graphs.fields(part, temperature=self.temperature, entropy=entropy)
+            for part in rows.split(batch_size)
+        ]
+        logp = torch.cat([part["logp"] for part in parts])
+        return logp, torch.cat([part["entropy"] for part in parts]) if entropy else None, None
 
     # --- metrics and checkpoints
 
@@ -585,6 +606,12 @@ class ProxpoTrainer(GRPOTrainer):
         """True if no process holds the whole reference model."""
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+
+
+def _whole(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids of prompts and completions, and which of them are real."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
 
 
 __all__ = ["ProxpoTrainer"]

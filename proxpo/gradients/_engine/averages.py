@@ -62,6 +62,16 @@ class Averages:
         """Number of entries that wait for the next `step`."""
         return len(self._pending)
 
+    def waiting(self) -> dict[str, Float[Tensor, ""]]:
+        """Means of the squares that wait, by quantity, over all parameters and sequences."""
+        names = list(dict.fromkeys(key for part in self._pending for key in part.keys))
+        totals, counts = self._totals(names)
+        means = {}
+        for quantity in dict.fromkeys(_quantity(name) for name in names):
+            own = [place for place, name in enumerate(names) if _quantity(name) == quantity]
+            means[quantity] = totals[own].sum() / counts[own].sum()
+        return means
+
     def keep(self, entries: int) -> None:
         """Drops all that waits but the first `entries`, see `pending`."""
         del self._pending[entries:]
@@ -121,6 +131,11 @@ class Averages:
             for key, count in zip(part.keys, part.counts):
                 counts[place[key]] += count
         return totals.index_add_(0, owner, flat.double()), totals.new_tensor(counts)
+
+
+def _quantity(key: str) -> str:
+    """F of `layers.0.weight/F`."""
+    return key.rpartition("/")[2]
 
 
 def _device() -> torch.device:

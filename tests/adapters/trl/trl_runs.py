@@ -110,7 +110,7 @@ def trainer(
     ours = {} if recipe is None else {"recipe": recipe, "recipe_options": options}
     host = GRPOTrainer if recipe is None else kind
     names = ("peft_config", "rollout_func", "callbacks", "eval_dataset", "optimizers")
-    names = (*names, "batch_every")
+    names = (*names, "batch_every", "graphs")
     ours |= {name: changes.pop(name) for name in names if name in changes}
     model = changes.pop("model", None) or copy.deepcopy(base.model)
     reward = changes.pop("reward", closeness)

@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import pad
 
 from proxpo.ops.shapes import Int, Tensor
-from proxpo.train.experience import Experience
-from proxpo.train.prefix import prompts_of
+from proxpo.replay.prefix import prompts_of
+from proxpo.replay.sequences import Sequences
 
 COLUMNS = 16  # prompts and responses are padded to multiples of this
 
@@ -103,25 +103,25 @@ def _columns(count: int) -> int:
     return power * 3 // 4 if power > 2 * COLUMNS and count <= power * 3 // 4 else power
 
 
-def pass_inputs(experience: Experience) -> PassInputs:
+def pass_inputs(rows: Sequences) -> PassInputs:
     """The prompts and responses of some rows."""
-    prompts = prompts_of(experience)
-    return PassInputs(*prompts, experience.input_ids[:, -experience.mask.shape[1] :])
+    prompts = prompts_of(rows)
+    return PassInputs(*prompts, rows.input_ids[:, -rows.mask.shape[1] :])
 
 
-def row_inputs(experience: Experience) -> RowInputs:
+def row_inputs(rows: Sequences) -> RowInputs:
     """The whole sequences of some rows, their padding on the left moved to the right."""
-    (rows, length), tokens = experience.input_ids.shape, experience.mask.shape[1]
-    number = torch.arange(rows, device=experience.mask.device)[:, None]
-    sequences = torch.where(experience.attention_mask, number, -1)
-    before = (~experience.attention_mask[:, : length - tokens]).sum(dim=1)
+    (count, length), tokens = rows.input_ids.shape, rows.mask.shape[1]
+    number = torch.arange(count, device=rows.mask.device)[:, None]
+    sequences = torch.where(rows.attention_mask, number, -1)
+    before = (~rows.attention_mask[:, : length - tokens]).sum(dim=1)
     column = torch.arange(length, device=before.device)
     moved = (column + before[:, None]) % length
     return RowInputs(
-        experience.input_ids.gather(1, moved),
+        rows.input_ids.gather(1, moved),
         sequences.gather(1, moved),
         length - tokens - before,
-        RowShape(rows, length - tokens, tokens),
+        RowShape(count, length - tokens, tokens),
     )
 
 

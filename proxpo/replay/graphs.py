@@ -24,12 +24,9 @@ from proxpo.gradients._engine.inputs import by_prompt
 from proxpo.gradients._engine.measure import KernelRule, LengthRule
 from proxpo.gradients._engine.padded_rows import PaddedRows
 from proxpo.models import Policy
-from proxpo.ops.memory import free_memory
+from proxpo.ops.memory import free_memory, is_out_of_memory
 from proxpo.ops.shapes import Float, Int, Tensor
-from proxpo.train.cuts import token_bytes
-from proxpo.train.experience import Experience
-from proxpo.train.faults import is_out_of_memory
-from proxpo.train.pass_inputs import (
+from proxpo.replay.inputs import (
     PassInputs,
     PassShape,
     RowShape,
@@ -38,16 +35,18 @@ from proxpo.train.pass_inputs import (
     rounded,
     row_inputs,
 )
-from proxpo.train.passes import (
+from proxpo.replay.passes import (
     GradientBuffers,
     PolicyPass,
     Record,
     Scored,
     prompts_once,
     rows_alone,
+    token_bytes,
     whole_rows,
 )
-from proxpo.train.prefix import computes
+from proxpo.replay.prefix import computes
+from proxpo.replay.sequences import Sequences
 from proxpo.types import FIELDS, Recipe
 
 MOST_SHAPES = 24  # further shapes run unrecorded
@@ -70,8 +69,8 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         if ctx.number != ctx.graphs.passes:
             raise ProxpoError(
-                "train.graphs: another forward pass came before this one's backward, and their "
-                "buffers are the same: set train.graphs=off"
+                f"{ctx.graphs.setting}: another forward pass came before this one's backward, and "
+                f"their buffers are the same: set {ctx.graphs.setting}=off"
             )
         run = ctx.run
         if not run.result_gradients:
@@ -89,13 +88,20 @@ class PolicyGraphs:
 
     transform: of the gradients; passes in an `applied` block are its own
     record: makes a recording of a function; None records nothing and runs every pass anew
+    setting: what a user calls it, for messages
     """
 
     def __init__(
-        self, policy: Policy, *, transform: Transform | None = None, record: Record | None = None
+        self,
+        policy: Policy,
+        *,
+        transform: Transform | None = None,
+        record: Record | None = None,
+        setting: str = "train.graphs",
     ) -> None:
         trained = [p for p in policy.model.parameters() if p.requires_grad]
         self.policy, self.transform, self.record = policy, transform, record
+        self.setting = setting
         self.gradients = GradientBuffers(trained)
         self.passes = 0
         self._runs: dict[tuple[Any, Any], PolicyPass] = {}  # by kind and shape
@@ -105,7 +111,7 @@ class PolicyGraphs:
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
 
     def fields(
-        self, experience: Experience, *, temperature: float, entropy: bool
+        self, experience: Sequences, *, temperature: float, entropy: bool
     ) -> dict[str, Float[Tensor, "seq tok"]]:
         """`logp` of the response tokens, and their entropy if wanted; 0 at masked places."""
         run = self._open or self._plain(experience, Scored(temperature, entropy))
@@ -120,7 +126,7 @@ class PolicyGraphs:
     @contextmanager
     def applied(
         self,
-        experience: Experience,
+        experience: Sequences,
         *,
         advantages: Float[Tensor, " seq"],
         temperature: float,
@@ -143,7 +149,7 @@ class PolicyGraphs:
 
     def _plain(
         self,
-        experience: Experience,
+        experience: Sequences,
         wanted: Scored,
         advantages: Float[Tensor, " seq"] | None = None,
     ) -> PolicyPass:
@@ -205,7 +211,7 @@ class PolicyGraphs:
         return PolicyPass((ids, start), compute, self.gradients, rows=buffers)
 
     def _transformed(
-        self, experience: Experience, wanted: Scored, advantages: Float[Tensor, " seq"]
+        self, experience: Sequences, wanted: Scored, advantages: Float[Tensor, " seq"]
     ) -> PolicyPass:
         """The pass for these rows under a transform of single layers, loaded with them."""
         assert self.transform is not None
@@ -308,7 +314,7 @@ class PolicyGraphs:
     def _notice(self, reason: str) -> None:
         """Says once why passes are not recorded."""
         if not self._said:
-            warnings.warn(f"train.graphs: passes run unrecorded ({reason})", stacklevel=4)
+            warnings.warn(f"{self.setting}: passes run unrecorded ({reason})", stacklevel=4)
         self._said = True
 
 
@@ -323,7 +329,7 @@ def _advantage_dtype(advantages: Float[Tensor, " seq"]) -> torch.dtype:
     return torch.float64 if advantages.dtype == torch.float64 else torch.float32
 
 
-def _response_sequences(experience: Experience) -> Int[Tensor, "seq tok"]:
+def _response_sequences(experience: Sequences) -> Int[Tensor, "seq tok"]:
     """The number of each scored token's row, -1 elsewhere."""
     number = torch.arange(len(experience.mask), device=experience.mask.device)[:, None]
     return torch.where(experience.mask, number, -1)
@@ -364,7 +370,10 @@ def unsuited(
     if inner or critic:
         return f"{recipe.name} reads {', '.join(inner) or 'hidden states, for its critic'}"
     if not computes(policy.model) or policy.model.get_output_embeddings().bias is not None:
-        return "it knows the Llama family without adapters, hooks, dropout or checkpointing"
+        return (
+            "it knows the Llama family with weights in float32, without adapters, hooks, dropout "
+            "or checkpointing"
+        )
     return ""
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
+from proxpo.replay.sequences import Sequences
 from proxpo.sampler._lean import additive, attention, causal, places, run
 from proxpo.sampler._weights import Weights, read, readable
-from proxpo.train.experience import Experience
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -75,7 +75,7 @@ def computes(model: nn.Module) -> bool:
     return not (half or dropout or hooked or adapted or checkpointed)
 
 
-def states_before(model: nn.Module, rows: Experience) -> Float[Tensor, "seq tok dim"]:
+def states_before(model: nn.Module, rows: Sequences) -> Float[Tensor, "seq tok dim"]:
     """The hidden state, ready for the head, that each token of the responses is predicted from.
 
     It is 0 at padding.
@@ -101,7 +101,7 @@ def states_of(
     )
 
 
-def prompts_of(rows: Experience) -> Prompts:
+def prompts_of(rows: Sequences) -> Prompts:
     """The distinct prompts; rows that share one have it with the same padding on the left."""
     length = rows.input_ids.shape[1] - rows.mask.shape[1]
     groups, which = rows.shared_prompt.unique(return_inverse=True)

@@ -16,12 +16,12 @@ from proxpo.logp._token import scored_logp
 from proxpo.logp.head import HeadCall
 from proxpo.models import Policy
 from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.replay.inputs import PassInputs
+from proxpo.replay.prefix import Prompts, Responses, states_of
+from proxpo.replay.whole import states_of_rows
 from proxpo.sampler._lean import attention_before
 from proxpo.sampler._lean import run as run_model
 from proxpo.sampler._weights import read
-from proxpo.train.pass_inputs import PassInputs
-from proxpo.train.prefix import Prompts, Responses, states_of
-from proxpo.train.whole import states_of_rows
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -133,6 +133,17 @@ def _scored(
     return [x.view(responses.shape) for x in scored]
 
 
+def token_bytes(policy: Policy, *, compares: bool) -> int:
+    """Bytes that a token takes between forward and backward pass, from the model's shape."""
+    shape = policy.model.config.get_text_config()
+    hidden = shape.hidden_size
+    inner = getattr(shape, "intermediate_size", None) or 4 * hidden
+    kept = shape.num_hidden_layers * (32 * hidden + 6 * inner) * policy.dtype.itemsize
+    if getattr(policy.model, "is_gradient_checkpointing", False):
+        kept //= 10
+    return kept * (2 if compares else 1)
+
+
 class PolicyPass:
     """Forward and backward of the policy on inputs of one shape, recorded or run anew each time.
 
@@ -216,5 +227,6 @@ __all__ = [
     "Scored",
     "prompts_once",
     "rows_alone",
+    "token_bytes",
     "whole_rows",
 ]

@@ -116,6 +116,8 @@ class PolicyGraphs:
         """`logp` of the response tokens, and their entropy if wanted; 0 at masked places."""
         run = self._open or self._plain(experience, Scored(temperature, entropy))
         results = _Replay.apply(self._anchor, self, run)
+        if not torch.is_grad_enabled():
+            run.forget()
         rows, tokens = experience.mask.shape
         names = ("logp", "entropy") if entropy else ("logp",)
         return {

@@ -111,6 +111,14 @@ def test_a_backward_after_another_forward_is_refused():
         first.sum().backward()
 
 
+def test_a_pass_without_gradient_keeps_no_activations():
+    rows, learner = make_rows(**ROWS), learner_of(make_model(), True)
+    with torch.no_grad():
+        forward(learner, rows, LogpOptions(temperature=1.0, micro_batch=9))
+    (kept,) = learner.graphs._runs.values()
+    assert not kept.results
+
+
 def test_what_cannot_be_recorded_is_refused():
     with pytest.raises(ProxpoError, match=r"train\.graphs=on .*: it needs a CUDA device"):
         build_job(load_config("quickstart", ["train.graphs=on", "device=cpu"]))

@@ -19,7 +19,8 @@ SETTING = "graphs"
 class Completions:
     """Prompts and completions of a micro-batch as a recorded pass reads them.
 
-    group: of the completions that a transform compares; None where none does
+    tokens: of the longest completion
+    groups: of the completions that a transform compares, if one does
     """
 
     input_ids: Int[Tensor, "seq pos"]
@@ -44,8 +45,11 @@ class Completions:
 
     def split(self, rows: int | None) -> Iterator["Completions"]:
         """Parts of so many rows."""
-        for part in torch.arange(len(self.input_ids)).split(rows or len(self.input_ids)):
-            yield Completions(self.input_ids[part], self.attention_mask[part], self.tokens)
+        if rows is None:
+            yield self
+            return
+        for part in zip(self.input_ids.split(rows), self.attention_mask.split(rows)):
+            yield Completions(*part, self.tokens)
 
 
 def policy_graphs(trainer: Any, transform: Any, *, wanted: str) -> PolicyGraphs | None:

@@ -67,8 +67,8 @@ METRICS = {
     "update_s": "timing_s/update_actor",
     "sync_s": "timing_s/update_weights",
     "tokens": "perf/total_num_tokens",
-    "allocated_gib": "perf/max_memory_allocated_gb",
-    "reserved_gib": "perf/max_memory_reserved_gb",
+    "allocated_gib": "actor/perf/max_memory_allocated_gb",
+    "reserved_gib": "actor/perf/max_memory_reserved_gb",
     "probability_gap": "training/rollout_probs_diff_mean",
     "grad_norm": "actor/grad_norm",
 }

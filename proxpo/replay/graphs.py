@@ -111,24 +111,24 @@ class PolicyGraphs:
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
 
     def fields(
-        self, experience: Sequences, *, temperature: float, entropy: bool
+        self, sampled: Sequences, *, temperature: float, entropy: bool
     ) -> dict[str, Float[Tensor, "seq tok"]]:
         """`logp` of the response tokens, and their entropy if wanted; 0 at masked places."""
-        run = self._open or self._plain(experience, Scored(temperature, entropy))
+        run = self._open or self._plain(sampled, Scored(temperature, entropy))
         results = _Replay.apply(self._anchor, self, run)
         if not torch.is_grad_enabled():
             run.forget()
-        rows, tokens = experience.mask.shape
+        rows, tokens = sampled.mask.shape
         names = ("logp", "entropy") if entropy else ("logp",)
         return {
-            name: torch.where(experience.mask, result[:rows, :tokens], 0.0)
+            name: torch.where(sampled.mask, result[:rows, :tokens], 0.0)
             for name, result in zip(names, results)
         }
 
     @contextmanager
     def applied(
         self,
-        experience: Sequences,
+        sampled: Sequences,
         *,
         advantages: Float[Tensor, " seq"],
         temperature: float,
@@ -138,7 +138,7 @@ class PolicyGraphs:
         assert self.transform is not None
         wanted = Scored(temperature, entropy)
         make = self._plain if self.transform.from_head else self._transformed
-        run = make(experience, wanted, advantages)
+        run = make(sampled, wanted, advantages)
         assert run.rows is not None
         replayed = self.transform.replayed if run.recorded else self.transform.padded
         with replayed(self.policy.model, run.rows):
@@ -151,7 +151,7 @@ class PolicyGraphs:
 
     def _plain(
         self,
-        experience: Sequences,
+        sampled: Sequences,
         wanted: Scored,
         advantages: Float[Tensor, " seq"] | None = None,
     ) -> PolicyPass:
@@ -159,7 +159,7 @@ class PolicyGraphs:
 
         advantages: of the transform that scales responses at the head, if it is to be applied
         """
-        shared, rows = pass_inputs(experience), row_inputs(experience)
+        shared, rows = pass_inputs(sampled), row_inputs(sampled)
         dtype = None if advantages is None else _advantage_dtype(advantages)
         if advantages is not None:
             self._drop_stale()
@@ -192,7 +192,7 @@ class PolicyGraphs:
             )
         run.load(inputs)
         if advantages is not None:
-            self._load_transformed(run, _response_sequences(experience), advantages)
+            self._load_transformed(run, _response_sequences(sampled), advantages)
             return run
         self._record(run, lambda record: run.record(record))
         run.runs += 1
@@ -213,18 +213,18 @@ class PolicyGraphs:
         return PolicyPass((ids, start), compute, self.gradients, rows=buffers)
 
     def _transformed(
-        self, experience: Sequences, wanted: Scored, advantages: Float[Tensor, " seq"]
+        self, sampled: Sequences, wanted: Scored, advantages: Float[Tensor, " seq"]
     ) -> PolicyPass:
         """The pass for these rows under a transform of single layers, loaded with them."""
         assert self.transform is not None
         self._drop_stale()
         dtype = _advantage_dtype(advantages)
-        members = members_of(experience.group) if by_prompt(self.transform.rule) else None
+        members = members_of(sampled.group) if by_prompt(self.transform.rule) else None
         sizes = None
         if members is not None:
             sizes = rounded(len(members)), rounded(max(map(len, members)))
         kind = ("transformed", sizes, wanted, dtype)
-        inputs = row_inputs(experience)
+        inputs = row_inputs(sampled)
         shape = self._shape(kind, inputs.shape)
         inputs = inputs.padded(shape)
 
@@ -331,10 +331,10 @@ def _advantage_dtype(advantages: Float[Tensor, " seq"]) -> torch.dtype:
     return torch.float64 if advantages.dtype == torch.float64 else torch.float32
 
 
-def _response_sequences(experience: Sequences) -> Int[Tensor, "seq tok"]:
+def _response_sequences(sampled: Sequences) -> Int[Tensor, "seq tok"]:
     """The number of each scored token's row, -1 elsewhere."""
-    number = torch.arange(len(experience.mask), device=experience.mask.device)[:, None]
-    return torch.where(experience.mask, number, -1)
+    number = torch.arange(len(sampled.mask), device=sampled.mask.device)[:, None]
+    return torch.where(sampled.mask, number, -1)
 
 
 class CudaRecorder:

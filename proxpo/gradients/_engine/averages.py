@@ -65,6 +65,8 @@ class Averages:
     def waiting(self) -> dict[str, Float[Tensor, ""]]:
         """Means of the squares that wait, by quantity, over all parameters and sequences."""
         names = list(dict.fromkeys(key for part in self._pending for key in part.keys))
+        if not names:  # a transform that measures no lengths
+            return {}
         totals, counts = self._totals(names)
         means = {}
         for quantity in dict.fromkeys(_quantity(name) for name in names):

@@ -18,11 +18,10 @@ class Collected(NamedTuple):
     squares: Float[Tensor, "*any"]
     counts: tuple[float, ...]  # sequences behind the squares of each key
 
-    def owners(self, place: dict[str, int]) -> list[int]:
-        """The place of the key of every square."""
-        if len(self.keys) == 1:
-            return [place[self.keys[0]]] * self.squares.numel()
-        return [place[key] for key in self.keys]
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of keys, and of the squares of each."""
+        return len(self.keys), self.squares.numel() // len(self.keys)
 
 
 class Averages:
@@ -121,18 +120,20 @@ class Averages:
 
     def _totals(self, names: list[str]) -> tuple[Float[Tensor, " key"], Float[Tensor, " key"]]:
         """Sums and counts by key, in few operations however many keys there are."""
-        parts, place = self._pending, {name: number for number, name in enumerate(names)}
-        device = parts[0].squares.device if parts else _device()
+        place = {name: number for number, name in enumerate(names)}
+        device = self._pending[0].squares.device if self._pending else _device()
         totals = torch.zeros(len(names), dtype=torch.float64, device=device)
         counts = [0.0] * len(names)
-        if not parts:
-            return totals, torch.zeros_like(totals)
-        owner = torch.tensor([p for part in parts for p in part.owners(place)], device=device)
-        flat = torch.cat([part.squares.reshape(-1).to(device) for part in parts])
-        for part in parts:
+        alike: dict[tuple[int, int], list[Collected]] = {}
+        for part in self._pending:
+            alike.setdefault(part.shape, []).append(part)
             for key, count in zip(part.keys, part.counts):
                 counts[place[key]] += count
-        return totals.index_add_(0, owner, flat.double()), totals.new_tensor(counts)
+        for shape, parts in alike.items():
+            squares = torch.stack([part.squares.reshape(shape).to(device) for part in parts])
+            owner = torch.tensor([place[key] for part in parts for key in part.keys], device=device)
+            totals.index_add_(0, owner, squares.sum(dim=2, dtype=torch.float64).flatten())
+        return totals, totals.new_tensor(counts)
 
 
 def _quantity(key: str) -> str:

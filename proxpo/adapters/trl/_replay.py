@@ -61,7 +61,7 @@ def policy_graphs(trainer: Any, transform: Any, *, wanted: str) -> PolicyGraphs 
         return None
     dtype = torch.bfloat16 if trainer.args.bf16 else trainer.model.dtype
     tokenizer = trainer._tokenizer
-    room = trainer.model.config.max_position_embeddings
+    room = getattr(trainer.model.config, "max_position_embeddings", 0)  # other families: refused
     policy = Policy(
         trainer.model, tokenizer, trainer.eos_token_ids, tokenizer.pad_token_id, "TRL", room, dtype
     )
@@ -76,7 +76,7 @@ def policy_graphs(trainer: Any, transform: Any, *, wanted: str) -> PolicyGraphs 
 
 
 def _host_reason(trainer: Any) -> str:
-    """What speaks against it in how TRL runs the model; empty if nothing does."""
+    """The reason why passes cannot be recorded under this TRL configuration; empty if they can."""
     if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled:
         return "it works in one process"
     if trainer.is_fsdp_enabled:

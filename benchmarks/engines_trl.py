@@ -43,7 +43,7 @@ from proxpo.settings import make_recipe
 # dapo's penalty would begin at ten tokens, where the right answers end.
 METHODS = (TRL, "isopo", "isopo-ntk", "p3o", "kpo", "gspo", "dapo overlong=off")
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"graphs": "off"},
     "lora": {"lora": True},
     "checkpointing": {"gradient_checkpointing": True},
     "graphs": {"graphs": "on"},
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> Record:
             else:
                 runs[name] = replace(options, recipe=arm, **VARIANTS[variant])
                 if arm == TRL:
-                    runs[name] = replace(runs[name], graphs="off")  # which it does not have
+                    runs[name] = replace(runs[name], graphs="off")  # it has none
         side_by_side(runs, record, args.warm_up)
     print(*summed_up(record, args.warm_up), sep="\n")
     return record

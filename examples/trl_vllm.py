@@ -50,7 +50,7 @@ class Options:
     lora: bool = False
     gradient_checkpointing: bool = False
     vllm: bool = True
-    graphs: str = "off"  # of ProxpoTrainer
+    graphs: str = "auto"  # of ProxpoTrainer
     updates: int = 1
     seed: int = 0
 
@@ -136,7 +136,7 @@ def make_trainer(
         "peft_config": lora_config() if options.lora else None,
     }
     if options.recipe == TRL:
-        if options.graphs != "off":
+        if options.graphs == "on":
             raise ValueError("TRL's own GRPO replays no graphs: leave out --graphs")
         return GRPOTrainer(**common)
     recipe, *words = options.recipe.split()

@@ -85,6 +85,8 @@ def _host_reason(trainer: Any) -> str:
         return "fp16 scales its losses"
     if trainer.args.gradient_checkpointing:
         return "it keeps activations, and gradient_checkpointing does not"
+    if trainer.args.use_vllm and trainer.args.vllm_enable_sleep_mode:
+        return "it keeps its memory, which vllm_enable_sleep_mode lends to vLLM"
     return ""
 
 

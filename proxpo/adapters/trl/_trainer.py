@@ -104,8 +104,8 @@ class ProxpoTrainer(GRPOTrainer):
     recipe: the name of a method, or a Recipe. recipe_options: its options and stages, by name.
     batch_every: steps between batches saved in OUTPUT_DIR/batches, for `proxpo inspect --run
     OUTPUT_DIR`; a batch is a whole rollout, saved with the number of its last step; 0: none.
-    graphs: "on" replays the model's forward and backward pass as CUDA graphs, for the Llama family
-    in one process without adapters; "auto" where it can be done, "off" nowhere.
+    graphs: "auto" replays the model's forward and backward pass as CUDA graphs where that can be
+    done, for the Llama family in one process without adapters; "on" refuses elsewhere.
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
     if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Arguments
@@ -130,7 +130,7 @@ class ProxpoTrainer(GRPOTrainer):
         recipe: str | Recipe = "isopo",
         recipe_options: Settings | None = None,
         batch_every: int = 0,
-        graphs: str = "off",
+        graphs: str = "auto",
         **trl: Any,
     ) -> None:
         graphs = resolve(graphs, ("auto", "on", "off"), what="graphs of ProxpoTrainer")

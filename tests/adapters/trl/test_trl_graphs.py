@@ -5,6 +5,7 @@ import torch
 from recorder import record
 from trl_runs import losses, seen, trainer
 
+from proxpo.adapters.trl._replay import policy_graphs
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
 from proxpo.replay import PolicyGraphs
@@ -45,4 +46,8 @@ def test_where_passes_cannot_be_recorded_the_wish_is_refused(tmp_path):
         trainer(tmp_path, "p3o", graphs="on", gradient_checkpointing=True)
     with pytest.raises(ProxpoError, match="did you mean"):
         trainer(tmp_path, "p3o", graphs="of")
-    assert trainer(tmp_path, "p3o", graphs="auto")._graphs is None
+    ours = trainer(tmp_path, "p3o")
+    assert ours._graphs is None
+    ours.args.use_vllm = ours.args.vllm_enable_sleep_mode = True
+    with pytest.raises(ProxpoError, match="keeps its memory"):
+        policy_graphs(ours, None, wanted="on")

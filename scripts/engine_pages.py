@@ -151,12 +151,13 @@ a variant took turns in one process, a step each, so that a slow minute of the h
 of them; seconds are medians of the steps after the third, rewards the means of the first and of the
 last five steps. *Gap*: mean |log pi| between sampler and trainer at the first step. *Memory*: of a
 step at most, on top of what is held between steps. `plain` has TRL's own passes (`graphs="off"`),
-`graphs` is what `ProxpoTrainer` does by default: recorded passes, whose memory is held between steps. With them every method that was measured is quicker than TRL's GRPO;
-without, and with gradient checkpointing, ISOPO misses our goal of 1.10x, by the time in which the
-host launches its kernels, and ISOPO-NTK by more. LoRA (rank 16 at ten times the rate) is an earlier
-run whose arms followed one another: differences below a quarter say little there. `dapo` as it is
-penalises what is longer than four fifths of the limit, ten tokens, where the right answers end: it
-learns to be short, not to add (`lora`), and adds with `overlong=off`.
+`graphs` is what `ProxpoTrainer` does by default: recorded passes, whose memory is held between
+steps. With them every method that was measured is quicker than TRL's GRPO; without, and with
+gradient checkpointing, ISOPO misses our goal of 1.10x, by the time in which the host launches its
+kernels, and ISOPO-NTK by more. LoRA (rank 16 at ten times the rate) is an earlier run whose arms
+followed one another: differences below a quarter say little there. `dapo` as it is penalises what
+is longer than four fifths of the limit, ten tokens, where the right answers end: it learns to be
+short, not to add (`lora`), and adds with `overlong=off`.
 
 {table(("run", "seconds a step", "over TRL", "reward", "gap", "memory"), trl_rows())}
 ![Rewards in TRL with vLLM](results/engines/trl-vllm.svg)

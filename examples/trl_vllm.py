@@ -156,7 +156,10 @@ def lora_config() -> Any:
 
 
 def run(options: Options, on_row: Callable[[dict[str, float]], None]) -> dict[str, Any]:
-    """Trains; returns the rows of all steps, and whether the gap is corrected for."""
+    """Trains; returns the rows of all steps, and whether the gap is corrected for.
+
+    recorded_gib: memory that recorded passes hold between the steps
+    """
     gpu = torch.cuda.is_available()
     policy = load_policy(options.model, device="cuda" if gpu else "cpu")
     task = make_task(options.task)
@@ -173,7 +176,9 @@ def run(options: Options, on_row: Callable[[dict[str, float]], None]) -> dict[st
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StepLog(keep))
         trainer.train()
-    return {"steps": rows, "corrected": corrects(trainer)}
+    graphs = getattr(trainer, "_graphs", None)
+    recorded = {} if graphs is None else {"recorded_gib": round(graphs.held_bytes / 2**30, 3)}
+    return {"steps": rows, "corrected": corrects(trainer), **recorded}
 
 
 def corrects(trainer: GRPOTrainer) -> bool:

@@ -183,7 +183,8 @@ def trl_rows() -> list[tuple[str, ...]]:
         rewards = [step["reward"] for step in entry["steps"]]
         first, last = statistics.mean(rewards[:5]), statistics.mean(rewards[-5:])
         relative = f"{entry.get('relative', 1):.2f}x"
-        memory = "held" if entry["gib"] < 1 else f"{entry['gib']:.0f} GiB"
+        gib = entry["gib"] + entry.get("recorded_gib", 0)
+        memory = "held" if gib < 1 else f"{gib:.0f} GiB"
         rows.append(
             (name.replace("/", ", "), f"{entry['median_s']:.2f}", relative,
              f"{first:.2f} to {last:.2f}", f"{entry['steps'][0]['gap']:.3f}", memory)

@@ -125,6 +125,11 @@ class PolicyGraphs:
             for name, result in zip(names, results)
         }
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that recordings keep between passes."""
+        return self.record.bytes if isinstance(self.record, CudaRecorder) else 0
+
     @contextmanager
     def applied(
         self,
@@ -338,10 +343,11 @@ def _response_sequences(sampled: Sequences) -> Int[Tensor, "seq tok"]:
 
 
 class CudaRecorder:
-    """Records functions as CUDA graphs that share one pool of memory."""
+    """Records functions as CUDA graphs that share one pool of memory, of so many bytes."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.bytes = 0
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -352,7 +358,9 @@ class CudaRecorder:
                 torch.cuda.stream(torch.cuda.current_stream()),  # again after a failed capture
                 torch.cuda.graph(graph, pool=self.pool),
             ):
+                before = torch.cuda.memory_reserved()  # entering gave back what was free
                 function()
+                self.bytes += torch.cuda.memory_reserved() - before
         except BaseException:
             generator.graphsafe_set_state(state)  # the capture still holds the present one
             raise

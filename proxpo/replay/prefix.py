@@ -70,6 +70,7 @@ def computes(model: nn.Module) -> bool:
     half = any(p.dtype.itemsize < 4 for p in model.parameters())
     dropout = model.training and getattr(model.config, "attention_dropout", 0.0)  # type: ignore[arg-type]
     hooked = any(getattr(m, name) for m in model.modules() for name in _HOOKS)
+    hooked |= any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     adapted = any(hasattr(m, "base_layer") for m in model.modules())
     checkpointed = getattr(model, "is_gradient_checkpointing", False)
     return not (half or dropout or hooked or adapted or checkpointed)

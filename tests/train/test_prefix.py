@@ -158,6 +158,9 @@ def test_what_lives_in_modules_runs_through_them():
     assert shares_prompts(make_model())
     hooked = make_model()
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    watched, released = make_model(), make_model()
+    watched.model.norm.weight.register_hook(lambda g: g)
+    released.model.norm.weight.register_post_accumulate_grad_hook(lambda p: None)
     half = make_model().bfloat16()
     dropping = make_model("llama").train()
     assert shares_prompts(dropping)
@@ -168,7 +171,17 @@ def test_what_lives_in_modules_runs_through_them():
     adapted = get_peft_model(
         make_model(), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
     )
-    models = [hooked, half, dropping, checkpointed, other, adapted, adapted.get_base_model()]
+    models = [
+        hooked,
+        watched,
+        released,
+        half,
+        dropping,
+        checkpointed,
+        other,
+        adapted,
+        adapted.get_base_model(),
+    ]
     assert [shares_prompts(model) for model in models] == [False] * len(models)
 
 

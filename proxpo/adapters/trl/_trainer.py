@@ -10,7 +10,7 @@ import sys
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,17 @@ class ProxpoTrainer(GRPOTrainer):
             self.add_callback(_BeforeOptimizerStep(self))
         if args.use_vllm:
             mend_sync(self.vllm_generation)
-        self._graphs = policy_graphs(self, self._transform, wanted=graphs)
+        self._graphs_wanted = graphs
+        if graphs == "on":
+            self._find_graphs()  # to refuse now rather than at the first step
+
+    @cached_property
+    def _graphs(self) -> PolicyGraphs | None:
+        """Recorded passes, if the model suits them as it is at the first pass, hooks and all."""
+        return self._find_graphs()
+
+    def _find_graphs(self) -> PolicyGraphs | None:
+        return policy_graphs(self, self._transform, wanted=self._graphs_wanted)
 
     # --- rollout: group logic where the groups are whole
 

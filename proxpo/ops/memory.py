@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 
 import torch
 
@@ -11,7 +12,12 @@ _NO_MEMORY = re.compile(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that this process may still take, within its share of the whole."""
+    """Bytes of a GPU that this process may still take, within its share of the whole.
+
+    Of a CPU's memory nothing is known: more than anything needs.
+    """
+    if device.type != "cuda":
+        return sys.maxsize
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     share = int(torch.cuda.get_per_process_memory_fraction(device) * total)

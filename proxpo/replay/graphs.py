@@ -128,7 +128,7 @@ class PolicyGraphs:
     @property
     def held_bytes(self) -> int:
         """Memory that recordings keep between passes."""
-        return self.record.bytes if isinstance(self.record, CudaRecorder) else 0
+        return getattr(self.record, "bytes", 0)
 
     @contextmanager
     def applied(
@@ -200,6 +200,7 @@ class PolicyGraphs:
             self._load_transformed(run, _response_sequences(sampled), advantages)
             return run
         self._record(run, lambda record: run.record(record))
+        self._make_room(run)
         run.runs += 1
         return run
 
@@ -262,6 +263,7 @@ class PolicyGraphs:
                 run.record(record, last=session.keep_results)
 
         self._record(run, record)
+        self._make_room(run)
 
     def _drop_stale(self) -> None:
         """Drops passes whose trailing averages have moved in memory."""
@@ -308,15 +310,31 @@ class PolicyGraphs:
 
     def _fits(self, run: PolicyPass) -> bool:
         """True if memory holds what a recording keeps from its forward to its backward pass."""
-        if self.policy.device.type != "cuda":
-            return True
-        compares = self.transform is not None and self.transform.compares
-        # Recorded passes keep about half of what those of modules do.
-        needed = run.positions * token_bytes(self.policy, compares=compares) // 2
+        needed = self._needed(run)
         fits = needed <= free_memory(self.policy.device)
         if not fits:
             self._notice(f"a recording would take {needed / 2**30:.1f} GiB more")
         return fits
+
+    def _make_room(self, run: PolicyPass) -> None:
+        """Gives all recordings up where a pass that is run anew has no room beside them.
+
+        Their memory counts as free: the next recording uses it again, but nothing else does.
+        """
+        needed, held = self._needed(run), self.held_bytes
+        if run.recorded or not held or needed <= free_memory(self.policy.device) - held:
+            return
+        self.record = None
+        self._runs.clear()
+        self._notice(
+            f"a pass of {needed / 2**30:.1f} GiB has no room beside {held / 2**30:.1f} GiB of "
+            "recordings, which are given up"
+        )
+
+    def _needed(self, run: PolicyPass) -> int:
+        """Bytes from the forward to the backward pass, about half of what those of modules take."""
+        compares = self.transform is not None and self.transform.compares
+        return run.positions * token_bytes(self.policy, compares=compares) // 2
 
     def _notice(self, reason: str) -> None:
         """Says once why passes are not recorded."""

@@ -37,6 +37,7 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
 }
 LENGTHS = ([2, 5, 1, 4, 3, 5], [9, 1, 2, 2, 7, 3])  # two micro-batches of one padded shape
+LONGER = [70, 9, 2, 2, 7, 3]
 
 
 def make_model(name: str) -> nn.Module:
@@ -193,6 +194,31 @@ def test_a_recording_without_memory_frees_the_others():
         result = updates(model, ours, partial(replayed, graphs), number=2)
     assert not graphs._runs
     assert_close(result, updates(model, plain, partial(ordinary, model, plain), number=2), **EXACT)
+
+
+def test_a_pass_without_room_beside_the_recordings_takes_their_place(monkeypatch):
+    """What recordings hold looks free to PyTorch, but only a further recording may use it."""
+
+    class Recorder:
+        bytes = 5 * 2**30
+
+        def __call__(self, function):
+            return record(function)
+
+    model, ours, plain = make_model("llama"), TRANSFORMS["isopo"](), TRANSFORMS["isopo"]()
+    graphs = make_graphs(model, ours, Recorder())
+    run = partial(replayed, graphs)
+    expected = [
+        updates(model, plain, partial(ordinary, model, plain), lengths=lengths)
+        for lengths in (LENGTHS, (LONGER, LONGER))
+    ]
+    assert_close(updates(model, ours, run), expected[0], **EXACT)
+    assert all(known.recorded for known in graphs._runs.values())
+    monkeypatch.setattr("proxpo.replay.graphs.free_memory", lambda device: graphs.held_bytes)
+    with pytest.warns(UserWarning, match="no room beside 5.0 GiB of recordings, which are given"):
+        assert_close(updates(model, ours, run, lengths=(LONGER, LONGER)), expected[1], **EXACT)
+    assert not any(known.recorded for known in graphs._runs.values())
+    assert graphs.held_bytes == 0
 
 
 def test_a_mini_batch_in_recorded_passes_is_that_of_the_modules(tmp_path):

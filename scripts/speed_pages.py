@@ -430,27 +430,28 @@ def draw_steps(_: dict[str, Any], canvas: Any) -> None:
 
 
 def draw_rewards(data: dict[str, Any], canvas: Any) -> None:
-    """Rewards over the steps of each method, one panel for each task and variant."""
+    """Rewards over the steps of each method, a panel for each variant of the sums."""
     from proxpo.runs.page import PALETTE
 
     panels: dict[str, dict[str, list[float]]] = {}
     for name, entry in data["entries"].items():
         task, method, variant = name.split("/")
-        rewards = [step["reward"] for step in entry["steps"]]
-        panels.setdefault(f"{task}, {variant}", {})[method] = rewards
+        if task == "arithmetic-chat":  # on the other task nothing is learnt
+            rewards = [step["reward"] for step in entry["steps"]]
+            panels.setdefault(variant, {})[method.split()[0]] = rewards
     known = dict.fromkeys(method for curves in panels.values() for method in curves)
     colours = {method: colour for method, (colour, _) in zip(known, PALETTE)}
-    for axis, (title, curves) in zip(
-        canvas.subplots(1, len(panels), squeeze=False)[0], panels.items()
-    ):
+    lines = {}
+    axes = canvas.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axis, (title, curves) in zip(axes, panels.items()):
         for method, rewards in curves.items():
             steps = range(1, len(rewards) + 1)
-            axis.plot(steps, rewards, color=colours[method], label=method, linewidth=1.4)
+            (lines[method],) = axis.plot(steps, rewards, color=colours[method], linewidth=1.4)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.set_ylabel("reward")
-        axis.legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel("reward")
+    canvas.legend(lines.values(), lines, frameon=False, loc="outside right center")
 
 
 DRAWINGS = {"growth": draw_growth, "steps": draw_steps, "trl-vllm": draw_rewards}

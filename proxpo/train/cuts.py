@@ -84,17 +84,26 @@ class TokenBudget:
     """The most tokens of a micro-batch, padding included: prompts that are run, and responses.
 
     The budget is halved where memory runs out, and stays so for the rest of the run.
+
+    most: tokens of rows that are left whole because a cut would make them run twice
     """
 
     tokens: int = CPU_TOKENS
+    most: int = 0
     on_notice: Callable[[str], None] = lambda line: None
 
-    def cut(self, rows: Rows) -> Cut:
+    def cut(self, rows: Rows, *, runs_twice: Callable[[], bool] = lambda: False) -> Cut:
         """Micro-batches of rows of like length, the longest first; all rows in one where they fit.
 
         A row longer than the budget is a micro-batch of its own.
+
+        runs_twice: whether rows that are cut take a further pass; asked only where it matters
         """
-        return [torch.tensor(part, device=rows.mask.device) for part in self._parts(rows)]
+        parts = _parts(rows, self.tokens)
+        whole = _parts(rows, self.most) if len(parts) > 1 and self.most else parts
+        if len(whole) == 1 and runs_twice():
+            parts = whole
+        return [torch.tensor(part, device=rows.mask.device) for part in parts]
 
     def run(
         self,
@@ -102,17 +111,18 @@ class TokenBudget:
         work: Callable[[Cut], Result],
         *,
         undo: Callable[[], None] = lambda: None,
+        runs_twice: Callable[[], bool] = lambda: False,
     ) -> Result:
         """Does `work` on the micro-batches; from the start again, on finer ones, without memory.
 
         undo: removes what an attempt that failed has left.
         """
         while True:
-            cut = self.cut(rows)
+            cut = self.cut(rows, runs_twice=runs_twice)
             try:
                 return work(cut)
             except Exception as error:
-                if not is_out_of_memory(error) or not self._halve(rows):
+                if not is_out_of_memory(error) or not self._halve(rows, len(cut)):
                     raise
                 traceback.clear_frames(error.__traceback__)  # frees the tensors of the attempt
             undo()
@@ -120,29 +130,30 @@ class TokenBudget:
             if rows.mask.is_cuda:
                 torch.cuda.empty_cache()
 
-    def _halve(self, rows: Rows) -> bool:
-        """Halves the budget until these rows are cut finer; False where they cannot be."""
-        before, now = self.tokens, len(self._parts(rows))
-        while self.tokens > 1:
-            self.tokens //= 2
-            if len(self._parts(rows)) > now:
-                self.on_notice(
-                    f"out of memory: micro-batches hold at most {self.tokens:,} tokens from now "
-                    f"on, not {before:,} (train.micro_batch=auto)"
-                )
-                return True
-        self.tokens = before
-        return False
+    def _halve(self, rows: Rows, now: int) -> bool:
+        """Halves the budget until these rows are cut finer than now; False where they cannot be."""
+        halved = (self.tokens >> times for times in range(self.tokens.bit_length()))
+        finer = next((tokens for tokens in halved if len(_parts(rows, tokens)) > now), None)
+        if finer is None:
+            return False
+        before = self.tokens if finer < self.tokens else self.most
+        self.on_notice(
+            f"out of memory: micro-batches hold at most {finer:,} tokens from now on, not "
+            f"{before:,} (train.micro_batch=auto)"
+        )
+        self.tokens, self.most = finer, 0
+        return True
 
-    def _parts(self, rows: Rows) -> list[list[int]]:
-        """Row numbers of each micro-batch."""
-        parts: list[Unit] = []
-        for unit in sorted(rows.units(self.tokens), key=lambda x: -(x.prompt + x.response)):
-            if parts and (joined := parts[-1].joined(unit)).area <= self.tokens:
-                parts[-1] = joined
-            else:
-                parts.append(unit)
-        return [sorted(part.rows) for part in parts]
+
+def _parts(rows: Rows, tokens: int) -> list[list[int]]:
+    """Row numbers of each micro-batch, under a budget of so many tokens."""
+    parts: list[Unit] = []
+    for unit in sorted(rows.units(tokens), key=lambda x: -(x.prompt + x.response)):
+        if parts and (joined := parts[-1].joined(unit)).area <= tokens:
+            parts[-1] = joined
+        else:
+            parts.append(unit)
+    return [sorted(part.rows) for part in parts]
 
 
 def restored(parts: list[Tensor], cut: Cut, *, sorted_rows: bool) -> Tensor:
@@ -156,7 +167,7 @@ def restored(parts: list[Tensor], cut: Cut, *, sorted_rows: bool) -> Tensor:
     return torch.empty_like(joined).index_copy_(0, torch.cat(cut), joined)
 
 
-def fitted_tokens(policy: Policy, transform: Transform | None = None) -> int:
+def fitted_budget(policy: Policy, transform: Transform | None = None) -> TokenBudget:
     """The budget of a model: fixed on a CPU; on a GPU half of the free memory, up to a limit.
 
     A token of a forward and backward pass keeps about 32 hidden and 6 inner states a layer, in the
@@ -166,13 +177,13 @@ def fitted_tokens(policy: Policy, transform: Transform | None = None) -> int:
     """
     model, device = policy.model, policy.device
     if device.type != "cuda":
-        return CPU_TOKENS
+        return TokenBudget(CPU_TOKENS)
     room = free_memory(device) - sum(16 * p.numel() for p in model.parameters() if p.requires_grad)
     compares = transform is not None and transform.compares
     fitting = room // 2 // token_bytes(policy, compares=compares)
     limit = GPU_TOKENS if transform is None or compares else ISOPO_TOKENS
-    power = 1 << max(fitting, 1).bit_length() - 1  # the same from run to run
-    return limit if fitting >= limit else max(power, LEAST_TOKENS)
+    power = max(1 << max(fitting, 1).bit_length() - 1, LEAST_TOKENS)  # the same from run to run
+    return TokenBudget(limit if fitting >= limit else power, most=power)
 
 
 def _columns_before(x: Bool[Tensor, "seq pos"]) -> Int[Tensor, " seq"]:
@@ -180,4 +191,4 @@ def _columns_before(x: Bool[Tensor, "seq pos"]) -> Int[Tensor, " seq"]:
     return (x.int().cumsum(dim=1) == 0).sum(dim=1)
 
 
-__all__ = ["Cut", "Result", "Rows", "TokenBudget", "fitted_tokens", "restored"]
+__all__ = ["Cut", "Result", "Rows", "TokenBudget", "fitted_budget", "restored"]

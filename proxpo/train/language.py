@@ -30,7 +30,7 @@ from proxpo.settings import at_length
 from proxpo.stages.ratio.latent import thought_noise
 from proxpo.train.collect import Collected, Collector, SamplingOptions, Source, collect
 from proxpo.train.config import Config
-from proxpo.train.cuts import TokenBudget, fitted_tokens
+from proxpo.train.cuts import fitted_budget
 from proxpo.train.evaluate import Examination, evaluate
 from proxpo.train.experience import Experience
 from proxpo.train.job import Examined
@@ -379,7 +379,7 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         transform=transform,
         graphs=_graphs(config, policy, recipe, critic=critic is not None, transform=transform),
         state=recipe.init_state(),
-        budget=TokenBudget(fitted_tokens(policy, transform)),
+        budget=fitted_budget(policy, transform),
     )
 
 

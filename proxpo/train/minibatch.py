@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from proxpo.backward import BackwardPass, backward_pass, policy_term, sums_over_step
+from proxpo.backward import (
+    BackwardPass,
+    asks_for_sums,
+    backward_pass,
+    policy_term,
+    sums_over_step,
+)
 from proxpo.compose import count, policy_loss
 from proxpo.ops.metering import combined
 from proxpo.ops.shapes import Tensor
@@ -53,8 +59,14 @@ def gradients(
     def work(parts: Cut) -> tuple[Metrics, Batch]:
         return _accumulated(learner, recipe, data, parts, options, ctx, seed, rescale)
 
-    undo = _gradient_reset(learner) if options.micro_batch is None else lambda: None
-    return in_micro_batches(learner, data.experience, options, work, undo=undo)
+    return in_micro_batches(
+        learner,
+        data.experience,
+        options,
+        work,
+        undo=_gradient_reset(learner) if options.micro_batch is None else lambda: None,
+        runs_twice=lambda: asks_for_sums(recipe, data.batch, ctx),
+    )
 
 
 def _accumulated(

@@ -108,13 +108,15 @@ def in_micro_batches(
     work: Callable[[Cut], Result],
     *,
     undo: Callable[[], None] = lambda: None,
+    runs_twice: Callable[[], bool] = lambda: False,
 ) -> Result:
     """`work` on the row numbers of each micro-batch.
 
     Where they are cut by tokens, `undo` and `work` run again on finer ones when memory runs out.
     """
     if options.micro_batch is None:
-        return learner.budget.run(learner.shape(experience), work, undo=undo)
+        shape = learner.shape(experience)
+        return learner.budget.run(shape, work, undo=undo, runs_twice=runs_twice)
     rows = torch.arange(len(experience.mask), device=experience.mask.device)
     return work(list(rows.split(options.micro_batch)))
 

@@ -32,7 +32,7 @@ from proxpo.runs.folder import hold_folder
 from proxpo.runs.stop import StopRequest, stop_on_signal
 from proxpo.settings import parse_setting
 from proxpo.stages._options import bind
-from proxpo.train.cuts import Cut, TokenBudget, fitted_tokens
+from proxpo.train.cuts import Cut, fitted_budget
 from proxpo.train.experience import Experience
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.rollouts import fill_weights, restore_optimizer
@@ -296,7 +296,7 @@ def make_learner(settings: WarmupSettings, policy: Policy) -> Learner:
             settings.optimizer, policy.model, settings.lr, weight_decay=settings.weight_decay
         ),
         graphs=graphs,
-        budget=TokenBudget(fitted_tokens(policy)),
+        budget=fitted_budget(policy),
     )
 
 

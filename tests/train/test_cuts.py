@@ -18,7 +18,7 @@ from proxpo.settings import at_length
 from proxpo.train import cuts, evaluate, minibatch, scoring
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.config import load_config
-from proxpo.train.cuts import Rows, TokenBudget, fitted_tokens
+from proxpo.train.cuts import Rows, TokenBudget, _parts, fitted_budget
 from proxpo.train.episodes import play
 from proxpo.train.evaluate import distance
 from proxpo.train.experience import used_columns
@@ -69,18 +69,18 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(lengths, tokens, grou
 
 def test_groups_that_only_share_their_prompt_are_cut_where_they_exceed_the_budget():
     rows = made([(2, 3, 0), (2, 3, 1), (2, 3, 0), (2, 3, 1), (6, 9, 2), (6, 9, 2)])
-    assert TokenBudget(30)._parts(rows) == [[4, 5], [0, 1, 2, 3]]
-    assert TokenBudget(15)._parts(rows) == [[4], [5], [0, 2], [1, 3]]
-    assert TokenBudget(5)._parts(rows) == [[4], [5], [0], [2], [1], [3]]
-    assert TokenBudget(5)._parts(rows._replace(compared=True)) == [[4, 5], [0, 2], [1, 3]]
+    assert _parts(rows, 30) == [[4, 5], [0, 1, 2, 3]]
+    assert _parts(rows, 15) == [[4], [5], [0, 2], [1, 3]]
+    assert _parts(rows, 5) == [[4], [5], [0], [2], [1], [3]]
+    assert _parts(rows._replace(compared=True), 5) == [[4, 5], [0, 2], [1, 3]]
     once = rows._replace(shared=True)  # 6 + 2 * 9 positions, then 2 * (2 + 2 * 3)
-    assert TokenBudget(24)._parts(once) == [[4, 5], [0, 1, 2, 3]]
-    assert TokenBudget(15)._parts(once) == [[4], [5], [0, 2], [1, 3]]
+    assert _parts(once, 24) == [[4, 5], [0, 1, 2, 3]]
+    assert _parts(once, 15) == [[4], [5], [0, 2], [1, 3]]
 
 
 def test_rows_of_like_length_lie_together_the_longest_first():
     rows = made([(6, 1, 0), (1, 9, 0), (6, 9, 0), (1, 1, 0), (2, 1, 0), (6, 8, 0)])
-    cut = TokenBudget(30)._parts(rows._replace(group=None))
+    cut = _parts(rows._replace(group=None), 30)
     assert cut == [[2, 5], [0, 1], [3, 4]]
 
 
@@ -168,6 +168,23 @@ def test_a_lack_of_memory_leaves_nothing_of_the_attempt(tmp_path, slug, monkeypa
     assert found[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(before, job.learner.trainable()))
     assert len(notices) == 1
+    job.close()
+
+
+@pytest.mark.parametrize("slug", ["p3o", "grpo"])
+def test_a_mini_batch_stays_whole_where_a_cut_would_run_it_twice(slug, tmp_path, monkeypatch):
+    """P3O sums over the mini-batch before the first backward pass; GRPO does not."""
+    job = job_of(tmp_path, method=slug)
+    data, budget, notices = trained(job), job.learner.budget, []
+    budget.tokens, budget.most, budget.on_notice = 50, 1000, notices.append
+    sizes = out_of_memory(monkeypatch, minibatch, lambda number, rows: len(notices) < number == 2)
+    found = gradient_of(job, data, micro_batch=None)
+    assert (len(sizes) == 1) == (slug == "p3o")
+    finer = gradient_of(job, data, micro_batch=None)
+    assert [len(notices), budget.most] == [1, 0]
+    assert budget.tokens == (50 if slug == "p3o" else 25)
+    atol = 1e-4 * float(finer[1].abs().max())
+    torch.testing.assert_close(found[1], finer[1], rtol=1e-3, atol=atol)
     job.close()
 
 
@@ -356,12 +373,17 @@ def test_the_budget_follows_free_memory(monkeypatch):
     found = []
     for tokens in (2 * 5000, 2 * 1024, 2 * 1023, 1 << 40, 0):
         free.append(tokens * per_token)
-        found.append(fitted_tokens(policy))
+        found.append(fitted_budget(policy).tokens)
     assert found == [4096, 1024, 512, cuts.GPU_TOKENS, cuts.LEAST_TOKENS]
     free.append(2 * 1024 * per_token + 16 * 1000)
     few = policy_on_a_gpu(trained=1000)
-    assert fitted_tokens(few) == fitted_tokens(few, isopo()) == 1024
-    assert fitted_tokens(few, isopo_ntk()) == fitted_tokens(few, proma()) == 512
+    assert fitted_budget(few) == fitted_budget(few, isopo()) == TokenBudget(1024, most=1024)
+    assert (
+        fitted_budget(few, isopo_ntk()) == fitted_budget(few, proma()) == TokenBudget(512, most=512)
+    )
     free.append(1 << 40)
-    assert fitted_tokens(policy) == fitted_tokens(policy, isopo_ntk()) == cuts.GPU_TOKENS
-    assert fitted_tokens(policy, isopo()) == cuts.ISOPO_TOKENS
+    assert (
+        fitted_budget(policy).tokens == fitted_budget(policy, isopo_ntk()).tokens == cuts.GPU_TOKENS
+    )
+    assert fitted_budget(policy, isopo()).tokens == cuts.ISOPO_TOKENS
+    assert fitted_budget(policy).most > cuts.ISOPO_TOKENS

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import SMALL
+from train.train_runs import SMALL
 
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from train_runs import config_of, job_of, options_of, rows_of, sample
+from train.train_runs import config_of, job_of, options_of, rows_of, sample
 
 from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.models import Policy

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_runs import job_of, rows_of, sample
+from train.train_runs import job_of, rows_of, sample
 
 from proxpo.batch_file import saved_steps
 from proxpo.errors import ProxpoError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_runs import job_of, sample
+from train.train_runs import job_of, sample
 
 from proxpo.errors import ProxpoError
 from proxpo.logp import model_logp

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import job_of, options_of, sample
+from train.train_runs import job_of, options_of, sample
 
 import proxpo.train.update as update_module
 from proxpo.errors import ProxpoError

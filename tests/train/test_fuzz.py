@@ -10,7 +10,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_runs import job_of
+from train.train_runs import job_of
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import load_latest, save_checkpoint

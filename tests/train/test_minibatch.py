@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from train_runs import job_of, options_of, sample
+from train.train_runs import job_of, options_of, sample
 
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.minibatch import gradients

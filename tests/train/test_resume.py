@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_runs import config_of, job_of, rows_of
+from train.train_runs import config_of, job_of, rows_of
 
 from proxpo.cli import main
 from proxpo.errors import ProxpoError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from train_runs import job_of, sample
+from train.train_runs import job_of, sample
 
 from proxpo.batch_file import BatchRecorder, load_batch, saved_steps
 from proxpo.cli import main

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import job_of, sample
+from train.train_runs import job_of, sample
 
 import proxpo.train.minibatch as minibatch_module
 import proxpo.train.scoring as scoring_module

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_runs import batch_of, config_of, job_of, options_of, sample
+from train.train_runs import batch_of, config_of, job_of, options_of, sample
 
 from proxpo.compose import loss_fn
 from proxpo.errors import ProxpoError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from train_runs import job_of, options_of, sample
+from train.train_runs import job_of, options_of, sample
 
 from proxpo.logp import _kl
 from proxpo.ops.kl import kl_exact

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import batch_of, job_of, options_of, sample
+from train.train_runs import batch_of, job_of, options_of, sample
 
 from proxpo.compose import prepare
 from proxpo.errors import ProxpoError

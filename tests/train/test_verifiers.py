@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_runs import job_of, sample
+from train.train_runs import job_of, sample
 
 from proxpo.errors import ProxpoError
 from proxpo.train.tasks import make_task

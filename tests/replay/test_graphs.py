@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from train.test_prefix import make_model, make_rows
+from replay.test_prefix import make_model, make_rows
 
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 from recorder import record
+from replay.test_prefix import make_model, make_rows
+from replay.test_replayed_transforms import GROUPS, make_graphs, ordinary, replayed, updates
 from torch import Tensor
 from torch.testing import assert_close
 from train.test_cuts import trained
-from train.test_prefix import make_model, make_rows
-from train.test_replayed_transforms import GROUPS, make_graphs, ordinary, replayed, updates
-from train_runs import job_of, options_of
+from train.train_runs import job_of, options_of
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import isopo
@@ -71,7 +71,7 @@ def test_all_parameters_get_the_heads_weights(name):
 def test_recorded_passes(samples, monkeypatch):
     """Prompts run once where that saves much; trailing averages and means count real rows."""
     monkeypatch.setattr("proxpo.replay.inputs.rounded", lambda count: count + 1)
-    from train.test_replayed_transforms import make_model
+    from replay.test_replayed_transforms import make_model
 
     rule = partial(head, preset="figure4", reg=0.3, scale="mean")
     model, plain, ours = make_model("qwen3"), rule(), rule()

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 from recorder import record
+from replay.test_prefix import SHAPE, make_rows
 from torch import nn
 from torch.testing import assert_close
 from train.test_cuts import trained
-from train.test_prefix import SHAPE, make_rows
-from train_runs import job_of, options_of
+from train.train_runs import job_of, options_of
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from proxpo import gradients

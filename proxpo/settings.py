@@ -19,6 +19,7 @@ from proxpo.types import KINDS, MANY, Recipe, Stage
 
 Settings = Mapping[str, Any] | Iterable[tuple[str, Any]]
 Swaps = Sequence[tuple[str, Any]]
+TASK_OPTIONS = "task.options."  # before the name of a task's option
 
 
 def make_recipe(name: str, settings: Settings = ()) -> Recipe:
@@ -298,6 +299,7 @@ def _with_option(stage: Stage, option: str, value: Any) -> Stage:
 
 
 __all__ = [
+    "TASK_OPTIONS",
     "apply_swaps",
     "at_length",
     "lengths",

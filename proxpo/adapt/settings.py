@@ -11,7 +11,7 @@ from proxpo.adapt.types import Adaptation
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.recipes import method as method_entry
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.settings import parse_setting
+from proxpo.settings import TASK_OPTIONS, parse_setting
 from proxpo.stages._options import bind
 
 CONFIG = "config.yaml"
@@ -19,7 +19,6 @@ ADAPTATIONS: dict[str, Callable[..., Adaptation]] = {
     "latentseek": make_latentseek,
     "rosa": make_rosa,
 }
-TASK_OPTIONS = "task.options."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from proxpo.compare.design import Request, make_plan, parse_arm, parse_axis, with_arms
+from proxpo.compare.design import Request, make_plan, parse_arm, parse_axis, with_arms, with_base
 from proxpo.compare.live import Lines, LiveTable
 from proxpo.compare.plan import PLAN, Plan
 from proxpo.compare.runner import Pool, open_comparison, planned_state, run_plan
@@ -112,8 +112,7 @@ def request_of(options: CompareOptions) -> Request:
         if options.methods:
             request = with_arms(request, options.methods, of=f"study {options.study}")
     return replace(
-        request,
-        base=(*request.base, *sets),
+        with_base(request, sets),
         config=options.config or request.config,
         seeds=request.seeds if options.seeds is None else options.seeds,
         tune=request.tune if options.tune_seeds is None else options.tune_seeds,

@@ -29,10 +29,10 @@ from proxpo.compare.plan import (
 from proxpo.errors import ProxpoError, resolve
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.settings import parse_setting, parse_value
+from proxpo.settings import TASK_OPTIONS, parse_setting, parse_value
 from proxpo.train._schema import leaves
 from proxpo.train._settings import place
-from proxpo.train.config import Config, as_dict, find, load_config
+from proxpo.train.config import Config, as_dict, find, load_config, task_name
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
 LONGEST = 200  # characters of an arm's name
@@ -46,7 +46,8 @@ class Request:
     """A comparison as a command line or a study describes it.
 
     arms: (name or none, method, settings); base: settings of all runs, or of one method where the
-    key reads METHOD:KEY; seeds: how many are reported; tune: how many the sweep is judged on.
+    key reads METHOD:KEY; seeds: how many are reported; tune: how many the sweep is judged on;
+    notes: what a reader must know.
     """
 
     arms: Sequence[tuple[str | None, str, Mapping[str, Any]]]
@@ -59,6 +60,7 @@ class Request:
     title: str = ""
     question: str = ""
     score: str = SCORE
+    notes: Sequence[str] = ()
 
 
 def make_plan(request: Request) -> Plan:
@@ -91,7 +93,7 @@ def make_plan(request: Request) -> Plan:
         sweep=sweep,
         vary=vary,
         score=request.score,
-        notes=tuple(notes),
+        notes=(*request.notes, *notes),
     )
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
 
@@ -101,6 +103,19 @@ def with_arms(request: Request, names: Sequence[str], *, of: str) -> Request:
     named = {_arm(*arm).name: arm for arm in request.arms}
     wanted = {resolve(name, named, what=f"arm of {of}") for name in names}
     return replace(request, arms=[arm for name, arm in named.items() if name in wanted])
+
+
+def with_base(request: Request, pairs: Sequence[tuple[str, Any]]) -> Request:
+    """The comparison with further settings of all runs.
+
+    Options of a task are left out, with a note, where the settings name another one.
+    """
+    before, after = task_name(request.base), task_name([*request.base, *pairs])
+    left = [key for key, _ in request.base if before != after and key.startswith(TASK_OPTIONS)]
+    names = ", ".join(key.removeprefix(TASK_OPTIONS) for key in left)
+    notes = [f"options of task {before} are left out: {names}"] if left else []
+    kept = [(key, value) for key, value in request.base if key not in left]
+    return replace(request, base=(*kept, *pairs), notes=(*request.notes, *notes))
 
 
 def with_more_arms(stored: Plan, plan: Plan) -> Plan | None:
@@ -437,6 +452,7 @@ __all__ = [
     "parse_axis",
     "swept_settings",
     "with_arms",
+    "with_base",
     "with_choices",
     "with_more_arms",
 ]

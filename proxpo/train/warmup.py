@@ -30,7 +30,7 @@ from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.runs.files import read_object, write_whole
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.stop import StopRequest, stop_on_signal
-from proxpo.settings import parse_setting
+from proxpo.settings import TASK_OPTIONS, parse_setting
 from proxpo.stages._options import bind
 from proxpo.train.cuts import Cut, fitted_budget
 from proxpo.train.experience import Experience
@@ -41,7 +41,6 @@ from proxpo.train.tasks import Lazy, Problem, Task, make_task
 from proxpo.train.update import set_learning_rate
 
 SUMMARY = "warmup.json"
-TASK_OPTIONS = "task.options."
 PASS = LogpOptions(temperature=1.0, micro_batch=None)
 
 

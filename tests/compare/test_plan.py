@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxpo.cli import main
+from proxpo.cli.comparing import CompareOptions, request_of
 from proxpo.compare.design import (
     Request,
     command,
@@ -346,6 +347,20 @@ def test_arms_are_added_and_none_is_taken_away(tmp_path):
 def test_a_part_of_a_study():
     request = with_arms(read_study("worked-stale"), ["ISOPO p=-1", "grpo"], of="study worked-stale")
     assert [arm.name for arm in make_plan(request).arms] == ["grpo", "isopo p=-1"]
+
+
+def test_a_study_on_another_task_leaves_the_options_of_its_own_out():
+    options = CompareOptions(
+        study="worked-fresh",
+        task="reasoning-gym:chain_sum",
+        settings=["task.options.config.min_terms=3"],
+    )
+    plan = make_plan(request_of(options))
+    assert plan.base["task"]["options"] == {"config": {"min_terms": 3}}
+    assert plan.notes == ("options of task column-sums are left out: terms, digits",)
+    same = make_plan(request_of(CompareOptions(study="worked-fresh", task="column-sums")))
+    assert same.base["task"]["options"] == {"terms": [2, 3], "digits": [2, 4]}
+    assert same.notes == ()
 
 
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):

@@ -18,6 +18,7 @@ from proxpo.runs.yaml_file import read_yaml
 
 TABLE = Path(__file__).parents[1] / "data" / "choose.yaml"
 NO_EVIDENCE = "no evidence yet"
+MOST_ROWS = 10  # of a table in which rows of earlier ones come again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +76,15 @@ def choice_table() -> str:
     lines: list[str] = []
     for setting, meaning in advice.settings.items():
         lines += [f"### {setting}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
-        facts = _facts(advice, setting)
+        facts, again = _facts(advice, setting), ""
+        if len(facts) > MOST_ROWS:
+            facts, again = _new_facts(advice, setting)
         if facts:
             lines += ["| take | settings | also | measured reason | seen at |", "| --- " * 5 + "|"]
             lines += [_table_row(fact, setting) for fact in facts]
         else:
             lines.append(f"{NO_EVIDENCE.capitalize()}.")
+        lines += ["", again] if again else []
         if setting in advice.untried:
             slugs = ", ".join(f"[`{s}`](methods/{s}.md)" for s in advice.untried[setting])
             lines += ["", f"Made for it by their papers, not measured here: {slugs}."]
@@ -90,6 +94,15 @@ def choice_table() -> str:
 
 def _facts(advice: Advice, setting: str) -> list[Fact]:
     return [fact for fact in advice.facts if setting in fact.settings]
+
+
+def _new_facts(advice: Advice, setting: str) -> tuple[list[Fact], str]:
+    """The facts that no earlier setting shows, and a sentence on the others."""
+    names, facts = list(advice.settings), _facts(advice, setting)
+    shown = set().union(*(fact.settings for fact in facts)) & set(names[: names.index(setting)])
+    links = " and ".join(f"[{name}](#{name})" for name in names if name in shown)
+    again = f"And the rows of {links} that have `{setting}` in the column *also*." if links else ""
+    return [fact for fact in facts if shown.isdisjoint(fact.settings)], again
 
 
 def _together(advice: Advice, asked: Sequence[str]) -> list[Fact]:

@@ -10,6 +10,7 @@ A file holds a list of entries, or several such lists by name: results are added
 in. The pages are docs/results/why.md and README.md, their blocks as in speed_pages.py.
 """
 
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,10 @@ from speed_pages import stale_figures as stale_among
 
 RESULTS = ROOT / "docs/results"
 WHY = RESULTS / "why"
-FRONT, FRONT_SIZE = "five-methods", "model in the box, 0.25 M parameters, one rate for all"
+FRONT, FRONT_FILE = "sizes", "summary-box.json"
+FRONT_SIZE = (
+    "model in the box, 0.25 M parameters, four updates a rollout, each method at its best rate"
+)
 PAGES = ("docs/results/why.md", "README.md")
 VERDICTS = ("held", "held in part", "did not hold", "not tested")
 OPTIMIZERS = ("adamw clipped", "adamw unclipped", "muon clipped", "muon unclipped")
@@ -217,17 +221,19 @@ def claim_block() -> str:
 
 
 def front_block() -> str:
-    data = load(RESULTS / FRONT / "summary.json")
+    data = load(RESULTS / FRONT / FRONT_FILE)
     arms, seeds = data["arms"], max(a["finished"] for a in data["arms"])
     names = ", ".join(a["arm"] for a in arms)
     alt = f"Final score and KL to the start of {names}, with 95 % intervals"
-    return (
-        f"![{alt}](docs/results/front.svg)\n\n"
-        f"*Score and drift after {data['end_step']:g} steps, means and 95 % intervals over {seeds} "
-        f"seeds ({FRONT_SIZE};\n[{FRONT}](docs/results/{FRONT})). {data['caveats'][0]}\n"
-        "When a method can help: [why](docs/results/why.md); for your setting: "
-        "[choose](docs/choose.md).*\n"
-    )
+    final = [text for text in data["statements"] if " in final score" in text]
+    shown = [text.partition(" in final")[0] for text in final if "not after" not in text]
+    text = f"""*Score and drift after {data["end_step"]:g} steps, means and 95 % intervals over
+        {seeds} seeds ({FRONT_SIZE}; [{FRONT}](docs/results/{FRONT})). Of the differences in final
+        score these hold after correction for the number of pairs: {"; ".join(shown) or "none"}.
+        When a method can help: [why](docs/results/why.md); for your setting:
+        [choose](docs/choose.md).*"""
+    filled = textwrap.fill(" ".join(text.split()), 120, break_long_words=False)
+    return f"![{alt}](docs/results/front.svg)\n\n{filled}\n"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -252,7 +258,7 @@ def pages() -> dict[Path, str]:
 def figures() -> dict[Path, Path]:
     """The measured file of every figure that has one."""
     drawn = {
-        RESULTS / "front.svg": RESULTS / FRONT / "summary.json",
+        RESULTS / "front.svg": RESULTS / FRONT / FRONT_FILE,
         WHY / "directions.svg": WHY / "isopo.json",
         WHY / "stale.svg": WHY / "ratios.json",
         WHY / "lengths.svg": WHY / "ratios.json",

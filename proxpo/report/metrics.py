@@ -65,7 +65,7 @@ CURVES = (
     Quantity(
         key="sampled",
         title="Validation, sampled answers",
-        variants=(Variant("accuracy of sampled answers", ("proxpo/eval/avg@*",), True),),
+        variants=(Variant("accuracy of sampled answers, held out", ("proxpo/eval/avg@*",), True),),
     ),
     Quantity(
         key="reward",
@@ -154,7 +154,7 @@ def pick_variant(
     known = [metric_names(run) for run in runs]
     variants = list(quantity.variants)
     if wanted and not any(wanted in variant.names for variant in variants):
-        variants.insert(0, Variant(wanted, (wanted,)))
+        variants.insert(0, _described(wanted))
     usual = Counter(name for names in known for name in names)
     candidates = [
         PickedVariant(
@@ -168,6 +168,14 @@ def pick_variant(
         candidates = exact or candidates
     best = max(candidates, key=lambda picked: len(picked.names))
     return best if best.names else None
+
+
+def _described(name: str) -> Variant:
+    """A metric as a score, in the words and the unit of the curve that shows it, if one does."""
+    for variant in (variant for curve in (*CURVES, SECONDS) for variant in curve.variants):
+        if any(fnmatchcase(name, pattern) for pattern in variant.names):
+            return variant._replace(names=(name,))
+    return Variant(name, (name,))
 
 
 def _named(variant: Variant, known: set[str], usual: Mapping[str, int]) -> str:

@@ -295,7 +295,11 @@ def test_variants_are_not_mixed(tmp_path):
     }  # fmt: skip
     assert pick_variant(KL, [own, trl]).names == {0: "proxpo/eval/kl"}
     assert pick_variant(KL, [trl]) is None
-    assert pick_variant(SCORE, [own], wanted="proxpo/eval/avg@4").names == {0: "proxpo/eval/avg@4"}
+    sampled = pick_variant(SCORE, [own], wanted="proxpo/eval/avg@4")
+    assert sampled.names == {0: "proxpo/eval/avg@4"}
+    assert sampled.variant.label == "accuracy of sampled answers, held out"
+    assert sampled.variant.share
+    assert pick_variant(SCORE, [own], wanted="grad_norm").variant.label != "grad_norm"
 
 
 def test_samples_are_summed_from_step_zero(tmp_path):

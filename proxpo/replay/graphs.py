@@ -114,7 +114,8 @@ class PolicyGraphs:
         self, sampled: Sequences, *, temperature: float, entropy: bool
     ) -> dict[str, Float[Tensor, "seq tok"]]:
         """`logp` of the response tokens, and their entropy if wanted; 0 at masked places."""
-        run = self._open or self._plain(sampled, Scored(temperature, entropy))
+        wanted = Scored(temperature, entropy, gradient=torch.is_grad_enabled())
+        run = self._open or self._plain(sampled, wanted)
         results = _Replay.apply(self._anchor, self, run)
         if not torch.is_grad_enabled():
             run.forget()
@@ -185,7 +186,7 @@ class PolicyGraphs:
             run = self._known(
                 kind,
                 shape,
-                lambda: PolicyPass(inputs, compute, self.gradients, rows=buffers(shape)),
+                lambda: PolicyPass(inputs, compute, self._buffers(wanted), rows=buffers(shape)),
             )
         else:
             kind = "rows", wanted, dtype
@@ -216,7 +217,10 @@ class PolicyGraphs:
         size, device = (shape.rows, shape.prompt + shape.tokens), self.policy.device
         start = torch.ones(shape.rows, dtype=torch.long, device=device)
         ids = torch.zeros(size, dtype=torch.long, device=device)
-        return PolicyPass((ids, start), compute, self.gradients, rows=buffers)
+        return PolicyPass((ids, start), compute, self._buffers(wanted), rows=buffers)
+
+    def _buffers(self, wanted: Scored) -> GradientBuffers | None:
+        return self.gradients if wanted.gradient else None
 
     def _transformed(
         self, sampled: Sequences, wanted: Scored, advantages: Float[Tensor, " seq"]
@@ -304,9 +308,10 @@ class PolicyGraphs:
             make(self.record)
         except RuntimeError as error:
             self.record = None
-            if _lacked_memory(error):
+            *_, first = errors = list(_chain(error))
+            if any(map(is_out_of_memory, errors)):
                 self._runs.clear()  # with the memory of their recordings
-            self._notice(" ".join(str(error).split())[:200])
+            self._notice(" ".join(str(first).split())[:200])
 
     def _fits(self, run: PolicyPass) -> bool:
         """True if memory holds what a recording keeps from its forward to its backward pass."""
@@ -332,9 +337,14 @@ class PolicyGraphs:
         )
 
     def _needed(self, run: PolicyPass) -> int:
-        """Bytes from the forward to the backward pass, about half of what those of modules take."""
+        """Bytes from the forward to the backward pass, about half of what those of modules take.
+
+        A pass without gradient keeps one layer at a time.
+        """
         compares = self.transform is not None and self.transform.compares
-        return run.positions * token_bytes(self.policy, compares=compares) // 2
+        kept = run.positions * token_bytes(self.policy, compares=compares) // 2
+        layers = self.policy.model.config.get_text_config().num_hidden_layers
+        return kept if run.gradients is not None else kept // layers
 
     def _notice(self, reason: str) -> None:
         """Says once why passes are not recorded."""
@@ -343,11 +353,11 @@ class PolicyGraphs:
         self._said = True
 
 
-def _lacked_memory(error: BaseException | None) -> bool:
-    """True if memory ran out at first: a recording that ends early raises an error of its own."""
-    while error is not None and not is_out_of_memory(error):
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, then those it followed: a recording that ends early raises one of its own."""
+    while error is not None:
+        yield error
         error = error.__context__
-    return error is not None
 
 
 def _advantage_dtype(advantages: Float[Tensor, " seq"]) -> torch.dtype:

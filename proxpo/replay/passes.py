@@ -45,10 +45,14 @@ class GradientBuffers:
 
 
 class Scored(NamedTuple):
-    """Options of a pass: the temperature of the log-probabilities, and the entropy if wanted."""
+    """Options of a pass: the temperature of the log-probabilities, and the entropy if wanted.
+
+    gradient: a backward pass may follow
+    """
 
     temperature: float
     entropy: bool
+    gradient: bool = True
 
 
 def prompts_once(
@@ -148,6 +152,7 @@ class PolicyPass:
     """Forward and backward of the policy on inputs of one shape, recorded or run anew each time.
 
     compute: the results from the buffers of the inputs
+    gradients: where the backward pass adds them; None for a pass that has no backward
     rows: buffers of the gradient transform that the pass runs under, if there is one
     runs: passes that were run anew under the formulas to be recorded
     """
@@ -156,7 +161,7 @@ class PolicyPass:
         self,
         inputs: tuple[Tensor, ...],
         compute: Callable[..., list[Tensor]],
-        gradients: GradientBuffers,
+        gradients: GradientBuffers | None,
         *,
         rows: PaddedRows | None = None,
     ) -> None:
@@ -175,7 +180,7 @@ class PolicyPass:
             buffer[: len(value)].copy_(value)
 
     def _forward(self) -> None:
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.gradients is not None):
             self.results = self.compute(*self.inputs)
 
     def _backward(self) -> None:
@@ -187,10 +192,15 @@ class PolicyPass:
             self.results, self.result_gradients = [], []
 
     def record(self, record: Record, *, last: Callable[[], None] = lambda: None) -> None:
-        """Replaces both passes by their recordings; gradients are as they were before.
+        """Replaces the passes by their recordings; gradients are as they were before.
 
         last: ends the backward pass, in its recording
         """
+        if self.gradients is None:
+            with recording():
+                self.forward = record(self._forward)
+            self.recorded = True
+            return
 
         def backward() -> None:
             self._backward()

@@ -111,12 +111,21 @@ def test_a_backward_after_another_forward_is_refused():
         first.sum().backward()
 
 
-def test_a_pass_without_gradient_keeps_no_activations():
-    rows, learner = make_rows(**ROWS), learner_of(make_model(), True)
-    with torch.no_grad():
-        forward(learner, rows, LogpOptions(temperature=1.0, micro_batch=9))
-    (kept,) = learner.graphs._runs.values()
-    assert not kept.results
+def test_a_pass_without_gradient_is_recorded_without_a_backward():
+    rows, model, calls = make_rows(**ROWS), make_model(), []
+    learner, options = learner_of(model, True, calls), LogpOptions(temperature=0.7, micro_batch=9)
+    kept = []
+    for _ in range(3):
+        with torch.no_grad():
+            kept.append(forward(learner, rows, options)["logp"])
+    (scored,) = learner.graphs._runs.values()
+    assert len(calls) == 1  # a backward that was never run cannot be recorded
+    assert not any(x.requires_grad for x in scored.results)
+    expected = run(learner, rows, entropy=False, slope=torch.ones_like(kept[0]))["logp"]
+    for logp in kept:
+        torch.testing.assert_close(logp, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert len(calls) == 1
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_what_cannot_be_recorded_is_refused():
@@ -125,8 +134,10 @@ def test_what_cannot_be_recorded_is_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["grpo", "reinforce", "isopo-ntk"])
-def test_a_run_with_graphs_is_a_run_without(method, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "parts"), [("grpo", 1), ("grpo", 2), ("p3o", 2), ("reinforce", 1), ("isopo-ntk", 1)]
+)
+def test_a_run_with_graphs_is_a_run_without(method, parts, tmp_path):
     from proxpo.train.loop import train
     from proxpo.train.observer import Observer
 
@@ -135,7 +146,8 @@ def test_a_run_with_graphs_is_a_run_without(method, tmp_path):
         seen = losses[graphs] = []
         observer = Observer(on_step=lambda step, row, seen=seen: seen.append(row["loss"]))
         sets = [f"train.graphs={graphs}", "steps=4", "dtype=float32", "evaluate.every=0",
-                "evaluate.size=8", "prompts_per_step=8", f"out={tmp_path / graphs}"]  # fmt: skip
+                "evaluate.size=8", "prompts_per_step=8", f"mini_batches={parts}",
+                f"out={tmp_path / graphs}"]  # fmt: skip
         config = load_config("quickstart", sets, overrides={"method": method})
         train(config, observer=observer)
     torch.testing.assert_close(losses["on"], losses["off"], rtol=1e-3, atol=1e-4)

@@ -319,6 +319,10 @@ def compare_command(
     tune_seeds: Annotated[
         int | None, typer.Option(metavar="K", help="Seeds a sweep is judged on; default: 2.")
     ] = None,
+    tune_best: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Settings that go on after its first seed; default: all."),
+    ] = None,
     on: Annotated[
         str, typer.Option(metavar="local|ray", help="Where the runs are made.")
     ] = "local",
@@ -388,6 +392,7 @@ def compare_command(
         settings=settings or (),
         seeds=seeds,
         tune_seeds=tune_seeds,
+        tune_best=tune_best,
         sweep=sweep or (),
         vary=vary or (),
         jobs=jobs,

@@ -120,9 +120,11 @@ def _shown(advice: Advice, asked: Sequence[str]) -> RenderableType:
             fact for fact in _facts(advice, setting) if len(asked) == 1 or fact not in together
         ]
         heading = Text.assemble((setting, "bold"), f": {advice.settings[setting]}")
-        if facts or not together:
+        above = not facts and bool(together)  # all that is known stands there
+        if not above:
             parts += [heading, *_texts(facts, [setting])]
         if setting in advice.untried:
+            parts += [heading] if above else []
             slugs = ", ".join(advice.untried[setting])
             parts.append(
                 _indented(f"made for it by their papers, not measured here: {slugs}", "dim")

@@ -35,6 +35,7 @@ class CompareOptions:
     settings: Sequence[str] = ()
     seeds: int | None = None
     tune_seeds: int | None = None
+    tune_best: int | None = None
     sweep: Sequence[str] = ()
     vary: Sequence[str] = ()
     jobs: int | None = None
@@ -116,6 +117,7 @@ def request_of(options: CompareOptions) -> Request:
         config=options.config or request.config,
         seeds=request.seeds if options.seeds is None else options.seeds,
         tune=request.tune if options.tune_seeds is None else options.tune_seeds,
+        tune_best=request.tune_best if options.tune_best is None else options.tune_best,
         sweep={
             **request.sweep,
             **dict(parse_axis(text, option="--sweep") for text in options.sweep),
@@ -171,7 +173,7 @@ def make_display(console: Console) -> LiveTable | Lines:
 
 
 def _announcement(plan: Plan, folder: Path) -> str:
-    runs = len(plan.runs) + (len(plan.arms) * len(plan.seeds.report) if plan.sweep else 0)
+    runs = len(plan.runs) + plan.runs_to_come
     title = f"[bold]{escape(plan.title)}[/bold]: {len(plan.arms)} arms, {runs} runs -> "
     words = [plan.question] if plan.question else []
     words += [f"note: {note}" for note in plan.notes]

@@ -47,12 +47,14 @@ class Request:
 
     arms: (name or none, method, settings); base: settings of all runs, or of one method where the
     key reads METHOD:KEY; seeds: how many are reported; tune: how many the sweep is judged on;
-    notes: what a reader must know.
+    tune_best: how many settings of an arm go on after the first of these, None for all; notes: what
+    a reader must know.
     """
 
     arms: Sequence[tuple[str | None, str, Mapping[str, Any]]]
     seeds: int = 3
     tune: int = 2
+    tune_best: int | None = None
     config: str | None = None
     base: Sequence[tuple[str, Any]] = ()
     sweep: Axes = field(default_factory=dict)
@@ -78,6 +80,7 @@ def make_plan(request: Request) -> Plan:
     base, more = _with_problems(base, arms)
     notes += more
     notes += _check_sweep(arms, sweep, vary)
+    notes += _check_tune_best(request, arms, sweep)
     _check_names(arms)
     first = max(TUNING, request.seeds)
     seeds = Seeds(
@@ -91,6 +94,7 @@ def make_plan(request: Request) -> Plan:
         arms=tuple(arms),
         seeds=seeds,
         sweep=sweep,
+        tune_best=request.tune_best,
         vary=vary,
         score=request.score,
         notes=(*request.notes, *notes),
@@ -123,10 +127,9 @@ def with_more_arms(stored: Plan, plan: Plan) -> Plan | None:
     before, after = ([repr(plain(arm)) for arm in each.arms] for each in (stored, plan))
     if set(before) - set(after) or plan_differences(replace(stored, arms=plan.arms), plan):
         return None
-    known = {_identity(run): run for run in stored.runs}
-    runs = [known.get(_identity(run), run) for run in plan.runs]
-    runs += [run for run in stored.runs if run.role == "report"]  # chosen again from the same
-    return check_runs(replace(plan, runs=tuple(runs)))
+    first = {_identity(run) for run in plan.runs}
+    later = [run for run in stored.runs if _identity(run) not in first]  # chosen again
+    return _with_runs(replace(plan, runs=stored.runs), plan.runs, later)
 
 
 def parse_arm(text: str) -> tuple[None, str, Settings]:
@@ -151,33 +154,54 @@ def parse_axis(text: str, *, option: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def first_runs(plan: Plan) -> list[PlannedRun]:
-    """The runs that are known from the start: all of them, or with a sweep those that tune."""
+    """The runs that are known from the start: all of them, or with a sweep those that tune.
+
+    Where only an arm's best settings go on, these are the runs of the first tuning seed.
+    """
     if not plan.sweep:
         return [_run(plan, arm, {}, seed, "") for seed in plan.seeds.report for arm in plan.arms]
+    seeds = plan.seeds.tune if plan.tune_best is None else plan.seeds.tune[:1]
     return [
         _run(plan, arm, swept, seed, "tune")
-        for seed in plan.seeds.tune
+        for seed in seeds
         for arm in plan.arms
         for swept in swept_settings(arm, plan.sweep)
     ]
 
 
-def with_choices(plan: Plan, chosen: Sequence[Choice]) -> Plan:
-    """The plan with its choices made and the report runs that follow from them.
+def with_tuned_on(plan: Plan, best: Mapping[str, Sequence[Settings]]) -> Plan:
+    """The plan with the runs of the other tuning seeds, at these settings of each named arm.
 
-    A run that the plan holds already keeps its folder.
+    A run that the plan holds already keeps its folder; so it does in `with_choices`.
     """
+    further = [
+        _run(plan, arm, swept, seed, "tune")
+        for seed in plan.seeds.tune[1:]
+        for arm in plan.arms
+        for swept in best.get(arm.name, ())
+    ]
+    first = [run for run in plan.runs if run.role == "tune" and run.seed == plan.seeds.tune[0]]
+    return _with_runs(plan, first, further, [run for run in plan.runs if run.role == "report"])
+
+
+def with_choices(plan: Plan, chosen: Sequence[Choice]) -> Plan:
+    """The plan with its choices made and the report runs that follow from them."""
     best = {choice.arm: choice.settings for choice in chosen}
-    known = {_identity(run): run for run in plan.runs}
     later = [
         _run(plan, arm, best[arm.name], seed, "report")
         for seed in plan.seeds.report
         for arm in plan.arms
         if arm.name in best
     ]
-    runs = [run for run in plan.runs if run.role != "report"]
-    runs += [known.get(_identity(run), run) for run in later]
-    return check_runs(replace(plan, chosen=tuple(chosen), runs=tuple(runs)))
+    tuning = [run for run in plan.runs if run.role != "report"]
+    return _with_runs(replace(plan, chosen=tuple(chosen)), tuning, later)
+
+
+def _with_runs(plan: Plan, *parts: Sequence[PlannedRun]) -> Plan:
+    """The plan with these runs alone; those that it holds already keep their folders."""
+    known = {_identity(run): run for run in plan.runs}
+    runs = [known.get(_identity(run), run) for part in parts for run in part]
+    return check_runs(replace(plan, runs=tuple(runs)))
 
 
 def _identity(run: PlannedRun) -> tuple[str, int, str, str]:
@@ -367,6 +391,20 @@ def _check_sweep(arms: list[Arm], sweep: Axes, vary: Axes) -> list[str]:
     return [f"unequal tuning effort, settings tried: {counts}"]
 
 
+def _check_tune_best(request: Request, arms: Sequence[Arm], sweep: Axes) -> list[str]:
+    """Refuses a number of best settings that decides nothing; says what it does otherwise."""
+    best = request.tune_best
+    if best is None:
+        return []
+    most = max(len(swept_settings(arm, sweep)) for arm in arms)
+    if not sweep or request.tune < 2 or not 2 <= best < most:
+        raise ProxpoError(
+            f"--tune-best {best} takes no effect: it needs two tuning seeds or more, and a sweep "
+            "of more than that many settings, at least two of which go on"
+        )
+    return [f"after the first tuning seed the best {best} settings of each arm went on"]
+
+
 def _check_names(arms: list[Arm]) -> None:
     names = [arm.name for arm in arms]
     for name in names:
@@ -455,4 +493,5 @@ __all__ = [
     "with_base",
     "with_choices",
     "with_more_arms",
+    "with_tuned_on",
 ]

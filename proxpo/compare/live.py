@@ -113,8 +113,7 @@ def overview(plan: Plan, states: Mapping[str, RunState], speed: Speed) -> str:
     words += [f"{counts[name]} {name}" for name in ("running", "failed") if counts[name]]
     total = sum(run.steps for run in plan.runs if states[run.id].status != "failed")
     done = sum(state.step for state in states.values() if state.status != "failed")
-    if plan.sweep and not plan.chosen:  # the report runs are still to come
-        total += sum(plan.runs[0].steps for _ in plan.seeds.report for _ in plan.arms)
+    total += plan.runs_to_come * plan.runs[0].steps
     left = speed.left(done, total)
     return ", ".join(words) + (f"; about {_duration(left)} left" if left else "")
 

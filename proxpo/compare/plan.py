@@ -8,11 +8,13 @@ A comparison is a folder:
                         is finished, failure.json when it failed), command.txt and log.txt
     report.html ...     drawn from the files above alone
 
-With a sweep every arm is first run with every setting on the tuning seeds (role "tune"); the
-setting with the best mean final score goes to the report seeds (role "report"), which no choice
-has seen. Without one there is nothing to choose and every run has the role "".
+With a sweep every arm is first run with every setting on the tuning seeds (role "tune"), or after
+the first of them with its best settings alone (`tune_best`); the setting with the best mean final
+score goes to the report seeds (role "report"), which no choice has seen. Without a sweep there is
+nothing to choose and every run has the role "".
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
@@ -70,7 +72,8 @@ class Seeds:
 class Choice:
     """The setting that won for an arm, and the mean final score of each on the tuning seeds.
 
-    A setting has no score if one of its runs failed.
+    A setting has no score if one of its runs failed. Settings that did not go on after the first
+    tuning seed have the score of that one.
     """
 
     arm: str
@@ -88,6 +91,7 @@ class Plan:
     arms: tuple[Arm, ...]
     seeds: Seeds
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tune_best: int | None = None  # settings of an arm that go on after the first tuning seed
     vary: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     score: str = SCORE  # the validation score, by its name in metrics.jsonl; higher is better
     notes: tuple[str, ...] = ()  # what a reader must know, such as unequal tuning effort
@@ -98,6 +102,21 @@ class Plan:
     def arm(self, name: str) -> Arm:
         """The arm called `name`."""
         return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def runs_to_come(self) -> int:
+        """Runs that follow from choices still to be made, unless all of an arm's tuning fails."""
+        if not self.sweep:
+            return 0
+        chosen = {choice.arm for choice in self.chosen}
+        first, *others = self.seeds.tune
+        tuned_on = chosen | {run.arm for run in self.runs if run.seed in others}
+        tried = Counter(run.arm for run in self.runs if run.seed == first)
+        number = len(self.seeds.report) * sum(arm.name not in chosen for arm in self.arms)
+        if self.tune_best is not None:
+            waiting = [arm.name for arm in self.arms if arm.name not in tuned_on]
+            number += len(others) * sum(min(self.tune_best, tried[name]) for name in waiting)
+        return number
 
 
 def read_plan(folder: str | Path) -> Plan:
@@ -181,6 +200,8 @@ def _plan(tree: Mapping[str, Any]) -> Plan:
     for name in ("title", "question", "score"):
         if not isinstance(tree.get(name, ""), str):
             raise ValueError(f"{name} is text, got {tree[name]!r}")
+    if type(tree.get("tune_best")) not in (int, type(None)):
+        raise ValueError(f"tune_best is a number, got {tree['tune_best']!r}")
     _check_references(values["arms"], values["runs"])
     return Plan(**values)
 

@@ -7,15 +7,23 @@ is started again continues, and its report is that of an uninterrupted one.
 import os
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from proxpo.compare.design import command, swept_settings, with_choices, with_more_arms
+from proxpo.compare.design import (
+    command,
+    swept_settings,
+    with_choices,
+    with_more_arms,
+    with_tuned_on,
+)
 from proxpo.compare.naming import setting_key
 from proxpo.compare.plan import (
     PLAN,
+    Arm,
     Choice,
     Plan,
     PlannedRun,
@@ -94,37 +102,84 @@ def locked(folder: Path) -> Iterator[None]:
 def run_plan(
     plan: Plan, folder: Path, pool: Pool, *, display: Display, retry_failed: bool = False
 ) -> Plan:
-    """Makes every run that is not finished; with a sweep chooses in between. The completed plan."""
+    """Makes every run that is not finished, and those that follow from them. The completed plan."""
     with _stopping(pool):
-        first = [run for run in plan.runs if run.role != "report"]
-        _make(plan, first, folder, pool, display, retry_failed)
-        if plan.sweep:
-            plan = with_choices(plan, choose_settings(plan, folder))
-            write_plan(plan, folder)
-            later = [run for run in plan.runs if run.role == "report"]
-            _make(plan, later, folder, pool, display, retry_failed)
-    return plan
+        return _Work(plan, folder, pool, display, retry_failed=retry_failed).make_all()
 
 
-def choose_settings(plan: Plan, folder: Path) -> list[Choice]:
-    """For every arm the setting with the best mean final score on the tuning seeds."""
+def choose_settings(
+    plan: Plan, folder: Path, *, arms: Collection[str] | None = None
+) -> list[Choice]:
+    """For every arm, or these, the setting with the best mean final score on the tuning seeds.
+
+    Settings that went on after the first seed come before those that did not.
+    """
     choices: list[Choice] = []
-    for arm in plan.arms:
-        scores = []
-        for swept in swept_settings(arm, plan.sweep):
-            key = setting_key({**arm.varied, **swept})
-            runs = [r for r in plan.runs if r.role == "tune" and r.arm == arm.name]
-            states = [
-                planned_state(plan, r, folder) for r in runs if setting_key(r.settings) == key
-            ]
-            reached = [s.score for s in states if s.status == "done" and s.score is not None]
-            whole = len(reached) == len(states) and reached
-            scores.append((swept, sum(reached) / len(reached) if whole else None))
-        finished = [(swept, value) for swept, value in scores if value is not None]
+    for arm in plan.arms if arms is None else map(plan.arm, arms):
+        tried = _tried(plan, arm, folder)
+        finished = [one for one in tried if one.score is not None]
         if finished:
-            best = max(finished, key=lambda pair: pair[1])[0]  # the first of equals
-            choices.append(Choice(arm=arm.name, settings=best, scores=tuple(scores)))
+            best = max(finished, key=lambda one: (one.seeds, one.score))  # the first of equals
+            scores = tuple((one.settings, one.score) for one in tried)
+            choices.append(Choice(arm=arm.name, settings=best.settings, scores=scores))
     return choices
+
+
+class _Tried(NamedTuple):
+    """A swept setting of an arm: its mean final score, None if a run failed, and its seeds."""
+
+    settings: dict[str, Any]
+    score: float | None
+    seeds: int
+
+
+def _tried(plan: Plan, arm: Arm, folder: Path) -> list[_Tried]:
+    tried: list[_Tried] = []
+    runs = [run for run in plan.runs if run.role == "tune" and run.arm == arm.name]
+    for swept in swept_settings(arm, plan.sweep):
+        key = setting_key({**arm.varied, **swept})
+        own = [run for run in runs if setting_key(run.settings) == key]
+        states = [planned_state(plan, run, folder) for run in own]
+        reached = [s.score for s in states if s.status == "done" and s.score is not None]
+        whole = len(reached) == len(states) and reached
+        tried.append(_Tried(swept, sum(reached) / len(reached) if whole else None, len(states)))
+    return tried
+
+
+def _grown(plan: Plan, folder: Path, unfinished: Collection[str]) -> Plan:
+    """The plan with the runs that follow from the finished ones, arm by arm.
+
+    When an arm has been run with all settings on the first tuning seed, its best ones go on to the
+    others; when its tuning is over, the best of all goes to the report seeds.
+
+    unfinished: ids of runs that are being made or made again
+    """
+
+    def is_over(run: PlannedRun) -> bool:
+        ended = planned_state(plan, run, folder).status in ("done", "failed")
+        return ended and run.id not in unfinished
+
+    def tuned(arm: Arm, seeds: Collection[int]) -> bool:
+        own = [run for run in plan.runs if run.arm == arm.name and run.role == "tune"]
+        return all(is_over(run) for run in own if run.seed in seeds)
+
+    if not plan.sweep:
+        return plan
+    first, number = plan.seeds.tune[:1], plan.tune_best
+    if number is not None:
+        ready = [arm for arm in plan.arms if tuned(arm, first)]
+        plan = with_tuned_on(plan, {arm.name: _best(plan, arm, folder, number) for arm in ready})
+    arms = [arm.name for arm in plan.arms if tuned(arm, plan.seeds.tune)]
+    return with_choices(plan, choose_settings(plan, folder, arms=arms))
+
+
+def _best(plan: Plan, arm: Arm, folder: Path, number: int) -> list[dict[str, Any]]:
+    """The settings of an arm with the best scores on the first tuning seed, in their own order."""
+    first = replace(plan, runs=tuple(run for run in plan.runs if run.seed == plan.seeds.tune[0]))
+    tried = [(one.score, one.settings) for one in _tried(first, arm, folder)]
+    finished = [(score, settings) for score, settings in tried if score is not None]
+    best = sorted(finished, key=lambda pair: pair[0], reverse=True)[:number]
+    return [settings for score, settings in finished if (score, settings) in best]
 
 
 def planned_state(plan: Plan, run: PlannedRun, folder: Path) -> RunState:
@@ -132,35 +187,64 @@ def planned_state(plan: Plan, run: PlannedRun, folder: Path) -> RunState:
     return state_of(folder / run.folder, steps=run.steps, score=plan.score)
 
 
-def _make(
-    plan: Plan,
-    runs: Sequence[PlannedRun],
-    folder: Path,
-    pool: Pool,
-    display: Display,
-    retry_failed: bool,
-) -> None:
-    states = {run.id: planned_state(plan, run, folder) for run in plan.runs}
-    over = ("done",) if retry_failed else ("done", "failed")
-    waiting = [run for run in runs if states[run.id].status not in over]
-    active: dict[str, PlannedRun] = {}
-    while waiting or active:
-        while waiting and pool.room:
-            run = waiting.pop(0)
-            _start(plan, run, folder, pool)
-            active[run.id] = run
-            states[run.id] = RunState(status="running", step=states[run.id].step)
-            display.changed(run, states[run.id])
-        for name, ending in pool.finished(TICK):
-            run = active.pop(name)
-            states[name] = _final_state(plan, run, folder, ending)
-            display.changed(run, states[name])
-        for name, run in active.items():
-            state = planned_state(plan, run, folder)
-            states[name] = RunState(
-                status="running", step=state.step, score=state.score, kl=state.kl
-            )
-        display.tick(plan, states)
+class _Work:
+    """The runs of a plan under way: those that wait, those that are made, the states of all."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, pool: Pool, display: Display, *, retry_failed: bool
+    ) -> None:
+        self.plan, self.folder, self.pool, self.display = plan, folder, pool, display
+        self.over = ("done",) if retry_failed else ("done", "failed")
+        self.states: dict[str, RunState] = {}
+        self.waiting: list[PlannedRun] = []
+        self.active: dict[str, PlannedRun] = {}
+        self._take(plan)
+
+    def make_all(self) -> Plan:
+        self._grow()
+        while self.waiting or self.active:
+            self._start_waiting()
+            if self._ended():
+                self._grow()
+            for name, run in self.active.items():
+                state = planned_state(self.plan, run, self.folder)
+                self.states[name] = replace(state, status="running", reason="")
+            self.display.tick(self.plan, self.states)
+        return self.plan
+
+    def _start_waiting(self) -> None:
+        while self.waiting and self.pool.room:
+            run = self.waiting.pop(0)
+            _start(self.plan, run, self.folder, self.pool)
+            self.active[run.id] = run
+            self.states[run.id] = RunState(status="running", step=self.states[run.id].step)
+            self.display.changed(run, self.states[run.id])
+
+    def _ended(self) -> bool:
+        """Takes note of the runs that have ended; True if there were any."""
+        ended = self.pool.finished(TICK)
+        for name, ending in ended:
+            run = self.active.pop(name)
+            self.states[name] = _final_state(self.plan, run, self.folder, ending)
+            self.display.changed(run, self.states[name])
+        return bool(ended)
+
+    def _grow(self) -> None:
+        unfinished = {run.id for run in self.waiting} | self.active.keys()
+        plan = _grown(self.plan, self.folder, unfinished)
+        if plan != self.plan:
+            write_plan(plan, self.folder)
+            self._take(plan)
+
+    def _take(self, plan: Plan) -> None:
+        """Replaces the plan by one that holds all runs being made; runs new to it wait."""
+        self.plan, before = plan, self.states
+        self.states = {
+            run.id: before.get(run.id) or planned_state(plan, run, self.folder) for run in plan.runs
+        }
+        self.waiting = [run for run in self.waiting if run in plan.runs]
+        new = [run for run in plan.runs if run.id not in before]
+        self.waiting += [run for run in new if self.states[run.id].status not in self.over]
 
 
 def _start(plan: Plan, run: PlannedRun, folder: Path, pool: Pool) -> None:

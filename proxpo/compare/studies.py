@@ -19,7 +19,8 @@ from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.runs.yaml_file import read_yaml
 
 STUDIES = Path(__file__).parents[1] / "studies"
-KEYS = ("title", "question", "config", "set", "arms", "vary", "sweep", "seeds", "tune", "score")
+NUMBERS = ("seeds", "tune", "tune_best")
+KEYS = ("title", "question", "config", "set", "arms", "vary", "sweep", *NUMBERS, "score")
 ARM_KEYS = ("method", "name", "set")
 
 
@@ -54,7 +55,7 @@ def _request(tree: Mapping[str, Any]) -> Request:
             raise ProxpoError(f"an arm needs 'method: NAME', got {arm}")
         if not isinstance(arm.get("name", ""), str):
             raise ProxpoError(f"the name of an arm is text, got {arm['name']!r}: put it in quotes")
-    for key in ("seeds", "tune"):
+    for key in NUMBERS:
         if type(tree.get(key, 1)) is not int:
             raise ProxpoError(f"'{key}' is a number, got {tree[key]!r}")
     for key in ("score", "config"):
@@ -68,7 +69,7 @@ def _request(tree: Mapping[str, Any]) -> Request:
         arms=tuple((arm.get("name"), arm["method"], _block(arm, "set")) for arm in arms),
         vary=_axes(tree, "vary"),
         sweep=_axes(tree, "sweep"),
-        **{key: tree[key] for key in ("seeds", "tune", "score") if key in tree},
+        **{key: tree[key] for key in (*NUMBERS, "score") if key in tree},
     )
 
 

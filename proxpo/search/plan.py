@@ -142,6 +142,8 @@ def parse_budget(text: str) -> Budget:
 def make_search(request: SearchRequest) -> SearchPlan:
     """The plan of a search; refuses every mistake and writes nothing."""
     named = request.named
+    if named.tune_best is not None:
+        raise ProxpoError("--tune-best has no place in a search, which halves its candidates")
     if named.vary:
         raise ProxpoError("--vary has no place in a search: --sweep adds a setting to its space")
     if request.proposer not in PROPOSERS:

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from proxpo.compare.design import Request, make_plan, parse_arm
-from proxpo.compare.plan import SCORE, Plan
-from proxpo.compare.runner import choose_settings
+from proxpo.compare.plan import SCORE, Plan, read_plan, write_plan
+from proxpo.compare.runner import choose_settings, run_plan
 from proxpo.compare.state import last_line, state_of
+from proxpo.errors import ProxpoError
 
 
 def written(folder: Path, *, steps: int, score: float | None, end: str = "done") -> None:
     """Writes the files of a run after so many steps."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": step, "reward": 0.5} for step in range(steps + 1)]
     rows[-1] |= {SCORE: score, "proxpo/eval/kl": 0.25}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -80,3 +81,67 @@ def test_the_best_mean_on_the_tuning_seeds_is_chosen(scores, best, plan, tmp_pat
     assert chosen.settings == {"lr": best}
     means = [None if None in pair else pytest.approx(sum(pair) / 2) for pair in scores.values()]
     assert [value for _, value in chosen.scores] == means
+
+
+class Pool:
+    """Four runs at a time, with the scores it is given; those of p3o end when no other is left."""
+
+    threads = 1
+
+    def __init__(self, scores: dict) -> None:
+        self.scores, self.running, self.ended = scores, {}, []
+
+    @property
+    def room(self) -> int:
+        return 4 - len(self.running)
+
+    def start(self, name: str, argv: list[str], folder: Path) -> None:
+        arm, rate = argv[argv.index("--method") + 1], float(argv[-6].removeprefix("lr="))
+        self.running[name] = folder, arm, rate, int(argv[argv.index("--seed") + 1])
+
+    def finished(self, timeout: float) -> list[tuple[str, str]]:
+        name = min(self.running, key=lambda name: self.running[name][1] == "p3o")
+        folder, arm, rate, seed = self.running.pop(name)
+        written(folder, steps=3, score=self.scores[arm][rate] + 1e-3 * seed)
+        self.ended.append((arm, rate, seed))
+        return [(name, "")]
+
+    def stop(self, *, grace: float) -> None:
+        pass
+
+
+class Silent:
+    def changed(self, run, state) -> None: ...
+    def tick(self, plan, states) -> None: ...
+
+
+def test_only_the_best_settings_go_on_and_an_arm_waits_for_no_other(tmp_path):
+    sweep = {"lr": (1e-5, 1e-4, 1e-3)}
+    arms = [parse_arm("grpo"), parse_arm("p3o")]
+    asked = Request(arms=arms, tune=2, tune_best=2, sweep=sweep, base=[("steps", 3)], seeds=1)
+    plan = make_plan(asked)
+    write_plan(plan, tmp_path)
+    scores = {"grpo": {1e-5: 0.1, 1e-4: 0.3, 1e-3: 0.2}, "p3o": {1e-5: 0.3, 1e-4: 0.1, 1e-3: 0.4}}
+    pool = Pool(scores)
+    assert len(plan.runs) + plan.runs_to_come == 12
+    done = run_plan(plan, tmp_path, pool, display=Silent())
+    assert pool.ended[:6] == [
+        *(("grpo", rate, 1000) for rate in sweep["lr"]),
+        *(("grpo", rate, 1001) for rate in (1e-4, 1e-3)),
+        ("grpo", 1e-4, 0),
+    ]
+    assert sorted(pool.ended[6:]) == [
+        *[("p3o", 1e-5, 1000), ("p3o", 1e-5, 1001), ("p3o", 1e-4, 1000)],
+        *[("p3o", 1e-3, 0), ("p3o", 1e-3, 1000), ("p3o", 1e-3, 1001)],
+    ]
+    assert [dict(choice.settings) for choice in done.chosen] == [{"lr": 1e-4}, {"lr": 1e-3}]
+    assert done == read_plan(tmp_path)
+    assert done.runs_to_come == 0
+    assert run_plan(plan, tmp_path, Pool({}), display=Silent()) == done  # from the files alone
+
+
+@pytest.mark.parametrize("wrong", [{"tune_best": 1}, {"tune_best": 3}, {"tune": 1}, {"sweep": {}}])
+def test_a_number_of_best_settings_that_decides_nothing_is_refused(wrong):
+    asked = {"tune": 2, "tune_best": 2, "sweep": {"lr": (1e-5, 1e-4, 1e-3)}} | wrong
+    with pytest.raises(ProxpoError, match=r"--tune-best \d takes no effect"):
+        make_plan(Request(arms=[parse_arm("grpo")], **asked))

@@ -159,14 +159,16 @@ def test_a_failed_run_is_tried_again_when_asked(tmp_path, capsys):
 
 def test_a_sweep_chooses_on_tuning_seeds_and_reports_on_others(tmp_path, capsys):
     out = tmp_path / "swept"
-    options = {"seeds": "1", "tune_seeds": "1", "sweep": "lr=1e-5,1e30", "jobs": "2"}
+    options = {"seeds": "1", "tune_best": "2", "sweep": "lr=1e-5,2,1e30", "jobs": "2"}
     small = (*SMALL, "steps=6", "evaluate.every=6", "grad_clip=none")
     assert main(arguments(out, "grpo", small=small, **options)) == 0
     plan = read_plan(out)
     assert "chosen for grpo: lr=1e-05" in capsys.readouterr().out
     (chosen,) = plan.chosen
     assert chosen.settings == {"lr": 1e-5}
-    assert [value is None for _, value in chosen.scores] == [False, True]  # the other failed
+    assert [value is None for _, value in chosen.scores] == [False, False, True]  # one failed
+    second = [one.settings["lr"] for one in plan.runs if one.seed == plan.seeds.tune[1]]
+    assert second == [1e-5, 2]  # which went on
     (reported,) = [one for one in plan.runs if one.role == "report"]
     assert (reported.seed, dict(reported.settings)) == (0, {"lr": 1e-5})
     assert rows_of(out / reported.folder)[-1]["step"] == 6

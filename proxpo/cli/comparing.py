@@ -12,7 +12,8 @@ from rich.markup import escape
 from proxpo.compare.design import Request, make_plan, parse_arm, parse_axis, with_arms, with_base
 from proxpo.compare.live import Lines, LiveTable
 from proxpo.compare.plan import PLAN, Plan
-from proxpo.compare.runner import Pool, open_comparison, planned_state, run_plan
+from proxpo.compare.runner import Pool, open_comparison, run_plan
+from proxpo.compare.state import planned_state
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError, resolve
 from proxpo.settings import parse_setting

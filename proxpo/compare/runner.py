@@ -7,31 +7,16 @@ is started again continues, and its report is that of an uninterrupted one.
 import os
 import shlex
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from proxpo.compare.design import (
-    command,
-    swept_settings,
-    with_choices,
-    with_more_arms,
-    with_tuned_on,
-)
-from proxpo.compare.naming import setting_key
-from proxpo.compare.plan import (
-    PLAN,
-    Arm,
-    Choice,
-    Plan,
-    PlannedRun,
-    plan_differences,
-    read_plan,
-    write_plan,
-)
-from proxpo.compare.state import LOG, RunState, last_line, state_of
+from proxpo.compare.design import command, with_more_arms
+from proxpo.compare.plan import PLAN, Plan, PlannedRun, plan_differences, read_plan, write_plan
+from proxpo.compare.state import LOG, RunState, last_line, planned_state
+from proxpo.compare.tuning import grown
 from proxpo.errors import ProxpoError
 from proxpo.runs.lock import LOCK, InUse, exclusive
 from proxpo.runs.status import FAILURE, write_failure
@@ -107,86 +92,6 @@ def run_plan(
         return _Work(plan, folder, pool, display, retry_failed=retry_failed).make_all()
 
 
-def choose_settings(
-    plan: Plan, folder: Path, *, arms: Collection[str] | None = None
-) -> list[Choice]:
-    """For every arm, or these, the setting with the best mean final score on the tuning seeds.
-
-    Settings that went on after the first seed come before those that did not.
-    """
-    choices: list[Choice] = []
-    for arm in plan.arms if arms is None else map(plan.arm, arms):
-        tried = _tried(plan, arm, folder)
-        finished = [one for one in tried if one.score is not None]
-        if finished:
-            best = max(finished, key=lambda one: (one.seeds, one.score))  # the first of equals
-            scores = tuple((one.settings, one.score) for one in tried)
-            choices.append(Choice(arm=arm.name, settings=best.settings, scores=scores))
-    return choices
-
-
-class _Tried(NamedTuple):
-    """A swept setting of an arm: its mean final score, None if a run failed, and its seeds."""
-
-    settings: dict[str, Any]
-    score: float | None
-    seeds: int
-
-
-def _tried(plan: Plan, arm: Arm, folder: Path) -> list[_Tried]:
-    tried: list[_Tried] = []
-    runs = [run for run in plan.runs if run.role == "tune" and run.arm == arm.name]
-    for swept in swept_settings(arm, plan.sweep):
-        key = setting_key({**arm.varied, **swept})
-        own = [run for run in runs if setting_key(run.settings) == key]
-        states = [planned_state(plan, run, folder) for run in own]
-        reached = [s.score for s in states if s.status == "done" and s.score is not None]
-        whole = len(reached) == len(states) and reached
-        tried.append(_Tried(swept, sum(reached) / len(reached) if whole else None, len(states)))
-    return tried
-
-
-def _grown(plan: Plan, folder: Path, unfinished: Collection[str]) -> Plan:
-    """The plan with the runs that follow from the finished ones, arm by arm.
-
-    When an arm has been run with all settings on the first tuning seed, its best ones go on to the
-    others; when its tuning is over, the best of all goes to the report seeds.
-
-    unfinished: ids of runs that are being made or made again
-    """
-
-    def is_over(run: PlannedRun) -> bool:
-        ended = planned_state(plan, run, folder).status in ("done", "failed")
-        return ended and run.id not in unfinished
-
-    def tuned(arm: Arm, seeds: Collection[int]) -> bool:
-        own = [run for run in plan.runs if run.arm == arm.name and run.role == "tune"]
-        return all(is_over(run) for run in own if run.seed in seeds)
-
-    if not plan.sweep:
-        return plan
-    first, number = plan.seeds.tune[:1], plan.tune_best
-    if number is not None:
-        ready = [arm for arm in plan.arms if tuned(arm, first)]
-        plan = with_tuned_on(plan, {arm.name: _best(plan, arm, folder, number) for arm in ready})
-    arms = [arm.name for arm in plan.arms if tuned(arm, plan.seeds.tune)]
-    return with_choices(plan, choose_settings(plan, folder, arms=arms))
-
-
-def _best(plan: Plan, arm: Arm, folder: Path, number: int) -> list[dict[str, Any]]:
-    """The settings of an arm with the best scores on the first tuning seed, in their own order."""
-    first = replace(plan, runs=tuple(run for run in plan.runs if run.seed == plan.seeds.tune[0]))
-    tried = [(one.score, one.settings) for one in _tried(first, arm, folder)]
-    finished = [(score, settings) for score, settings in tried if score is not None]
-    best = sorted(finished, key=lambda pair: pair[0], reverse=True)[:number]
-    return [settings for score, settings in finished if (score, settings) in best]
-
-
-def planned_state(plan: Plan, run: PlannedRun, folder: Path) -> RunState:
-    """The state of one run of the plan."""
-    return state_of(folder / run.folder, steps=run.steps, score=plan.score)
-
-
 class _Work:
     """The runs of a plan under way: those that wait, those that are made, the states of all."""
 
@@ -231,7 +136,7 @@ class _Work:
 
     def _grow(self) -> None:
         unfinished = {run.id for run in self.waiting} | self.active.keys()
-        plan = _grown(self.plan, self.folder, unfinished)
+        plan = grown(self.plan, self.folder, unfinished)
         if plan != self.plan:
             write_plan(plan, self.folder)
             self._take(plan)
@@ -291,9 +196,7 @@ def _stopping(pool: Pool) -> Iterator[None]:
 __all__ = [
     "Display",
     "Pool",
-    "choose_settings",
     "locked",
     "open_comparison",
-    "planned_state",
     "run_plan",
 ]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.plan import REWARD, SCORE
+from proxpo.compare.plan import REWARD, SCORE, Plan, PlannedRun
 from proxpo.runs.files import read_object
 from proxpo.runs.jsonlines import METRICS, metric_value, read_lines
 from proxpo.runs.status import FAILURE, SUMMARY, Status, status_of
@@ -38,6 +38,11 @@ def state_of(folder: Path, *, steps: int, score: str) -> RunState:
     )
 
 
+def planned_state(plan: Plan, run: PlannedRun, folder: Path) -> RunState:
+    """The state of one run of the plan."""
+    return state_of(folder / run.folder, steps=run.steps, score=plan.score)
+
+
 def last_line(log: Path) -> str:
     """The last line a run wrote, which gives the reason if the run was refused."""
     try:
@@ -62,4 +67,4 @@ def _last(rows: list[dict[str, Any]], *names: str) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
-__all__ = ["LOG", "RunState", "last_line", "state_of"]
+__all__ = ["LOG", "RunState", "last_line", "planned_state", "state_of"]

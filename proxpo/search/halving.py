@@ -14,7 +14,8 @@ from typing import Any
 
 from proxpo.compare.design import first_runs
 from proxpo.compare.plan import PLAN, Arm, Plan, Seeds, check_runs, read_plan
-from proxpo.compare.runner import Display, Pool, open_comparison, planned_state, run_plan
+from proxpo.compare.runner import Display, Pool, open_comparison, run_plan
+from proxpo.compare.state import planned_state
 from proxpo.errors import ProxpoError
 from proxpo.report.text import plural
 from proxpo.search.plan import SearchPlan, SearchState, kept, write_search

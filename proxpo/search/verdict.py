@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from proxpo.compare.plan import Plan, read_plan
-from proxpo.compare.runner import planned_state
+from proxpo.compare.state import planned_state
 from proxpo.report.statistics import Difference, Interval, holm, paired, student_interval
 
 LEVEL = 0.05

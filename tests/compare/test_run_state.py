@@ -7,8 +7,9 @@ import pytest
 
 from proxpo.compare.design import Request, make_plan, parse_arm
 from proxpo.compare.plan import SCORE, Plan, read_plan, write_plan
-from proxpo.compare.runner import choose_settings, run_plan
+from proxpo.compare.runner import run_plan
 from proxpo.compare.state import last_line, state_of
+from proxpo.compare.tuning import choose_settings
 from proxpo.errors import ProxpoError
 
 

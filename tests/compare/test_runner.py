@@ -16,8 +16,9 @@ from comparisons import SMALL, Started, arguments, data_of, folder_of, rows_of
 from proxpo.cli import main
 from proxpo.compare.local import LocalPool
 from proxpo.compare.plan import read_plan
-from proxpo.compare.runner import choose_settings, open_comparison
+from proxpo.compare.runner import open_comparison
 from proxpo.compare.state import state_of
+from proxpo.compare.tuning import choose_settings
 from proxpo.errors import ProxpoError
 
 

@@ -226,7 +226,7 @@ def front_block() -> str:
     names = ", ".join(a["arm"] for a in arms)
     alt = f"Final score and KL to the start of {names}, with 95 % intervals"
     final = [text for text in data["statements"] if " in final score" in text]
-    shown = [text.partition(" in final")[0] for text in final if "not after" not in text]
+    shown = _by_winner(text.partition(" in final")[0] for text in final if "not after" not in text)
     text = f"""*Score and drift after {data["end_step"]:g} steps, means and 95 % intervals over
         {seeds} seeds ({FRONT_SIZE}; [{FRONT}](docs/results/{FRONT})). Of the differences in final
         score these hold after correction for the number of pairs: {"; ".join(shown) or "none"}.
@@ -234,6 +234,17 @@ def front_block() -> str:
         [choose](docs/choose.md).*"""
     filled = textwrap.fill(" ".join(text.split()), 120, break_long_words=False)
     return f"![{alt}](docs/results/front.svg)\n\n{filled}\n"
+
+
+def _by_winner(claims: Iterable[str]) -> list[str]:
+    """`A beats B`, `A beats C` as `A beats B and C`."""
+    beaten: dict[str, list[str]] = {}
+    for winner, _, loser in (claim.partition(" beats ") for claim in claims):
+        beaten.setdefault(winner, []).append(loser)
+    return [
+        f"{winner} beats {' and '.join(filter(None, [', '.join(some), last]))}"
+        for winner, (*some, last) in beaten.items()
+    ]
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

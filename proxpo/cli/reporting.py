@@ -18,10 +18,10 @@ def write_reports(paths: list[str], out: str | None) -> None:
         from proxpo.report.comparison_report import gather_runs, write_report
         from proxpo.report.findings import (
             caveats,
-            claims,
             ranking_heading,
             ranking_lines,
             setting_warnings,
+            spoken_claims,
         )
     except ModuleNotFoundError as error:
         raise ProxpoError(
@@ -36,7 +36,7 @@ def write_reports(paths: list[str], out: str | None) -> None:
     lines = [
         *((line, "bold") for line in setting_warnings(analysis)),
         (ranking_heading(analysis), ""),
-        *((line, "") for line in (*ranking_lines(analysis), *claims(analysis))),
+        *((line, "") for line in (*ranking_lines(analysis), *spoken_claims(analysis))),
         *((line, "dim") for line in (*caveats(analysis), *analysis.notes)),
     ]
     for line, style in lines:

@@ -9,6 +9,7 @@ from proxpo.report.statistics import Interval
 from proxpo.report.text import plural
 
 MINUS = "−"
+MOST_LINES = 12  # of findings in a terminal
 MEASURES = {"final": "final score", "area": "mean score over training"}
 
 
@@ -84,6 +85,19 @@ def at_steps(measure: str, analysis: Analysis) -> str:
 def claims(analysis: Analysis) -> list[str]:
     """Every sentence that the paired intervals support."""
     return [text for pair in analysis.pairs if (text := claim(pair, analysis))]
+
+
+def spoken_claims(analysis: Analysis) -> list[str]:
+    """`claims` for a terminal: of many those that hold after correction, the others counted."""
+    every = claims(analysis)
+    if len(every) <= MOST_LINES:
+        return every
+    held = [pair for pair in analysis.pairs if pair.p_holm < 0.05]
+    kept = [text for pair in held if (text := claim(pair, analysis))]
+    left = len(every) - len(kept)
+    words = f"{plural(left, 'more difference')} {'does' if left == 1 else 'do'} not hold after"
+    line = f"{words} correction for the number of pairs; the report lists them."
+    return [*kept, line] if left else kept
 
 
 def claims_by_winner(analysis: Analysis, measure: str) -> list[str]:
@@ -245,5 +259,6 @@ __all__ = [
     "setting_warnings",
     "settings_text",
     "span",
+    "spoken_claims",
     "unit",
 ]

@@ -26,6 +26,7 @@ from proxpo.report.findings import (
     ranking_heading,
     ranking_lines,
     setting_warnings,
+    spoken_claims,
 )
 from proxpo.report.read_runs import read_comparison
 from proxpo.report.run_data import Comparison, Run, rows_by_step
@@ -101,6 +102,22 @@ def test_claims_appear_exactly_where_intervals_exclude_zero():
         words = {"final": "final score", "area": "over training"}[pair.measure]
         assert any(words in t for t in named) == (excludes and d.mean() > 0)
     assert len(texts) == decided > 0
+
+
+def test_a_terminal_shows_of_many_findings_those_that_hold_after_correction():
+    draw = np.random.default_rng(0)
+    runs = [
+        run_of(f"m{arm}", s, [0.5, 0.6 + 0.03 * arm + 0.012 * draw.normal()])
+        for arm, s in itertools.product(range(6), range(4))
+    ]
+    found = compared(*runs)
+    every, held = claims(found), [t for t in claims(found) if "not after correction" not in t]
+    assert 0 < len(held) < len(every) > 12
+    *shown, last = spoken_claims(found)
+    assert shown == held
+    assert last.startswith(f"{len(every) - len(held)} more differences do not hold after")
+    few = compared(*runs[:8])
+    assert spoken_claims(few) == claims(few) != []
 
 
 def test_an_arm_that_lost_a_run_wins_nothing():

@@ -73,7 +73,7 @@ def test_for_settings_prints_what_was_measured_and_says_where_nothing_was(proxpo
     long = " ".join(proxpo("methods", "--for", "stale,long").out.split())
     assert "long: answers of worked steps, tens to hundreds of tokens made for it by" in long
     both = json.loads(proxpo("methods", "--for", "hot,stale", "--json").out)
-    assert [fact["take"] for fact in both["together"]] == ["grpo", "p3o"]
+    assert [fact["take"] for fact in both["together"]] == ["grpo", "cispo", "isopo", "p3o"]
     code, _, errors = proxpo("methods", "--for", "stail")
     assert code != 0
     assert "unknown setting 'stail'; did you mean 'stale'?" in errors

@@ -109,9 +109,9 @@ class Plan:
         if not self.sweep:
             return 0
         chosen = {choice.arm for choice in self.chosen}
-        first, *others = self.seeds.tune
+        first, others = self.seeds.tune[:1], self.seeds.tune[1:]
         tuned_on = chosen | {run.arm for run in self.runs if run.seed in others}
-        tried = Counter(run.arm for run in self.runs if run.seed == first)
+        tried = Counter(run.arm for run in self.runs if run.seed in first)
         number = len(self.seeds.report) * sum(arm.name not in chosen for arm in self.arms)
         if self.tune_best is not None:
             waiting = [arm.name for arm in self.arms if arm.name not in tuned_on]

@@ -155,6 +155,8 @@ def caveats(analysis: Analysis) -> list[str]:
             "seed: without spread there is no interval, and nothing is claimed."
         )
     lines += _barred_lines(analysis)
+    lines += _choices_in_doubt(analysis)
+    lines += _choices_at_an_end(analysis)
     seeds = [pair.difference.seeds for pair in finals]
     if seeds and max(seeds) < 2:
         lines.append("Fewer than two seeds in common: no difference can be tested.")
@@ -175,6 +177,50 @@ def _barred_lines(analysis: Analysis) -> list[str]:
     return [
         f"Nothing is claimed between {_pair_names(pairs)}: {reason}."
         for reason, pairs in sorted(reasons.items())
+    ]
+
+
+def _choices_in_doubt(analysis: Analysis) -> list[str]:
+    """A line for each arm that ends below what another of its settings had on the tuning seeds."""
+    share = analysis.variant.share
+    finals = {result.arm.name: result.mean("final") for result in analysis.arms}
+
+    def score(value: float) -> str:
+        return f"{format_number(value, share=share)}{unit(share)}"
+
+    lines: list[str] = []
+    for choice in analysis.comparison.chosen:
+        tried = [(value, settings) for settings, value in choice.scores if value is not None]
+        own = [value for value, settings in tried if settings == choice.settings]
+        others = [pair for pair in tried if pair[1] != choice.settings]
+        if not own or not others:
+            continue
+        final, (other, settings) = finals.get(choice.arm, math.nan), max(others, key=lambda x: x[0])
+        if final < other:
+            lines.append(
+                f"The choice for {choice.arm} is in doubt: with {settings_text(choice.settings)} "
+                f"it had {score(own[0])} on the tuning seeds and has {score(final)} here, below "
+                f"the {score(other)} that {settings_text(settings)} had there. More tuning seeds "
+                "would tell."
+            )
+    return lines
+
+
+def _choices_at_an_end(analysis: Analysis) -> list[str]:
+    """A line for each swept number whose smallest or largest value was chosen, with the arms."""
+    ends: dict[tuple[str, Any, str], list[str]] = {}
+    for choice in analysis.comparison.chosen:
+        for key, value in choice.settings.items():
+            tried = [settings[key] for settings, _ in choice.scores if key in settings]
+            if not all(isinstance(one, (int, float)) for one in tried) or len(set(tried)) < 3:
+                continue
+            named = {min(tried): "smallest", max(tried): "largest"}
+            if value in named:
+                ends.setdefault((key, value, named[value]), []).append(choice.arm)
+    return [
+        f"{key}={value}, chosen for {', '.join(arms)}, is the {end} that was tried: a better one "
+        "may lie beyond."
+        for (key, value, end), arms in ends.items()
     ]
 
 

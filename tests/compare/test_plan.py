@@ -357,10 +357,11 @@ def test_a_study_on_another_task_leaves_the_options_of_its_own_out():
     )
     plan = make_plan(request_of(options))
     assert plan.base["task"]["options"] == {"config": {"min_terms": 3}}
-    assert plan.notes == ("options of task column-sums are left out: terms, digits",)
+    left_out = "options of task column-sums are left out: terms, digits"
+    assert left_out in plan.notes
     same = make_plan(request_of(CompareOptions(study="worked-fresh", task="column-sums")))
     assert same.base["task"]["options"] == {"terms": [2, 3], "digits": [2, 4]}
-    assert same.notes == ()
+    assert left_out not in same.notes
 
 
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):

@@ -149,6 +149,30 @@ def test_tuning_runs_are_never_averaged(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("final", "doubted"), [(0.51, True), (0.53, False)])
+def test_a_choice_that_the_reported_seeds_do_not_confirm_is_doubted(final, doubted):
+    small, large = {"lr": 1e-5}, {"lr": 1e-4}
+    choice = Choice(arm="a", settings=large, scores=((small, 0.52), (large, 0.55), ({}, None)))
+    found = compared(*(run_of("a", s, [0.4, final]) for s in range(2)), chosen=(choice,))
+    text = (
+        "The choice for a is in doubt: with lr=0.0001 it had 55.0 % on the tuning seeds and has "
+        "51.0 % here, below the 52.0 % that lr=1e-05 had there."
+    )
+    assert any(text in line for line in caveats(found)) is doubted
+
+
+def test_a_choice_at_an_end_of_what_was_tried_is_named():
+    rates, runs = (1e-5, 1e-4, 1e-3), [run_of(name, 0, [0.4, 0.9]) for name in "abc"]
+    scores = tuple(({"lr": rate}, 0.5) for rate in rates)
+    taken = {"a": 1e-3, "b": 1e-4, "c": 1e-3}
+    chosen = [Choice(arm=arm, settings={"lr": lr}, scores=scores) for arm, lr in taken.items()]
+    found = compared(*runs, chosen=tuple(chosen))
+    said = "lr=0.001, chosen for a, c, is the largest that was tried: a better one may lie beyond."
+    assert [line for line in caveats(found) if "tried" in line] == [said]
+    few = [replace(choice, scores=scores[1:]) for choice in chosen]
+    assert not any("tried" in line for line in caveats(compared(*runs, chosen=tuple(few))))
+
+
 def test_a_short_tuning_run_shortens_no_budget():
     runs = [run_of("a", 0, [0.5, 0.6, 0.7]), run_of("a", 9, [0.1, 0.99], role="tune")]
     found = compared(*runs)

@@ -9,7 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from proxpo.compare.design import Request, make_plan, parse_arm, parse_axis, with_arms, with_base
+from proxpo.compare.design import (
+    Request,
+    make_plan,
+    overridden,
+    parse_arm,
+    parse_axis,
+    tune_best_decides,
+    with_arms,
+)
 from proxpo.compare.live import Lines, LiveTable
 from proxpo.compare.plan import PLAN, Plan
 from proxpo.compare.runner import Pool, open_comparison, run_plan
@@ -113,18 +121,22 @@ def request_of(options: CompareOptions) -> Request:
         request = read_study(options.study)
         if options.methods:
             request = with_arms(request, options.methods, of=f"study {options.study}")
-    return replace(
-        with_base(request, sets),
+    request = overridden(
+        request,
+        base=sets,
+        sweep=dict(parse_axis(text, option="--sweep") for text in options.sweep),
+        vary=dict(parse_axis(text, option="--vary") for text in options.vary),
+    )
+    request = replace(
+        request,
         config=options.config or request.config,
         seeds=request.seeds if options.seeds is None else options.seeds,
         tune=request.tune if options.tune_seeds is None else options.tune_seeds,
         tune_best=request.tune_best if options.tune_best is None else options.tune_best,
-        sweep={
-            **request.sweep,
-            **dict(parse_axis(text, option="--sweep") for text in options.sweep),
-        },
-        vary={**request.vary, **dict(parse_axis(text, option="--vary") for text in options.vary)},
     )
+    if options.tune_best is None and request.tune_best and not tune_best_decides(request):
+        return replace(request, tune_best=None)  # the study's own, for a larger sweep
+    return request
 
 
 def default_folder(options: CompareOptions) -> str:

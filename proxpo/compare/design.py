@@ -75,12 +75,14 @@ def make_plan(request: Request) -> Plan:
     base = _base(request.config, pairs, arms)
     arms, notes = _with_file_recipe(request.config, arms)
     sweep, vary = _axes(request.sweep, "--sweep"), _axes(request.vary, "--vary")
+    _refuse_set(pairs, arms, sweep, "swept")
+    _refuse_set(pairs, arms, vary, "varied")
     arms, more = _varied(arms, vary)
     notes += more
     base, more = _with_problems(base, arms)
     notes += more
     notes += _check_sweep(arms, sweep, vary)
-    notes += _check_tune_best(request, arms, sweep)
+    notes += _check_tune_best(request)
     _check_names(arms)
     first = max(TUNING, request.seeds)
     seeds = Seeds(
@@ -109,17 +111,38 @@ def with_arms(request: Request, names: Sequence[str], *, of: str) -> Request:
     return replace(request, arms=[arm for name, arm in named.items() if name in wanted])
 
 
-def with_base(request: Request, pairs: Sequence[tuple[str, Any]]) -> Request:
-    """The comparison with further settings of all runs.
+def overridden(
+    request: Request, *, base: Sequence[tuple[str, Any]], sweep: Axes, vary: Axes
+) -> Request:
+    """The comparison with these settings of all runs and these axes in place of its own.
 
-    Options of a task are left out, with a note, where the settings name another one.
+    Its own options of a task are left out where the settings name another one.
     """
-    before, after = task_name(request.base), task_name([*request.base, *pairs])
+    arms = [_arm(*arm) for arm in request.arms]
+    given = set().union(*(_places(key, arms) for key, _ in base))
+    free = set().union(*(_places(key, arms) for key in (*sweep, *vary)))
+    before, after = task_name(request.base), task_name([*request.base, *base])
     left = [key for key, _ in request.base if before != after and key.startswith(TASK_OPTIONS)]
+    ended = [key for key in (*request.sweep, *request.vary) if given & _places(key, arms)]
     names = ", ".join(key.removeprefix(TASK_OPTIONS) for key in left)
     notes = [f"options of task {before} are left out: {names}"] if left else []
-    kept = [(key, value) for key, value in request.base if key not in left]
-    return replace(request, base=(*kept, *pairs), notes=(*request.notes, *notes))
+    notes += [f"{key} is set, and neither swept nor varied" for key in ended]
+    kept = [p for p in request.base if p[0] not in left and not free & _places(p[0], arms)]
+    return replace(
+        request,
+        base=(*kept, *base),
+        sweep={**{key: request.sweep[key] for key in request.sweep if key not in ended}, **sweep},
+        vary={**{key: request.vary[key] for key in request.vary if key not in ended}, **vary},
+        notes=(*request.notes, *notes),
+    )
+
+
+def tune_best_decides(request: Request) -> bool:
+    """Whether there are settings that `tune_best` can keep from going on."""
+    if request.tune_best is None or not request.sweep or request.tune < 2:
+        return False
+    tried = [len(swept_settings(_arm(*arm), request.sweep)) for arm in request.arms]
+    return 2 <= request.tune_best < max(tried)
 
 
 def with_more_arms(stored: Plan, plan: Plan) -> Plan | None:
@@ -391,13 +414,12 @@ def _check_sweep(arms: list[Arm], sweep: Axes, vary: Axes) -> list[str]:
     return [f"unequal tuning effort, settings tried: {counts}"]
 
 
-def _check_tune_best(request: Request, arms: Sequence[Arm], sweep: Axes) -> list[str]:
+def _check_tune_best(request: Request) -> list[str]:
     """Refuses a number of best settings that decides nothing; says what it does otherwise."""
     best = request.tune_best
     if best is None:
         return []
-    most = max(len(swept_settings(arm, sweep)) for arm in arms)
-    if not sweep or request.tune < 2 or not 2 <= best < most:
+    if not tune_best_decides(request):
         raise ProxpoError(
             f"--tune-best {best} takes no effect: it needs two tuning seeds or more, and a sweep "
             "of more than that many settings, at least two of which go on"
@@ -423,6 +445,23 @@ def _refuse_twice(arm: Arm, axes: Iterable[str], what: str) -> None:
     for key in axes:
         if any(tuple(_placed(part, arm)) in own for part in _parts(key) if _fits(key, arm)):
             raise ProxpoError(f"{arm.name} sets {key} itself, so it cannot be {what}")
+
+
+def _refuse_set(
+    pairs: Sequence[tuple[str, Any]], arms: Sequence[Arm], axes: Iterable[str], what: str
+) -> None:
+    """Refuses a setting of all runs that every run would replace."""
+    for key in axes:
+        for path, value in pairs:
+            if path in _places(key, arms):
+                text = f"--set {path}={set_text(value)} takes no effect"
+                raise ProxpoError(f"{text}: {key} is {what}; leave one of the two out")
+
+
+def _places(key: str, arms: Iterable[Arm]) -> set[str]:
+    """The places of a setting in the configs of the arms that have it."""
+    own = key.rpartition(":")[2]
+    return {".".join(_placed(part, a)) for a in arms if _fits(own, a) for part in _parts(own)}
 
 
 def _paths(key: str, arms: Iterable[Arm]) -> dict[str, list[str]]:
@@ -486,11 +525,12 @@ __all__ = [
     "config_of",
     "first_runs",
     "make_plan",
+    "overridden",
     "parse_arm",
     "parse_axis",
     "swept_settings",
+    "tune_best_decides",
     "with_arms",
-    "with_base",
     "with_choices",
     "with_more_arms",
     "with_tuned_on",

@@ -364,6 +364,37 @@ def test_a_study_on_another_task_leaves_the_options_of_its_own_out():
     assert left_out not in same.notes
 
 
+def test_a_setting_that_is_given_is_not_swept_by_the_study():
+    fixed = make_plan(request_of(CompareOptions(study="worked-fresh", settings=["lr=1e-5"])))
+    assert (fixed.sweep, fixed.tune_best, len(fixed.runs)) == ({}, None, 5 * len(fixed.arms))
+    assert {config_of(fixed, run).train.lr for run in fixed.runs} == {1e-5}
+    assert "lr is set, and neither swept nor varied" in fixed.notes
+    held = make_plan(
+        request_of(CompareOptions(study="p3o-temperature", settings=["temperature=1"]))
+    )
+    assert not held.vary
+    swept = CompareOptions(study="hot", sweep=["temperature=1.1,1.2,1.3"])  # set there, for all
+    assert {r.settings["temperature"] for r in make_plan(request_of(swept)).runs} == {1.1, 1.2, 1.3}
+
+
+@pytest.mark.parametrize("axis", ["sweep", "vary"])
+def test_a_setting_that_an_axis_would_replace_is_refused(axis):
+    options = CompareOptions(methods=["grpo"], settings=["lr=1e-5"], **{axis: ["lr=1e-4,3e-4"]})
+    with pytest.raises(ProxpoError, match=r"--set train.lr=1e-05 takes no effect"):
+        make_plan(request_of(options))
+
+
+def test_the_best_settings_of_a_study_are_kept_where_they_can_decide():
+    def best(**more):
+        return make_plan(request_of(CompareOptions(study="hot", **more))).tune_best
+
+    assert (best(), best(sweep=["lr=1e-5,1e-4,1e-3"])) == (2, 2)
+    assert best(sweep=["lr=1e-4"]) is None
+    assert best(tune_seeds=1) is None
+    with pytest.raises(ProxpoError, match="takes no effect"):
+        best(tune_seeds=1, tune_best=2)
+
+
 def test_a_folder_with_something_else_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("")
     assert main(["compare", "grpo", "--out", str(tmp_path)]) == 2

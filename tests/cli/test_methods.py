@@ -70,7 +70,7 @@ def test_for_settings_prints_what_was_measured_and_says_where_nothing_was(proxpo
     assert "stale and agents no evidence yet" in out
     assert "grpo clip_low=0.2 clip_high=0.2: of the clip ranges" in out
     assert "docs/results/p3o-clip" in out
-    long = " ".join(proxpo("methods", "--for", "stale,long").out.split())
+    long = " ".join(proxpo("methods", "--for", "long,pretrained").out.split())
     assert "long: answers of worked steps, tens to hundreds of tokens made for it by" in long
     both = json.loads(proxpo("methods", "--for", "hot,stale", "--json").out)
     assert [fact["take"] for fact in both["together"]] == ["grpo", "cispo", "isopo", "p3o"]

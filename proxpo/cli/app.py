@@ -340,7 +340,7 @@ def compare_command(
         bool,
         typer.Option(
             "--search",
-            help="Search compositions of stages, against the methods named [eight of them]; "
+            help="Search compositions of stages, against the methods named or else eight of them; "
             "settings of --sweep are part of the search.",
         ),
     ] = False,
@@ -358,13 +358,17 @@ def compare_command(
     ] = None,
     proposals: Annotated[
         str | None,
-        typer.Option(metavar="tpe|random", help="Of a search: how candidates are drawn [tpe]."),
+        typer.Option(
+            metavar="tpe|random", help="Of a search: how candidates are drawn; default: tpe."
+        ),
     ] = None,
     candidates: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a search: candidates of a bracket [16].")
+        int | None,
+        typer.Option(metavar="N", help="Of a search: candidates of a bracket; default: 16."),
     ] = None,
     finalists: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a search: candidates to confirm [3].")
+        int | None,
+        typer.Option(metavar="N", help="Of a search: candidates to confirm; default: 3."),
     ] = None,
 ) -> None:
     """Compare methods on equal terms: same model, prompts, budget and seeds; writes a report.

@@ -82,7 +82,10 @@ def run_comparison(options: CompareOptions) -> int:
             "no methods to compare: name some (see `proxpo methods`), or --study NAME "
             f"({', '.join(studies())})"
         )
-    plan = make_plan(request_of(options)) if described else None
+    request = request_of(options) if described else None
+    if request is not None and options.tune_seeds is not None and not request.sweep:
+        raise ProxpoError(f"--tune-seeds {options.tune_seeds} takes no effect: nothing is swept")
+    plan = None if request is None else make_plan(request)
     if plan is not None:
         _check_installed(plan)
         _check_task(plan)

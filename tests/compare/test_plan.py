@@ -384,6 +384,13 @@ def test_a_setting_that_an_axis_would_replace_is_refused(axis):
         make_plan(request_of(options))
 
 
+def test_tuning_seeds_without_a_sweep_are_refused(tmp_path, capsys):
+    folder = tmp_path / "new"
+    assert main(["compare", "grpo", "--tune-seeds", "3", "--out", str(folder)]) == 2
+    assert "--tune-seeds 3 takes no effect: nothing is swept" in capsys.readouterr().err
+    assert not folder.exists()
+
+
 def test_the_best_settings_of_a_study_are_kept_where_they_can_decide():
     def best(**more):
         return make_plan(request_of(CompareOptions(study="hot", **more))).tune_best

@@ -9,17 +9,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from proxpo.compare.design import (
+from proxpo.compare.design import make_plan
+from proxpo.compare.live import Lines, LiveTable
+from proxpo.compare.plan import PLAN, Plan
+from proxpo.compare.request import (
     Request,
-    make_plan,
     overridden,
     parse_arm,
     parse_axis,
     tune_best_decides,
     with_arms,
 )
-from proxpo.compare.live import Lines, LiveTable
-from proxpo.compare.plan import PLAN, Plan
 from proxpo.compare.runner import Pool, open_comparison, run_plan
 from proxpo.compare.state import planned_state
 from proxpo.compare.studies import read_study, studies

@@ -6,17 +6,28 @@ A setting is named as everywhere (`lr`, `train.lr`, `clip_high`, `ratio.q`); `cl
 varies two settings together.
 """
 
-import itertools
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from proxpo.compare.arms import (
+    Axes,
+    Settings,
+    combinations,
+    fits,
+    make_arm,
+    parts_of,
+    paths_by_arm,
+    place_of,
+    places_of,
+    scalar,
+    split_settings,
+    swept_settings,
+)
 from proxpo.compare.naming import run_name, set_text, setting_key
 from proxpo.compare.plan import (
     RUNS,
-    SCORE,
     Arm,
     Choice,
     Plan,
@@ -26,43 +37,16 @@ from proxpo.compare.plan import (
     plain,
     plan_differences,
 )
-from proxpo.errors import ProxpoError, resolve
+from proxpo.compare.request import Request, tune_best_decides
+from proxpo.errors import ProxpoError
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.settings import TASK_OPTIONS, parse_setting, parse_value
 from proxpo.train._schema import leaves
-from proxpo.train._settings import place
-from proxpo.train.config import Config, as_dict, find, load_config, task_name
+from proxpo.train.config import Config, as_dict, find, load_config
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
 LONGEST = 200  # characters of an arm's name
 OWN = ("method", "recipe", "seed", "out")  # of each run, not of the base
-Settings = dict[str, Any]
-Axes = Mapping[str, Sequence[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A comparison as a command line or a study describes it.
-
-    arms: (name or none, method, settings); base: settings of all runs, or of one method where the
-    key reads METHOD:KEY; seeds: how many are reported; tune: how many the sweep is judged on;
-    tune_best: how many settings of an arm go on after the first of these, None for all; notes: what
-    a reader must know.
-    """
-
-    arms: Sequence[tuple[str | None, str, Mapping[str, Any]]]
-    seeds: int = 3
-    tune: int = 2
-    tune_best: int | None = None
-    config: str | None = None
-    base: Sequence[tuple[str, Any]] = ()
-    sweep: Axes = field(default_factory=dict)
-    vary: Axes = field(default_factory=dict)
-    title: str = ""
-    question: str = ""
-    score: str = SCORE
-    notes: Sequence[str] = ()
 
 
 def make_plan(request: Request) -> Plan:
@@ -71,7 +55,7 @@ def make_plan(request: Request) -> Plan:
         raise ProxpoError("no methods to compare: name some (see `proxpo methods`), or --study")
     if request.seeds < 1 or (request.sweep and request.tune < 1):
         raise ProxpoError("a comparison needs at least one seed")
-    arms, pairs = _with_shared(request, [_arm(*arm) for arm in request.arms])
+    arms, pairs = _with_shared(request, [make_arm(*arm) for arm in request.arms])
     base = _base(request.config, pairs, arms)
     arms, notes = _with_file_recipe(request.config, arms)
     sweep, vary = _axes(request.sweep, "--sweep"), _axes(request.vary, "--vary")
@@ -104,47 +88,6 @@ def make_plan(request: Request) -> Plan:
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
 
 
-def with_arms(request: Request, names: Sequence[str], *, of: str) -> Request:
-    """The comparison with the arms of these names alone, in its own order."""
-    named = {_arm(*arm).name: arm for arm in request.arms}
-    wanted = {resolve(name, named, what=f"arm of {of}") for name in names}
-    return replace(request, arms=[arm for name, arm in named.items() if name in wanted])
-
-
-def overridden(
-    request: Request, *, base: Sequence[tuple[str, Any]], sweep: Axes, vary: Axes
-) -> Request:
-    """The comparison with these settings of all runs and these axes in place of its own.
-
-    Its own options of a task are left out where the settings name another one.
-    """
-    arms = [_arm(*arm) for arm in request.arms]
-    given = set().union(*(_places(key, arms) for key, _ in base))
-    free = set().union(*(_places(key, arms) for key in (*sweep, *vary)))
-    before, after = task_name(request.base), task_name([*request.base, *base])
-    left = [key for key, _ in request.base if before != after and key.startswith(TASK_OPTIONS)]
-    ended = [key for key in (*request.sweep, *request.vary) if given & _places(key, arms)]
-    names = ", ".join(key.removeprefix(TASK_OPTIONS) for key in left)
-    notes = [f"options of task {before} are left out: {names}"] if left else []
-    notes += [f"{key} is set, and neither swept nor varied" for key in ended]
-    kept = [p for p in request.base if p[0] not in left and not free & _places(p[0], arms)]
-    return replace(
-        request,
-        base=(*kept, *base),
-        sweep={**{key: request.sweep[key] for key in request.sweep if key not in ended}, **sweep},
-        vary={**{key: request.vary[key] for key in request.vary if key not in ended}, **vary},
-        notes=(*request.notes, *notes),
-    )
-
-
-def tune_best_decides(request: Request) -> bool:
-    """Whether there are settings that `tune_best` can keep from going on."""
-    if request.tune_best is None or not request.sweep or request.tune < 2:
-        return False
-    tried = [len(swept_settings(_arm(*arm), request.sweep)) for arm in request.arms]
-    return 2 <= request.tune_best < max(tried)
-
-
 def with_more_arms(stored: Plan, plan: Plan) -> Plan | None:
     """`plan`, its runs in the folders of `stored`; None if it is not `stored` with arms added."""
     before, after = ([repr(plain(arm)) for arm in each.arms] for each in (stored, plan))
@@ -153,27 +96,6 @@ def with_more_arms(stored: Plan, plan: Plan) -> Plan | None:
     first = {_identity(run) for run in plan.runs}
     later = [run for run in stored.runs if _identity(run) not in first]  # chosen again
     return _with_runs(replace(plan, runs=stored.runs), plan.runs, later)
-
-
-def parse_arm(text: str) -> tuple[None, str, Settings]:
-    """An arm from `grpo:clip_low=0.4,clip_high=0.4`; a comma only separates before a KEY=."""
-    name, colon, rest = text.partition(":")
-    settings: Settings = {}
-    if colon and not rest:
-        raise ProxpoError(f"'{text}': expected METHOD:KEY=VALUE")
-    for part in re.split(r",(?=[^,=]+=)", rest) if rest else []:
-        key, value = parse_setting(part)
-        settings[key] = value
-    return None, name, settings
-
-
-def parse_axis(text: str, *, option: str) -> tuple[str, tuple[Any, ...]]:
-    """`lr=1e-5,3e-5` as a key and its values."""
-    key, equals, values = text.partition("=")
-    parsed = tuple(parse_value(text.strip()) for text in values.split(",") if text.strip())
-    if not key.strip() or not equals or not parsed:
-        raise ProxpoError(f"{option} takes KEY=VALUE,VALUE..., got '{text}'")
-    return key.strip(), parsed
 
 
 def first_runs(plan: Plan) -> list[PlannedRun]:
@@ -232,16 +154,10 @@ def _identity(run: PlannedRun) -> tuple[str, int, str, str]:
     return run.arm, run.seed, run.role, setting_key(run.settings)
 
 
-def swept_settings(arm: Arm, sweep: Axes) -> list[Settings]:
-    """Every combination of the swept values that this arm has settings for."""
-    fitting = {key: values for key, values in sweep.items() if _fits(key, arm)}
-    return _grid(fitting)
-
-
 def command(plan: Plan, run: PlannedRun, folder: str | Path) -> list[str]:
     """The arguments of `proxpo` that make this run, or continue it."""
     arm = plan.arm(run.arm)
-    settings = {**arm.settings, **_single(run.settings)}
+    settings = {**arm.settings, **split_settings(run.settings)}
     sets = [word for k, v in settings.items() for word in ("--set", f"{k}={set_text(v)}")]
     where = ["--seed", str(run.seed), "--out", str(Path(folder) / run.folder), "--resume"]
     return ["train", str(Path(folder) / "base.yaml"), "--method", arm.method, *sets, *where]
@@ -250,35 +166,15 @@ def command(plan: Plan, run: PlannedRun, folder: str | Path) -> list[str]:
 def config_of(plan: Plan, run: PlannedRun) -> Config:
     """The whole config of a run."""
     arm = plan.arm(run.arm)
-    sets = [*arm.settings.items(), *_single(run.settings).items()]
+    sets = [*arm.settings.items(), *split_settings(run.settings).items()]
     return load_config(plan.base, sets, overrides={"method": arm.method, "seed": run.seed})
-
-
-def _arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
-    chosen = method(slug).slug
-    values = {key: _scalar(value, f"{chosen}: '{key}'") for key, value in settings.items()}
-    label = name or " ".join([chosen, *(f"{k}={set_text(v)}" for k, v in values.items())])
-    arm = Arm(name=label, method=chosen, settings=values, family=label)
-    for key in values:
-        _placed(key, arm)
-    return arm
-
-
-def _scalar(value: Any, place: str) -> Any:
-    """The value that a run reads from its command line: "1" in a study's file is the number 1."""
-    if not isinstance(value, (str, int, float, bool, type(None))):
-        raise ProxpoError(
-            f"{place} takes one value, got {value!r}: quote a list that is the value itself; "
-            "values to choose from are a sweep"
-        )
-    return parse_value(set_text(value).strip())
 
 
 def _axes(axes: Axes, option: str) -> dict[str, tuple[Any, ...]]:
     """The values of each swept or varied setting, each of them once."""
     checked: dict[str, tuple[Any, ...]] = {}
     for key, values in axes.items():
-        checked[key] = tuple(_scalar(value, f"{option} {key}") for value in values)
+        checked[key] = tuple(scalar(value, f"{option} {key}") for value in values)
         if len(set(map(set_text, checked[key]))) < len(checked[key]):
             raise ProxpoError(f"{option} {key}: a value is given twice")
     return checked
@@ -296,7 +192,7 @@ def _with_shared(request: Request, arms: list[Arm]) -> tuple[list[Arm], list[tup
         chosen = [arm for arm in arms if not colon or arm.method == method(scope).slug]
         if not chosen:
             raise ProxpoError(f"--set {name}: {method(scope).slug} is not compared here")
-        paths = _paths(key, chosen)
+        paths = paths_by_arm(key, chosen)
         _refuse_partial(key, value, chosen, paths)
         if not colon and all(path[0] != "recipe" for path in paths.values()):
             base.append((".".join(next(iter(paths.values()))), value))
@@ -312,7 +208,7 @@ def _refuse_partial(key: str, value: Any, arms: Sequence[Arm], paths: Mapping[st
     if not lacking:
         return
     try:
-        _placed(key, lacking[0])
+        place_of(key, lacking[0])
         reason = ""
     except ProxpoError as error:
         reason = f"{lacking[0].name}: {error}"
@@ -343,7 +239,7 @@ def _with_problems(base: Settings, arms: list[Arm]) -> tuple[Settings, list[str]
             base, list(arm.settings.items()), overrides={"method": arm.method}
         ).task.problems
         for arm in arms
-        if all(_placed(key, arm) != ["task", "problems"] for key in arm.settings)
+        if all(place_of(key, arm) != ["task", "problems"] for key in arm.settings)
     }
     needing = [name for name, problems in own.items() if problems is not None]
     if base["task"]["problems"] is not None or not needing:
@@ -379,20 +275,20 @@ def _varied(arms: list[Arm], vary: Axes) -> tuple[list[Arm], list[str]]:
     varied: list[Arm] = []
     notes: list[str] = []
     for key in vary:
-        _paths(key, arms)
+        paths_by_arm(key, arms)
     for arm in arms:
-        fitting = {key: values for key, values in vary.items() if _fits(key, arm)}
+        fitting = {key: values for key, values in vary.items() if fits(key, arm)}
         _refuse_twice(arm, fitting, "varied")
         notes += [
             f"{arm.name} has no setting {key}: it stands once" for key in vary.keys() - fitting
         ]
-        for values in _grid(fitting):
+        for values in combinations(fitting):
             words = (f"{key}={set_text(value)}" for key, value in values.items())
             varied.append(
                 replace(
                     arm,
                     name=" ".join([arm.name, *words]),
-                    settings={**arm.settings, **_single(values)},
+                    settings={**arm.settings, **split_settings(values)},
                     varied=values,
                 )
             )
@@ -404,7 +300,7 @@ def _check_sweep(arms: list[Arm], sweep: Axes, vary: Axes) -> list[str]:
     for key in sweep:
         if key in vary:
             raise ProxpoError(f"'{key}' cannot be both swept and varied")
-        _paths(key, arms)
+        paths_by_arm(key, arms)
     for arm in arms:
         _refuse_twice(arm, sweep, "swept")
     tried = {arm.name: len(swept_settings(arm, sweep)) for arm in arms}
@@ -441,9 +337,9 @@ def _check_names(arms: list[Arm]) -> None:
 
 
 def _refuse_twice(arm: Arm, axes: Iterable[str], what: str) -> None:
-    own = {tuple(_placed(key, arm)) for key in arm.settings}
+    own = {tuple(place_of(key, arm)) for key in arm.settings}
     for key in axes:
-        if any(tuple(_placed(part, arm)) in own for part in _parts(key) if _fits(key, arm)):
+        if any(tuple(place_of(part, arm)) in own for part in parts_of(key) if fits(key, arm)):
             raise ProxpoError(f"{arm.name} sets {key} itself, so it cannot be {what}")
 
 
@@ -453,54 +349,9 @@ def _refuse_set(
     """Refuses a setting of all runs that every run would replace."""
     for key in axes:
         for path, value in pairs:
-            if path in _places(key, arms):
+            if path in places_of(key, arms):
                 text = f"--set {path}={set_text(value)} takes no effect"
                 raise ProxpoError(f"{text}: {key} is {what}; leave one of the two out")
-
-
-def _places(key: str, arms: Iterable[Arm]) -> set[str]:
-    """The places of a setting in the configs of the arms that have it."""
-    own = key.rpartition(":")[2]
-    return {".".join(_placed(part, a)) for a in arms if _fits(own, a) for part in _parts(own)}
-
-
-def _paths(key: str, arms: Iterable[Arm]) -> dict[str, list[str]]:
-    """The path of the setting for each arm that has it; an error if none does."""
-    paths: dict[str, list[str]] = {}
-    errors: list[ProxpoError] = []
-    for arm in arms:
-        try:
-            paths[arm.name], *_ = [_placed(part, arm) for part in _parts(key)]
-        except ProxpoError as error:
-            errors.append(error)
-    # A setting of the run belongs to all; only a method's own option may be missing elsewhere.
-    if (errors and any(path[0] != "recipe" for path in paths.values())) or not paths:
-        raise errors[0]
-    return paths
-
-
-def _fits(key: str, arm: Arm) -> bool:
-    try:
-        return all(_placed(part, arm) for part in _parts(key))
-    except ProxpoError:
-        return False
-
-
-def _placed(key: str, arm: Arm) -> list[str]:
-    return place(key, method(arm.method).defaults)
-
-
-def _parts(key: str) -> list[str]:
-    """The settings in a key: two in `clip_low+clip_high`; `weights+` is one, which adds a stage."""
-    return [key] if key.endswith("+") else key.split("+")
-
-
-def _single(settings: Mapping[str, Any]) -> Settings:
-    return {part: value for key, value in settings.items() for part in _parts(key)}
-
-
-def _grid(axes: Axes) -> list[Settings]:
-    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
 
 
 def _run(plan: Plan, arm: Arm, swept: Mapping[str, Any], seed: int, role: str) -> PlannedRun:
@@ -520,17 +371,10 @@ def _run(plan: Plan, arm: Arm, swept: Mapping[str, Any], seed: int, role: str) -
 
 
 __all__ = [
-    "Request",
     "command",
     "config_of",
     "first_runs",
     "make_plan",
-    "overridden",
-    "parse_arm",
-    "parse_axis",
-    "swept_settings",
-    "tune_best_decides",
-    "with_arms",
     "with_choices",
     "with_more_arms",
     "with_tuned_on",

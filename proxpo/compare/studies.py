@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.design import Request
+from proxpo.compare.request import Request
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.runs.yaml_file import read_yaml
 

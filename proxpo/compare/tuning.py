@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxpo.compare.design import swept_settings, with_choices, with_tuned_on
+from proxpo.compare.arms import swept_settings
+from proxpo.compare.design import with_choices, with_tuned_on
 from proxpo.compare.naming import setting_key
 from proxpo.compare.plan import Arm, Choice, Plan, PlannedRun
 from proxpo.compare.state import planned_state

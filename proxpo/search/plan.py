@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.design import TUNING, Request, make_plan, swept_settings
+from proxpo.compare.arms import swept_settings
+from proxpo.compare.design import TUNING, make_plan
 from proxpo.compare.naming import set_text
 from proxpo.compare.plan import SEARCH, Arm, Plan, plain
+from proxpo.compare.request import Request
 from proxpo.compare.runner import locked
 from proxpo.errors import ProxpoError
 from proxpo.recipes import method

@@ -5,8 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from proxpo.compare.design import Request, make_plan, parse_arm
+from proxpo.compare.design import make_plan
 from proxpo.compare.live import Lines, LiveTable, Speed, overview
+from proxpo.compare.request import Request, parse_arm
 from proxpo.compare.state import RunState
 
 

@@ -11,17 +11,10 @@ from hypothesis import strategies as st
 
 from proxpo.cli import main
 from proxpo.cli.comparing import CompareOptions, request_of
-from proxpo.compare.design import (
-    Request,
-    command,
-    config_of,
-    make_plan,
-    parse_arm,
-    with_arms,
-    with_choices,
-)
+from proxpo.compare.design import command, config_of, make_plan, with_choices
 from proxpo.compare.naming import run_name
 from proxpo.compare.plan import Arm, Choice, plan_differences, read_plan, write_plan
+from proxpo.compare.request import Request, parse_arm, with_arms
 from proxpo.compare.runner import open_comparison
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError

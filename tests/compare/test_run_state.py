@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from proxpo.compare.design import Request, make_plan, parse_arm
+from proxpo.compare.design import make_plan
 from proxpo.compare.plan import SCORE, Plan, read_plan, write_plan
+from proxpo.compare.request import Request, parse_arm
 from proxpo.compare.runner import run_plan
 from proxpo.compare.state import last_line, state_of
 from proxpo.compare.tuning import choose_settings

@@ -15,8 +15,9 @@ from fuzzing import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxpo.compare.design import Request, make_plan
+from proxpo.compare.design import make_plan
 from proxpo.compare.plan import read_plan, write_plan
+from proxpo.compare.request import Request
 from proxpo.compare.state import state_of
 from proxpo.compare.studies import read_study
 from proxpo.errors import ProxpoError

@@ -12,8 +12,8 @@ import torch
 from helpers import gradients, make_batch, with_leaves
 
 from proxpo.cli import main
-from proxpo.compare.design import Request, parse_arm
 from proxpo.compare.plan import read_plan
+from proxpo.compare.request import Request, parse_arm
 from proxpo.compose import policy_loss, prepare
 from proxpo.errors import ProxpoError
 from proxpo.runs.yaml_file import read_yaml

@@ -1,0 +1,105 @@
+"""Arms of a comparison and their settings: which an arm has, and where in a run's config."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from proxpo.compare.naming import set_text
+from proxpo.compare.plan import Arm
+from proxpo.errors import ProxpoError
+from proxpo.recipes import method
+from proxpo.settings import parse_value
+from proxpo.train._settings import place
+
+Settings = dict[str, Any]
+Axes = Mapping[str, Sequence[Any]]
+
+
+def make_arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
+    """An arm with a name or that of its method and settings; refuses settings it does not have."""
+    chosen = method(slug).slug
+    values = {key: scalar(value, f"{chosen}: '{key}'") for key, value in settings.items()}
+    label = name or " ".join([chosen, *(f"{k}={set_text(v)}" for k, v in values.items())])
+    arm = Arm(name=label, method=chosen, settings=values, family=label)
+    for key in values:
+        place_of(key, arm)
+    return arm
+
+
+def scalar(value: Any, place: str) -> Any:
+    """The value that a run reads from its command line: "1" in a study's file is the number 1."""
+    if not isinstance(value, (str, int, float, bool, type(None))):
+        raise ProxpoError(
+            f"{place} takes one value, got {value!r}: quote a list that is the value itself; "
+            "values to choose from are a sweep"
+        )
+    return parse_value(set_text(value).strip())
+
+
+def swept_settings(arm: Arm, sweep: Axes) -> list[Settings]:
+    """Every combination of the swept values that this arm has settings for."""
+    fitting = {key: values for key, values in sweep.items() if fits(key, arm)}
+    return combinations(fitting)
+
+
+def place_of(key: str, arm: Arm) -> list[str]:
+    """The path of a setting in the config of the arm's runs; refuses one that it does not have."""
+    return place(key, method(arm.method).defaults)
+
+
+def parts_of(key: str) -> list[str]:
+    """The settings in a key: two in `clip_low+clip_high`; `weights+` is one, which adds a stage."""
+    return [key] if key.endswith("+") else key.split("+")
+
+
+def fits(key: str, arm: Arm) -> bool:
+    """Whether the arm has the setting, or all that a key joins."""
+    try:
+        return all(place_of(part, arm) for part in parts_of(key))
+    except ProxpoError:
+        return False
+
+
+def places_of(key: str, arms: Iterable[Arm]) -> set[str]:
+    """The places of a setting of all in the configs of the arms that have it."""
+    return {".".join(place_of(part, a)) for a in arms if fits(key, a) for part in parts_of(key)}
+
+
+def paths_by_arm(key: str, arms: Iterable[Arm]) -> dict[str, list[str]]:
+    """The path of the setting for each arm that has it; an error if none does."""
+    paths: dict[str, list[str]] = {}
+    errors: list[ProxpoError] = []
+    for arm in arms:
+        try:
+            paths[arm.name], *_ = [place_of(part, arm) for part in parts_of(key)]
+        except ProxpoError as error:
+            errors.append(error)
+    # A setting of the run belongs to all; only a method's own option may be missing elsewhere.
+    if (errors and any(path[0] != "recipe" for path in paths.values())) or not paths:
+        raise errors[0]
+    return paths
+
+
+def split_settings(settings: Mapping[str, Any]) -> Settings:
+    """The settings with each that a key joins on its own."""
+    return {part: value for key, value in settings.items() for part in parts_of(key)}
+
+
+def combinations(axes: Axes) -> list[Settings]:
+    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+
+
+__all__ = [
+    "Axes",
+    "Settings",
+    "combinations",
+    "fits",
+    "make_arm",
+    "parts_of",
+    "paths_by_arm",
+    "place_of",
+    "places_of",
+    "scalar",
+    "split_settings",
+    "swept_settings",
+]

@@ -1,0 +1,105 @@
+"""A comparison as a command line or a study describes it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from proxpo.compare.arms import Axes, Settings, make_arm, places_of, swept_settings
+from proxpo.compare.plan import SCORE
+from proxpo.errors import ProxpoError, resolve
+from proxpo.settings import TASK_OPTIONS, parse_setting, parse_value
+from proxpo.train.config import task_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A comparison as a command line or a study describes it.
+
+    arms: (name or none, method, settings); base: settings of all runs, or of one method where the
+    key reads METHOD:KEY; seeds: how many are reported; tune: how many the sweep is judged on;
+    tune_best: how many settings of an arm go on after the first of these, None for all; notes: what
+    a reader must know.
+    """
+
+    arms: Sequence[tuple[str | None, str, Mapping[str, Any]]]
+    seeds: int = 3
+    tune: int = 2
+    tune_best: int | None = None
+    config: str | None = None
+    base: Sequence[tuple[str, Any]] = ()
+    sweep: Axes = field(default_factory=dict)
+    vary: Axes = field(default_factory=dict)
+    title: str = ""
+    question: str = ""
+    score: str = SCORE
+    notes: Sequence[str] = ()
+
+
+def with_arms(request: Request, names: Sequence[str], *, of: str) -> Request:
+    """The comparison with the arms of these names alone, in its own order."""
+    named = {make_arm(*arm).name: arm for arm in request.arms}
+    wanted = {resolve(name, named, what=f"arm of {of}") for name in names}
+    return replace(request, arms=[arm for name, arm in named.items() if name in wanted])
+
+
+def overridden(
+    request: Request, *, base: Sequence[tuple[str, Any]], sweep: Axes, vary: Axes
+) -> Request:
+    """The comparison with these settings of all runs and these axes in place of its own.
+
+    Its own options of a task are left out where the settings name another one.
+    """
+    arms = [make_arm(*arm) for arm in request.arms]
+    given = set().union(*(places_of(key, arms) for key, _ in base))
+    free = set().union(*(places_of(key, arms) for key in (*sweep, *vary)))
+    before, after = task_name(request.base), task_name([*request.base, *base])
+    left = [key for key, _ in request.base if before != after and key.startswith(TASK_OPTIONS)]
+    ended = [key for key in (*request.sweep, *request.vary) if given & places_of(key, arms)]
+    names = ", ".join(key.removeprefix(TASK_OPTIONS) for key in left)
+    notes = [f"options of task {before} are left out: {names}"] if left else []
+    notes += [f"{key} is set, and neither swept nor varied" for key in ended]
+    kept = [
+        (key, value)
+        for key, value in request.base
+        if key not in left and not free & places_of(key, arms)
+    ]
+    return replace(
+        request,
+        base=(*kept, *base),
+        sweep={**{key: request.sweep[key] for key in request.sweep if key not in ended}, **sweep},
+        vary={**{key: request.vary[key] for key in request.vary if key not in ended}, **vary},
+        notes=(*request.notes, *notes),
+    )
+
+
+def tune_best_decides(request: Request) -> bool:
+    """Whether there are settings that `tune_best` can keep from going on."""
+    if request.tune_best is None or not request.sweep or request.tune < 2:
+        return False
+    tried = [len(swept_settings(make_arm(*arm), request.sweep)) for arm in request.arms]
+    return 2 <= request.tune_best < max(tried)
+
+
+def parse_arm(text: str) -> tuple[None, str, Settings]:
+    """An arm from `grpo:clip_low=0.4,clip_high=0.4`; a comma only separates before a KEY=."""
+    name, colon, rest = text.partition(":")
+    settings: Settings = {}
+    if colon and not rest:
+        raise ProxpoError(f"'{text}': expected METHOD:KEY=VALUE")
+    for part in re.split(r",(?=[^,=]+=)", rest) if rest else []:
+        key, value = parse_setting(part)
+        settings[key] = value
+    return None, name, settings
+
+
+def parse_axis(text: str, *, option: str) -> tuple[str, tuple[Any, ...]]:
+    """`lr=1e-5,3e-5` as a key and its values."""
+    key, equals, values = text.partition("=")
+    parsed = tuple(parse_value(text.strip()) for text in values.split(",") if text.strip())
+    if not key.strip() or not equals or not parsed:
+        raise ProxpoError(f"{option} takes KEY=VALUE,VALUE..., got '{text}'")
+    return key.strip(), parsed
+
+
+__all__ = ["Request", "overridden", "parse_arm", "parse_axis", "tune_best_decides", "with_arms"]

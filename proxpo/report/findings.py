@@ -88,23 +88,35 @@ def claims(analysis: Analysis) -> list[str]:
 
 
 def spoken_claims(analysis: Analysis) -> list[str]:
-    """`claims` for a terminal: of many those that hold after correction, the others counted."""
+    """`claims` for a terminal: of many those that hold after correction, the others counted.
+
+    Where these are many too, one line a winner, on the final score.
+    """
     every = claims(analysis)
     if len(every) <= MOST_LINES:
         return every
-    held = [pair for pair in analysis.pairs if pair.p_holm < 0.05]
-    kept = [text for pair in held if (text := claim(pair, analysis))]
-    left = len(every) - len(kept)
-    words = f"{plural(left, 'more difference')} {'does' if left == 1 else 'do'} not hold after"
-    line = f"{words} correction for the number of pairs; the report lists them."
-    return [*kept, line] if left else kept
+    held = [pair for pair in analysis.pairs if pair.winner and pair.p_holm < 0.05]
+    unsure = f"{plural(len(every) - len(held), 'more difference')} without correction"
+    if len(held) <= MOST_LINES:
+        return [*(claim(pair, analysis) for pair in held), f"{unsure}: the report lists them."]
+    final = [pair for pair in held if pair.measure == "final"]
+    over = plural(len(held) - len(final), "more difference")
+    return [
+        "Differences in final score, after correction for the number of pairs:",
+        *_by_winner(final, analysis),
+        f"{over} in mean score over training, {unsure}: the report lists them.",
+    ]
 
 
 def claims_by_winner(analysis: Analysis, measure: str) -> list[str]:
     """The same findings, one sentence a winner; † where Holm's correction withdraws it."""
+    return _by_winner([pair for pair in analysis.pairs if pair.measure == measure], analysis)
+
+
+def _by_winner(pairs: Sequence[ArmPair], analysis: Analysis) -> list[str]:
     losers: dict[str, list[str]] = {}
-    for pair in analysis.pairs:
-        if pair.winner and pair.measure == measure:
+    for pair in pairs:
+        if pair.winner:
             mean, interval = _in_favour(pair, analysis.variant.share)
             loser = pair.b if pair.winner == pair.a else pair.a
             mark = "" if pair.p_holm < 0.05 else " †"

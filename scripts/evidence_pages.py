@@ -62,9 +62,11 @@ def profile_block() -> str:
         tokens = " / ".join(f"{e['tokens'][k]:.0f}" for k in ("p10", "median", "p90"))
         lengths = [_spread(e.get("gradients", {}).get(x)) for x in "FN"]
         accuracy = f"{percent(e['accuracy'])} / {percent(sampled)}"
-        rows.append((named(e), accuracy, f"{100 * e['mixed_groups']:.0f} %", tokens, *lengths))
+        mixed, weighed = f"{100 * e['mixed_groups']:.0f} %", str(e.get("watched", ""))
+        rows.append((named(e), accuracy, mixed, tokens, weighed, *lengths))
     head = ("task, model", "greedy / sampled", "mixed groups", "tokens p10 / p50 / p90")
-    return table((*head, "spread of F", "spread of N"), rows) if rows else "Not measured yet.\n"
+    more = ("responses weighed", "spread of F", "spread of N")
+    return table((*head, *more), rows) if rows else "Not measured yet.\n"
 
 
 def _spread(length: dict[str, float] | None) -> str:

@@ -177,8 +177,8 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
             "mixed_groups": round(_mixed(rows), 4),
         }
         if not args.no_gradients:
-            kept = rows.rows(torch.arange(min(args.watched, len(rows.mask))))
-            entry["gradients"] = lengths(job, kept)
+            kept = rows.rows(torch.arange(len(rows.mask))[: args.watched])
+            entry |= {"watched": len(kept.mask), "gradients": lengths(job, kept)}
         measured = time.perf_counter()
     finally:
         job.close()
@@ -215,7 +215,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--problems", type=int, default=256, help="held-out problems")
     parser.add_argument("--k", type=int, default=4, help="samples of each held-out problem")
-    parser.add_argument("--watched", type=int, default=64, help="responses that are weighed")
+    parser.add_argument("--watched", type=int, help="responses that are weighed; default: all")
     parser.add_argument("--no-gradients", action="store_true")
     args = parser.parse_args()
     entry = profile(args)

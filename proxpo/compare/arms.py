@@ -53,7 +53,7 @@ def parts_of(key: str) -> list[str]:
 
 
 def fits(key: str, arm: Arm) -> bool:
-    """Whether the arm has the setting, or all that a key joins."""
+    """Whether the arm has the setting; of `clip_low+clip_high`, whether it has both."""
     try:
         return all(place_of(part, arm) for part in parts_of(key))
     except ProxpoError:

@@ -43,6 +43,13 @@ def with_arms(request: Request, names: Sequence[str], *, of: str) -> Request:
     return replace(request, arms=[arm for name, arm in named.items() if name in wanted])
 
 
+def foreign_options(base: Sequence[tuple[str, Any]], later: Sequence[tuple[str, Any]]) -> list[str]:
+    """Options of the task of `base`, where settings that come later name another task."""
+    if task_name(base) == task_name([*base, *later]):
+        return []
+    return [key for key, _ in base if key.startswith(TASK_OPTIONS)]
+
+
 def overridden(
     request: Request, *, base: Sequence[tuple[str, Any]], sweep: Axes, vary: Axes
 ) -> Request:
@@ -53,11 +60,11 @@ def overridden(
     arms = [make_arm(*arm) for arm in request.arms]
     given = set().union(*(places_of(key, arms) for key, _ in base))
     free = set().union(*(places_of(key, arms) for key in (*sweep, *vary)))
-    before, after = task_name(request.base), task_name([*request.base, *base])
-    left = [key for key, _ in request.base if before != after and key.startswith(TASK_OPTIONS)]
+    left = foreign_options(request.base, base)
     ended = [key for key in (*request.sweep, *request.vary) if given & places_of(key, arms)]
     names = ", ".join(key.removeprefix(TASK_OPTIONS) for key in left)
-    notes = [f"options of task {before} are left out: {names}"] if left else []
+    task = task_name(request.base)
+    notes = [f"options of task {task} are left out: {names}"] if left else []
     notes += [f"{key} is set, and neither swept nor varied" for key in ended]
     kept = [
         (key, value)
@@ -102,4 +109,12 @@ def parse_axis(text: str, *, option: str) -> tuple[str, tuple[Any, ...]]:
     return key.strip(), parsed
 
 
-__all__ = ["Request", "overridden", "parse_arm", "parse_axis", "tune_best_decides", "with_arms"]
+__all__ = [
+    "Request",
+    "foreign_options",
+    "overridden",
+    "parse_arm",
+    "parse_axis",
+    "tune_best_decides",
+    "with_arms",
+]

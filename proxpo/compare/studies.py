@@ -7,6 +7,9 @@ arms: [{method: grpo}, {method: isopo, name: isopo p=-1, set: {p: -1}}]
 vary: {temperature: [0.8, 1.0, 1.2]}
 sweep: {lr: [1e-5, 3e-5]}
 seeds: 5
+
+`like: OTHER` begins with the study OTHER: what stands in the file takes the place of what stands
+there, of `set` key by key. Options of OTHER's task go where the file names a task of its own.
 """
 
 import re
@@ -14,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.request import Request
+from proxpo.compare.request import Request, foreign_options
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.runs.yaml_file import read_yaml
 
 STUDIES = Path(__file__).parents[1] / "studies"
 NUMBERS = ("seeds", "tune", "tune_best")
-KEYS = ("title", "question", "config", "set", "arms", "vary", "sweep", *NUMBERS, "score")
+KEYS = ("like", "title", "question", "config", "set", "arms", "vary", "sweep", *NUMBERS, "score")
 ARM_KEYS = ("method", "name", "set")
 
 
@@ -31,17 +34,44 @@ def studies() -> dict[str, Path]:
 
 def read_study(name: str) -> Request:
     """The study called `name`, or in the file of that name."""
-    path = Path(name)
-    if not path.is_file():
-        if re.search(r"\.ya?ml$|[/\\]", name):
-            raise ProxpoError(f"study {name}: no such file")
-        known = studies()
-        path = known[resolve(name, known, what="study")]
-    tree = read_yaml(path)
+    tree = _tree(_file(name), ())
     try:
         return _request(tree)
     except ProxpoError as error:
         raise ProxpoError(f"study {name}: {error}") from None
+
+
+def _file(name: str, folder: Path = Path()) -> Path:
+    """The file of a study; a path begins at `folder`."""
+    path = folder / name
+    if path.is_file():
+        return path
+    if re.search(r"\.ya?ml$|[/\\]", name):
+        raise ProxpoError(f"study {name}: no such file")
+    known = studies()
+    return known[resolve(name, known, what="study")]
+
+
+def _tree(path: Path, later: tuple[Path, ...]) -> dict[str, Any]:
+    """The keys of a study's file, and of the study that it is like; later: files that led here."""
+    tree = read_yaml(path)
+    like = tree.get("like")
+    if like is None:
+        return tree
+    try:
+        if not isinstance(like, str):
+            raise ProxpoError(f"'like' is the name of a study, got {like!r}")
+        other = _file(like, path.parent)
+        if other in (path, *later):
+            raise ProxpoError(f"'like: {like}' leads back to the study itself")
+        own = _block(tree, "set")
+    except ProxpoError as error:
+        raise ProxpoError(f"study {path.stem}: {error}") from None
+    before = _tree(other, (path, *later))
+    base = _block(before, "set")
+    left = foreign_options(list(base.items()), list(own.items()))
+    kept = {key: value for key, value in base.items() if key not in left}
+    return {**before, **tree, "set": {**kept, **own}}
 
 
 def _request(tree: Mapping[str, Any]) -> Request:

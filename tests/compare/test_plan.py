@@ -408,7 +408,8 @@ def test_every_study_makes_a_plan_and_asks_a_question(name):
     assert plan.question.endswith("?")
     assert len(plan.arms) >= 3
     assert len(plan.seeds.report) >= 5
-    assert plan.base["model"]["name"] == ("runs/warm-sums" if name.startswith("worked") else "tiny")
+    start = {"worked": "runs/warm-sums", "chain": "runs/warm-chain"}
+    assert plan.base["model"]["name"] == start.get(name.partition("-")[0], "tiny")
 
 
 STUDIES = {
@@ -443,6 +444,38 @@ def test_a_study_of_ones_own_is_checked(text, message, tmp_path):
     file.write_text(text)
     with pytest.raises(ProxpoError, match=message.replace("?", r"\?")):
         make_plan(read_study(str(file)))
+
+
+def test_a_study_like_another_changes_what_it_names(tmp_path):
+    (tmp_path / "first.yaml").write_text(
+        "title: first\nset: {steps: 5, task: column-sums, task.options.terms: [2, 3]}\n"
+        "arms: [{method: grpo}, {method: p3o}]\nsweep: {lr: [1e-5, 3e-5]}\nseeds: 4"
+    )
+    (tmp_path / "second.yaml").write_text("like: first.yaml\ntitle: second\nset: {steps: 7}")
+    (tmp_path / "third.yaml").write_text("like: second.yaml\nset: {task: arithmetic}\nseeds: 2")
+    files = (tmp_path / f"{name}.yaml" for name in ("second", "third"))
+    second, third = (make_plan(read_study(str(file))) for file in files)
+    assert (second.title, len(second.arms), second.sweep) == ("second", 2, {"lr": (1e-5, 3e-5)})
+    assert (second.base["train"]["steps"], len(second.seeds.report)) == (7, 4)
+    assert second.base["task"]["options"] == {"terms": [2, 3]}
+    assert (third.base["train"]["steps"], len(third.seeds.report)) == (7, 2)
+    assert (third.base["task"]["name"], third.base["task"]["options"]) == ("arithmetic", {})
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ("mine.yaml", "study mine: 'like: mine.yaml' leads back to the study itself"),
+        ("wroked-fresh", "unknown study 'wroked-fresh'; did you mean 'worked-fresh'?"),
+        ("gone.yaml", "study gone.yaml: no such file"),
+        ("3", "study mine: 'like' is the name of a study, got 3"),
+    ],
+)
+def test_a_study_that_is_like_no_other_is_refused(like, message, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"like: {like}")
+    with pytest.raises(ProxpoError, match=re.escape(message)):
+        read_study(str(file))
 
 
 def test_a_study_can_be_changed_from_the_command_line(tmp_path):

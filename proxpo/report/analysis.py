@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from proxpo.report.metrics import (
     PickedVariant,
     Series,
     Variant,
+    other_accuracy,
     pick_variant,
     samples_drawn,
     seconds_spent,
@@ -169,6 +171,17 @@ class Analysis:
         """The name of the score in each run, by its position."""
         return self.score.names if self.score else {}
 
+    @cached_property
+    def other(self) -> "Analysis | None":
+        """The same by the other kind of accuracy, greedy or sampled; none where a run lacks it."""
+        counted = [run for run in self.comparison.runs if _counts(run)]
+        logged = set(self.names.values())
+        name = other_accuracy(logged.pop(), counted) if len(logged) == 1 else ""
+        return analyse(replace(self.comparison, score=name)) if name else None
+
+    def result(self, arm: str) -> ArmResult:
+        return next(result for result in self.arms if result.arm.name == arm)
+
     def pair(self, a: str, b: str, measure: str = "final") -> ArmPair | None:
         return next(
             (pair for pair in self.pairs if (pair.a, pair.b, pair.measure) == (a, b, measure)), None
@@ -219,7 +232,7 @@ def analyse(comparison: Comparison) -> Analysis:
         ),
         targets=targets,
         arms=tuple(ordered),
-        pairs=tuple(_pairs(ordered, barred)),
+        pairs=tuple(_pairs(ordered, barred, measures=_measures(common))),
         notes=(*comparison.notes, *_notes(comparison, used, common, score, kl, drift)),
     )
 
@@ -330,10 +343,20 @@ def _worth(result: ArmResult) -> tuple[float, float]:
     return (-math.inf if math.isnan(mean) else mean, -math.inf if math.isnan(along) else along)
 
 
-def _pairs(arms: Sequence[ArmResult], barred: Mapping[tuple[str, str], str]) -> list[ArmPair]:
+def _measures(common: CommonSteps) -> tuple[str, ...]:
+    """What pairs are tested in: with a start and an end alone a mean on the way is no news."""
+    return ("final", "area") if len(common.steps) > 2 else ("final",)
+
+
+def _pairs(
+    arms: Sequence[ArmResult],
+    barred: Mapping[tuple[str, str], str],
+    *,
+    measures: Sequence[str],
+) -> list[ArmPair]:
     """Every pair, the better-ranked arm first."""
     pairs: list[ArmPair] = []
-    for measure_name in ("final", "area"):
+    for measure_name in measures:
         both = [
             (a, b, paired_difference(a, b, measure_name))
             for a, b in itertools.combinations(arms, 2)

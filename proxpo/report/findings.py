@@ -10,6 +10,7 @@ from proxpo.report.text import plural
 
 MINUS = "−"
 MOST_LINES = 12  # of findings in a terminal
+MOST_PAIRS = 6  # of arms in a sentence
 MEASURES = {"final": "final score", "area": "mean score over training"}
 
 
@@ -96,16 +97,21 @@ def spoken_claims(analysis: Analysis) -> list[str]:
     if len(every) <= MOST_LINES:
         return every
     held = [pair for pair in analysis.pairs if pair.winner and pair.p_holm < 0.05]
-    unsure = f"{plural(len(every) - len(held), 'more difference')} without correction"
+    more = {"without correction": len(every) - len(held)}
     if len(held) <= MOST_LINES:
-        return [*(claim(pair, analysis) for pair in held), f"{unsure}: the report lists them."]
+        return [*(claim(pair, analysis) for pair in held), *_unlisted(more)]
     final = [pair for pair in held if pair.measure == "final"]
-    over = plural(len(held) - len(final), "more difference")
     return [
         "Differences in final score, after correction for the number of pairs:",
         *_by_winner(final, analysis),
-        f"{over} in mean score over training, {unsure}: the report lists them.",
+        *_unlisted({f"in {MEASURES['area']}": len(held) - len(final), **more}),
     ]
+
+
+def _unlisted(counts: Mapping[str, int]) -> list[str]:
+    """The line on differences that are counted alone: `3 more differences without correction`."""
+    parts = [f"{plural(n, 'more difference')} {kind}" for kind, n in counts.items() if n]
+    return [f"{', '.join(parts)}: the report lists them."] if parts else []
 
 
 def claims_by_winner(analysis: Analysis, measure: str) -> list[str]:
@@ -167,6 +173,7 @@ def caveats(analysis: Analysis) -> list[str]:
             "seed: without spread there is no interval, and nothing is claimed."
         )
     lines += _barred_lines(analysis)
+    lines += _judged_otherwise(analysis)
     lines += _choices_in_doubt(analysis)
     lines += _choices_at_an_end(analysis)
     seeds = [pair.difference.seeds for pair in finals]
@@ -190,6 +197,48 @@ def _barred_lines(analysis: Analysis) -> list[str]:
         f"Nothing is claimed between {_pair_names(pairs)}: {reason}."
         for reason, pairs in sorted(reasons.items())
     ]
+
+
+def _judged_otherwise(analysis: Analysis) -> list[str]:
+    """Lines on differences in final score that the other kind of accuracy tells otherwise."""
+    other = analysis.other
+    if other is None:
+        return []
+    here, there = _winners(analysis), _winners(other)
+    gone = [pair for pair in here if pair not in there]
+    label = other.variant.label.partition(",")[0]
+    lines: list[str] = []
+    if gone:
+        each = "the difference" if len(here) == 1 else f"{len(gone)} of {len(here)} differences"
+        lines.append(
+            f"In {label} {each} in final score {'is' if len(gone) == 1 else 'are'} not shown: "
+            f"{_listed_pairs(gone, other)}."
+        )
+    if new := [pair for pair in there if pair not in here]:
+        lines.append(f"In {label} alone there is {_listed_pairs(new, other)}.")
+    return lines
+
+
+def _winners(analysis: Analysis) -> list[tuple[str, str]]:
+    """(winner, loser) of each difference in final score that the intervals support."""
+    return [
+        (pair.winner, pair.b if pair.winner == pair.a else pair.a)
+        for pair in analysis.pairs
+        if pair.measure == "final" and pair.winner
+    ]
+
+
+def _listed_pairs(pairs: Sequence[tuple[str, str]], analysis: Analysis) -> str:
+    """`a over b (83.0 and 78.4 %)` of each, with their scores."""
+
+    def scores(*arms: str) -> str:
+        share = analysis.variant.share
+        means = (analysis.result(arm).mean("final") for arm in arms)
+        return f"{' and '.join(format_number(x, share=share) for x in means)}{unit(share)}"
+
+    shown = [f"{a} over {b} ({scores(a, b)})" for a, b in pairs[:MOST_PAIRS]]
+    more = f" and {len(pairs) - MOST_PAIRS} more" if len(pairs) > MOST_PAIRS else ""
+    return f"{'; '.join(shown)}{more}"
 
 
 def _choices_in_doubt(analysis: Analysis) -> list[str]:
@@ -238,8 +287,8 @@ def _choices_at_an_end(analysis: Analysis) -> list[str]:
 
 def _pair_names(pairs: Sequence[ArmPair]) -> str:
     names = list(dict.fromkeys(f"{pair.a} and {pair.b}" for pair in pairs))
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"{'; '.join(names[:6])}{more}"
+    more = f" and {len(names) - MOST_PAIRS} more" if len(names) > MOST_PAIRS else ""
+    return f"{'; '.join(names[:MOST_PAIRS])}{more}"
 
 
 def ranking_heading(analysis: Analysis) -> str:
@@ -257,10 +306,18 @@ def ranking_lines(analysis: Analysis) -> list[str]:
     return [
         f"{rank:>2}. {result.arm.name:<{wide}}  "
         f"{format_number(result.mean('final'), share=share):>6}{unit(share)}  "
-        f"[{span(result.student('final'), share=share)}]  "
+        f"[{span(result.student('final'), share=share)}]  {_beside(result, analysis)}"
         f"KL {format_number(result.mean('kl'))}  {run_counts(result)}"
         for rank, result in enumerate(analysis.arms, 1)
     ]
+
+
+def _beside(result: ArmResult, analysis: Analysis) -> str:
+    """The other kind of accuracy of an arm, `greedy 83.0 %`."""
+    if (other := analysis.other) is None:
+        return ""
+    mean = format_number(other.result(result.arm.name).mean("final"), share=other.variant.share)
+    return f"{other.variant.short} {mean}{unit(other.variant.share)}  "
 
 
 def run_counts(result: ArmResult) -> str:

@@ -21,19 +21,19 @@ def ranking_words(analysis: Analysis) -> str:
 def ranking_table(analysis: Analysis) -> str:
     share = analysis.variant.share
     low, high = _scale(analysis)
-    heads = [("final score", 1), ("interval", None), ("IQM", 3), ("over training", 4)]
-    heads += [("KL drift", 5), ("per step", 6)]
-    column = 7
-    for _ in analysis.targets:
-        heads += [("samples", column), ("time", column + 1), ("KL at it", column + 2)]
-        column += 3
+    other = analysis.other
+    beside = [other.variant.short] if other else []
+    columns = ["final score", "", "IQM", *beside, "over training", "KL drift", "per step"]
+    columns += ["samples", "time", "KL at it"] * len(analysis.targets)
+    heads = [(text or "interval", at if text else None) for at, text in enumerate(columns, 1)]
     heads.append(("runs", None))
     groups = "".join(
         f'<th class="group" colspan="3" scope="colgroup">to reach {format_number(t, share=share)}'
         f"{unit(share)}</th>"
         for t in analysis.targets
     )
-    top = f'<tr><td></td><td colspan="6"></td>{groups}<td></td></tr>' if groups else ""
+    wide = len(columns) - 3 * len(analysis.targets)
+    top = f'<tr><td></td><td colspan="{wide}"></td>{groups}<td></td></tr>' if groups else ""
     cells = "".join(_head(text, at) for text, at in heads)
     body = "".join(_ranked(result, analysis, low, high) for result in analysis.arms)
     return (
@@ -76,6 +76,7 @@ def _ranked(result: ArmResult, analysis: Analysis, low: float, high: float) -> s
         _cell(
             result.iqm("final"), f"{format_number(result.iqm('final'), share=share)}{unit(share)}"
         ),
+        *_beside(result, analysis),
         _cell(
             result.mean("area"), f"{format_number(result.mean('area'), share=share)}{unit(share)}"
         ),
@@ -92,6 +93,14 @@ def _ranked(result: ArmResult, analysis: Analysis, low: float, high: float) -> s
     warn = "warn" if result.failed else ""
     cells.append(f'<td class="{warn}">{escape(run_counts(result))}</td>')
     return f'<tr data-arm="{escape(result.arm.name)}">{"".join(cells)}</tr>'
+
+
+def _beside(result: ArmResult, analysis: Analysis) -> list[str]:
+    """The cell of the other kind of accuracy, where there is one."""
+    if (other := analysis.other) is None:
+        return []
+    share, mean = other.variant.share, other.result(result.arm.name).mean("final")
+    return [_cell(mean, f"{format_number(mean, share=share)}{unit(share)}")]
 
 
 def _cell(value: float, text: str, kind: str = "") -> str:

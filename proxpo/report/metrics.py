@@ -22,6 +22,7 @@ class Variant(NamedTuple):
     names: tuple[str, ...]
     share: bool = False  # between 0 and 1, shown in per cent
     title: str = ""  # where the quantity's own would mislead
+    short: str = ""  # the word for it beside a score of another kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ SCORE = Quantity(
     key="score",
     title="Validation score",
     variants=(
-        Variant("greedy accuracy, held out", ("proxpo/eval/accuracy",), True),
+        Variant("greedy accuracy, held out", ("proxpo/eval/accuracy",), True, short="greedy"),
         Variant("greedy reward, held out", ("proxpo/eval/reward",), title="Validation reward"),
         Variant("validation score", ("val-core/*/acc/mean@*", "val-core/*", "eval_reward")),
         Variant(
@@ -65,7 +66,14 @@ CURVES = (
     Quantity(
         key="sampled",
         title="Validation, sampled answers",
-        variants=(Variant("accuracy of sampled answers, held out", ("proxpo/eval/avg@*",), True),),
+        variants=(
+            Variant(
+                "accuracy of sampled answers, held out",
+                ("proxpo/eval/avg@*",),
+                True,
+                short="sampled",
+            ),
+        ),
     ),
     Quantity(
         key="reward",
@@ -138,6 +146,7 @@ CURVES = (
 )
 PHASES = ("proxpo/time/*", "timing_s/*")
 TOTALS = ("timing_s/step",)
+ACCURACIES = ("proxpo/eval/accuracy", "proxpo/eval/avg@*")  # greedy, sampled
 
 
 class PickedVariant(NamedTuple):
@@ -168,6 +177,16 @@ def pick_variant(
         candidates = exact or candidates
     best = max(candidates, key=lambda picked: len(picked.names))
     return best if best.names else None
+
+
+def other_accuracy(name: str, runs: Sequence[Run]) -> str:
+    """The accuracy of the other kind, greedy or sampled, that all runs have too; "" for none."""
+    if not any(fnmatchcase(name, pattern) for pattern in ACCURACIES):
+        return ""
+    shared = set.intersection(*map(metric_names, runs)) if runs else set()
+    others = [pattern for pattern in ACCURACIES if not fnmatchcase(name, pattern)]
+    found = [known for known in sorted(shared) for pattern in others if fnmatchcase(known, pattern)]
+    return found[0] if found else ""
 
 
 def _described(name: str) -> Variant:
@@ -248,6 +267,7 @@ __all__ = [
     "Series",
     "Variant",
     "metric_names",
+    "other_accuracy",
     "phase_seconds",
     "pick_variant",
     "samples_drawn",

@@ -28,7 +28,8 @@ def summary(analysis: Analysis) -> dict[str, Any]:
             "statements": claims(analysis),
             "caveats": [*caveats(analysis), *analysis.notes],
             "ranking": ranking_lines(analysis),
-            "arms": [_arm(pair) for pair in analysis.arms],
+            "other_score": analysis.other.variant.label if analysis.other else None,
+            "arms": [_arm(result) | _beside(result, analysis) for result in analysis.arms],
             "pairs": [
                 {
                     "a": pair.a,
@@ -60,7 +61,10 @@ def summary(analysis: Analysis) -> dict[str, Any]:
 
 def summary_csv(analysis: Analysis) -> str:
     """The content of summary.csv: one line an arm, the best first; an interval is two columns."""
-    lines = [_flat(_arm(result)) for result in analysis.arms]
+    lines = [
+        _flat(_arm(result)) | {key: x["mean"] for key, x in _beside(result, analysis).items()}
+        for result in analysis.arms
+    ]
     columns = list(dict.fromkeys(key for line in lines for key in line))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")
@@ -92,6 +96,14 @@ def _arm(result: ArmResult) -> dict[str, Any]:
     ]
     numbers["seeds"] = [_measured(each) for each in result.runs]
     return numbers
+
+
+def _beside(result: ArmResult, analysis: Analysis) -> dict[str, Any]:
+    """The final value of the other kind of accuracy; nothing where there is none."""
+    if analysis.other is None:
+        return {}
+    student = analysis.other.result(result.arm.name).student("final")
+    return {"final_other": {"mean": student.mean, "student": [student.low, student.high]}}
 
 
 def _targets(result: ArmResult) -> int:

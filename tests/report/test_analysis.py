@@ -31,7 +31,7 @@ from proxpo.report.findings import (
 from proxpo.report.read_runs import read_comparison
 from proxpo.report.run_data import Comparison, Run, rows_by_step
 
-ACCURACY = "proxpo/eval/accuracy"
+ACCURACY, SAMPLED = "proxpo/eval/accuracy", "proxpo/eval/avg@4"
 
 
 def run_of(name, seed, scores, *, kl=None, **kind):
@@ -107,7 +107,7 @@ def test_claims_appear_exactly_where_intervals_exclude_zero():
 def test_a_terminal_shows_of_many_findings_those_that_hold_after_correction():
     draw = np.random.default_rng(0)
     runs = [
-        run_of(f"m{arm}", s, [0.5, 0.6 + 0.03 * arm + 0.03 * draw.normal()])
+        run_of(f"m{arm}", s, [0.5, 0.5, 0.6 + 0.03 * arm + 0.03 * draw.normal()])
         for arm, s in itertools.product(range(6), range(4))
     ]
     found = compared(*runs)
@@ -123,17 +123,45 @@ def test_a_terminal_shows_of_many_findings_those_that_hold_after_correction():
 def test_a_terminal_shows_very_many_findings_by_winner():
     draw = np.random.default_rng(0)
     runs = [
-        run_of(f"m{arm}", s, [0.2, 0.2 + 0.1 * arm + 0.003 * draw.normal()])
+        run_of(f"m{arm}", s, [0.2, 0.2, 0.2 + 0.1 * arm + 0.003 * draw.normal()])
         for arm, s in itertools.product(range(7), range(5))
     ]
     heading, *lines, last = spoken_claims(compared(*runs))
     assert heading.startswith("Differences in final score, after correction")
     assert [line.split(" beats ")[0] for line in lines] == [f"m{arm}" for arm in range(6, 0, -1)]
     assert [line.count("m") - 1 for line in lines] == [6, 5, 4, 3, 2, 1]  # all that are worse
-    assert last == (
-        "21 more differences in mean score over training, 0 more differences without correction: "
-        "the report lists them."
+    assert last == "21 more differences in mean score over training: the report lists them."
+
+
+def test_a_mean_on_the_way_is_tested_only_where_something_lies_on_the_way():
+    ends = [("a", s, [0.2, 0.6 + s * s / 90]) for s in range(4)]
+    ends += [("b", s, [0.2, 0.5]) for s in range(4)]
+    two = compared(*(run_of(*one) for one in ends))
+    three = compared(*(run_of(name, s, [0.2, 0.3, last]) for name, s, (_, last) in ends))
+    assert {pair.measure for pair in two.pairs} == {"final"}
+    assert {pair.measure for pair in three.pairs} == {"final", "area"}
+
+
+def test_the_other_kind_of_accuracy_stands_beside_the_score():
+    noise = [0.001, 0.004, -0.002, 0.0]
+    places = {"a": (0.70, 0.6), "b": (0.80, 0.5), "c": (0.71, 0.3)}  # greedy, sampled
+    runs = [
+        run_at(name, s, {5: greedy + k * noise[s]}, sampled={5: often - k * noise[s]})
+        for k, (name, (greedy, often)) in enumerate(places.items())
+        for s in range(4)
+    ]
+    found = compared(*runs, score=SAMPLED)
+    first, second, third = ranking_lines(found)
+    assert (" a " in first, " b " in second, " c " in third) == (True, True, True)
+    assert ("greedy 70." in first, "greedy 80." in second, "greedy 71." in third) == (True,) * 3
+    text = said(found)
+    assert (
+        "In greedy accuracy 2 of 3 differences in final score are not shown: a over b (70." in text
     )
+    assert "In greedy accuracy alone there is b over a (80." in text
+    assert "sampled 49.9 %" in ranking_lines(compared(*runs))[0]
+    greedy_alone = run_at("d", 0, {5: 0.5})
+    assert compared(*runs, greedy_alone).other is None
 
 
 def test_an_arm_that_lost_a_run_wins_nothing():
@@ -214,9 +242,10 @@ def test_different_lengths_are_compared_at_the_common_step():
     assert any("compared at step 10" in note for note in found.notes)
 
 
-def run_at(name, seed, scores, *, kl=None, **kind):
+def run_at(name, seed, scores, *, kl=None, sampled=None, **kind):
     """A run with scores by step."""
     rows = [{"step": float(step), ACCURACY: value} for step, value in scores.items()]
+    rows += [{"step": float(step), SAMPLED: value} for step, value in (sampled or {}).items()]
     rows += [{"step": float(step), "proxpo/eval/kl": value} for step, value in (kl or {}).items()]
     kept = rows_by_step(rows, shown="").rows
     return Run(name=name, method=name, seed=seed, rows=kept, folder=f"{name}-{seed}", **kind)
@@ -242,7 +271,7 @@ def test_different_evaluation_steps_give_no_false_winner():
 
 def test_scores_are_compared_at_the_last_step_that_all_were_evaluated_at():
     a = [run_at("a", s, {0: 0.1, 4: 0.3, 8: 0.6 + s / 100, 12: 0.9}) for s in range(3)]
-    b = [run_at("b", s, {0: 0.1, 2: 0.2, 8: 0.5, 10: 0.99}) for s in range(3)]
+    b = [run_at("b", s, {0: 0.1, 2: 0.2, 4: 0.3, 8: 0.5, 10: 0.99}) for s in range(3)]
     found = compared(*a, *b)
     assert found.end == 8
     assert not found.interpolated

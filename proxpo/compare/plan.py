@@ -109,6 +109,7 @@ class Plan:
         if not self.sweep:
             return 0
         chosen = {choice.arm for choice in self.chosen}
+        chosen |= {run.arm for run in self.runs if run.role == "report"}  # before arms were added
         first, others = self.seeds.tune[:1], self.seeds.tune[1:]
         tuned_on = chosen | {run.arm for run in self.runs if run.seed in others}
         tried = Counter(run.arm for run in self.runs if run.seed in first)

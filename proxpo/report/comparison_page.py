@@ -44,6 +44,7 @@ GLOSSARY = (
         "median over runs of the cost at which the score is first met, linear between evaluations; "
         "a run that never meets it counts as infinite",
     ),
+    ("greedy, sampled", "accuracy of the kind that does not rank, at the same step"),
     ("KL at it", "mean KL drift of the runs that reached the score, at the moment they did"),
     (
         "A beats B",

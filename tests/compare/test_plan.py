@@ -328,7 +328,7 @@ def test_arms_are_added_and_none_is_taken_away(tmp_path):
         assert {run.folder for run in made.runs} <= {run.folder for run in plan.runs}
         both = [Choice(arm=name, settings={"lr": 1e-3}, scores=()) for name in ("grpo", "p3o")]
         whole = with_choices(plan, both)
-        assert len(whole.runs) == 2 * 4 + 2 * 2
+        assert len(whole.runs) == 2 * 4 + 2 * 2 == len(plan.runs) + plan.runs_to_come
         assert {run.folder for run in made.runs} <= {run.folder for run in whole.runs}
     assert len(read_plan(tmp_path).arms) == 2
     changed = plan_of("grpo", "p3o", "gspo", sweep={"lr": (1e-4,)}, config="comparison", seeds=2)

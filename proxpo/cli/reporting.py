@@ -15,14 +15,9 @@ def write_reports(paths: list[str], out: str | None) -> None:
         return
     try:
         from proxpo.report.analysis import analyse
+        from proxpo.report.caveats import caveats, setting_warnings
         from proxpo.report.comparison_report import gather_runs, write_report
-        from proxpo.report.findings import (
-            caveats,
-            ranking_heading,
-            ranking_lines,
-            setting_warnings,
-            spoken_claims,
-        )
+        from proxpo.report.findings import ranking_heading, ranking_lines, spoken_claims
     except ModuleNotFoundError as error:
         raise ProxpoError(
             f"reports need {error.name}: pip install 'proxpo[train]'; the runs are complete, and "

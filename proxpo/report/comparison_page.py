@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 
 from proxpo.report.analysis import Analysis, MeasuredRun
+from proxpo.report.caveats import caveats, setting_warnings
 from proxpo.report.figures import Figure, digits
 from proxpo.report.findings import (
     at_steps,
     budget_line,
-    caveats,
     claims_by_winner,
     format_number,
-    setting_warnings,
     settings_text,
     unit,
 )

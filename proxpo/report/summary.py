@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from proxpo.report.analysis import Analysis, ArmResult, MeasuredRun
-from proxpo.report.findings import caveats, claims, ranking_lines, setting_warnings, settings_text
+from proxpo.report.caveats import caveats, setting_warnings
+from proxpo.report.findings import claims, ranking_lines, settings_text
 from proxpo.runs.page import json_ready
 
 MEASURES = ("final", "area", "kl", "step_seconds")

@@ -13,19 +13,18 @@ import pytest
 
 from proxpo.compare.plan import Arm, Choice
 from proxpo.report.analysis import analyse
+from proxpo.report.caveats import caveats, setting_warnings
 from proxpo.report.comparison_page import comparison_page
 from proxpo.report.comparison_report import write_comparison
 from proxpo.report.curve_figures import drift_figure
 from proxpo.report.figure_list import all_figures
 from proxpo.report.figures import thin
 from proxpo.report.findings import (
-    caveats,
     claims,
     duration,
     format_number,
     ranking_heading,
     ranking_lines,
-    setting_warnings,
     spoken_claims,
 )
 from proxpo.report.read_runs import read_comparison

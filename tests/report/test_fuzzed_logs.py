@@ -22,11 +22,12 @@ from proxpo.compare.state import state_of
 from proxpo.compare.studies import read_study
 from proxpo.errors import ProxpoError
 from proxpo.report.analysis import analyse
+from proxpo.report.caveats import caveats, setting_warnings
 from proxpo.report.comparison_page import comparison_page
 from proxpo.report.comparison_report import gather_runs
 from proxpo.report.figure_images import draw_figure
 from proxpo.report.figure_list import all_figures
-from proxpo.report.findings import caveats, claims, ranking_heading, ranking_lines, setting_warnings
+from proxpo.report.findings import claims, ranking_heading, ranking_lines
 from proxpo.report.html_tables import arm_names
 from proxpo.report.summary import summary
 

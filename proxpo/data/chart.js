@@ -50,9 +50,10 @@ function interpolate(xs, ys, x) {
 
 // ---- marks
 const colour = arm => `var(--c${index.get(arm) % 8})`;
-const dash = arm => { const d = DASHES[index.get(arm) % 8]; return d ? ` stroke-dasharray="${d}"` : ""; };
+const form = arm => { const i = index.get(arm); return (i + Math.floor(i / 8)) % 8; };  // after eight arms colours come again
+const dash = arm => { const d = DASHES[form(arm)]; return d ? ` stroke-dasharray="${d}"` : ""; };
 function marker(arm, x, y, size = 4, hollow = false) {
-  const i = index.get(arm) % 8, c = colour(arm), s = size, p = n => n.toFixed(1);
+  const i = form(arm), c = colour(arm), s = size, p = n => n.toFixed(1);
   const paint = hollow ? `fill="var(--panel)" stroke="${c}" stroke-width="2"` : `fill="${c}" stroke="var(--panel)" stroke-width="1"`;
   const shape = points => `<polygon points="${points.map(([a, b]) => `${p(x + a * s)},${p(y + b * s)}`).join(" ")}" ${paint}/>`;
   switch (i) {

@@ -26,6 +26,8 @@ LOOK: Any = {
     "text.parse_math": False,
 }
 INK, GRID = "#1f2430", "#e5e8ee"
+WIDE = 6.4  # inches
+MOST_INSIDE = 8  # names in a legend over the plot; more stand beside it
 TINTS = ("#0b57c4", "#4b83d6", "#8aafe5", "#b9cff0", "#d8e3f5", "#2f70cd", "#6c9ade", "#a5c1ea")
 
 
@@ -39,11 +41,15 @@ class Style:
         return PALETTE[self.place[arm] % len(PALETTE)][0]
 
     def line(self, arm: str) -> dict[str, Any]:
-        i = self.place[arm]
-        return {"color": self.colour(arm), "linestyle": DASHES[i % 8], "linewidth": 1.8}
+        return {"color": self.colour(arm), "linestyle": DASHES[self.shape(arm)], "linewidth": 1.8}
 
     def marker(self, arm: str) -> str:
-        return MARKERS[self.place[arm] % len(MARKERS)]
+        return MARKERS[self.shape(arm)]
+
+    def shape(self, arm: str) -> int:
+        """One of eight; after eight arms the colours come again with other shapes."""
+        i = self.place[arm]
+        return (i + i // 8) % 8
 
 
 def draw_figure(figure: Figure, arms: Sequence[str]) -> dict[str, bytes]:
@@ -54,13 +60,14 @@ def draw_figure(figure: Figure, arms: Sequence[str]) -> dict[str, bytes]:
     with rc_context(LOOK):
         rows = len(figure.data) if figure.kind in ("forest", "bars") else 0
         tall = 1.3 + 0.36 * rows if rows else 3.7
-        canvas = Canvas(figsize=(6.4, tall), dpi=144)
+        canvas = Canvas(figsize=(WIDE, tall), dpi=144)
         # Fixed margins: a layout engine takes longer than the drawing.
         names = max((len(row["arm"]) for row in figure.data), default=0) if rows else 0
         left = min(0.4, 0.1 + 0.012 * names) if rows else 0.11
         axis = canvas.add_axes((left, 0.52 / tall, 0.97 - left, 1 - 0.82 / tall))
         KINDS[figure.kind](axis, figure, Style(arms))
         _style_axis(axis, figure)
+        _legend(axis, canvas)
         return {kind: _image(canvas, kind) for kind in ("png", "svg")}
 
 
@@ -91,9 +98,25 @@ def _style_axis(axis: Any, figure: Figure) -> None:
         scored.set_major_formatter(lambda value, _: f"{100 * value:g}")
         label = axis.set_xlabel if figure.kind == "forest" else axis.set_ylabel
         label(f"{figure.x if figure.kind == 'forest' else figure.y}, %", color=SOFT)
-    handles, _ = axis.get_legend_handles_labels()
-    if handles:
-        axis.legend(frameon=False, fontsize=8, labelcolor=INK)
+
+
+def _legend(axis: Any, canvas: Any) -> None:
+    """The names: over the plot, or, where they are many, in a column that is added beside it."""
+    _, names = axis.get_legend_handles_labels()
+    look: dict[str, Any] = {"frameon": False, "fontsize": 8, "labelcolor": INK}
+    if not names:
+        return
+    if len(names) <= MOST_INSIDE:
+        axis.legend(**look)
+        return
+    tall, added = canvas.get_figheight(), 0.6 + 0.07 * max(map(len, names))
+    rows = int((tall - 0.6) / 0.165)
+    columns = -(-len(names) // rows)
+    whole = WIDE + columns * added
+    place = axis.get_position()
+    axis.set_position((place.x0 * WIDE / whole, place.y0, place.width * WIDE / whole, place.height))
+    canvas.set_figwidth(whole)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), ncols=columns, **look)
 
 
 def _curves(axis: Any, figure: Figure, style: Style) -> None:
@@ -141,6 +164,7 @@ def _cloud(axis: Any, figure: Figure, style: Style) -> None:
 def _means(axis: Any, figure: Figure, style: Style) -> None:
     points: list[MeanPoint] = figure.data
     groups = list(dict.fromkeys(point.group for point in points if point.at))
+    apart = min(0.06, 0.6 / max(1, len(groups)))  # within the place of a tick
     for number, group in enumerate(groups):
         own = sorted(
             (point for point in points if point.group == group and point.at),
@@ -148,7 +172,7 @@ def _means(axis: Any, figure: Figure, style: Style) -> None:
         )
         arm = own[0].arm
         places = [
-            figure.ticks.index(point.at) + (number - (len(groups) - 1) / 2) * 0.06 for point in own
+            figure.ticks.index(point.at) + (number - (len(groups) - 1) / 2) * apart for point in own
         ]
         means = [point.mean for point in own]
         bars = [
@@ -206,4 +230,4 @@ def _bars(axis: Any, figure: Figure, style: Style) -> None:
 KINDS = {"curves": _curves, "cloud": _cloud, "means": _means, "forest": _forest, "bars": _bars}
 
 
-__all__ = ["draw_figure"]
+__all__ = ["Style", "draw_figure"]

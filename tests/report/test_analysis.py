@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from proxpo.report.caveats import caveats, setting_warnings
 from proxpo.report.comparison_page import comparison_page
 from proxpo.report.comparison_report import write_comparison
 from proxpo.report.curve_figures import drift_figure
+from proxpo.report.figure_images import Style, draw_figure
 from proxpo.report.figure_list import all_figures
 from proxpo.report.figures import thin
 from proxpo.report.findings import (
@@ -161,6 +163,21 @@ def test_the_other_kind_of_accuracy_stands_beside_the_score():
     assert "sampled 49.9 %" in ranking_lines(compared(*runs))[0]
     greedy_alone = run_at("d", 0, {5: 0.5})
     assert compared(*runs, greedy_alone).other is None
+
+
+def test_many_arms_look_different_and_their_names_do_not_cover_the_plot():
+    arms = [f"arm {i}" for i in range(20)]
+    style = Style(arms)
+    assert len({(style.colour(arm), style.marker(arm)) for arm in arms}) == 20
+
+    def width(number):
+        runs = [run_of(arm, 0, [0.2, 0.4, 0.5]) for arm in arms[:number]]
+        score = next(one for one in all_figures(compared(*runs)) if one.key == "score")
+        image = draw_figure(score, arms)["svg"].decode()
+        assert all(f">{arm}</text>" in image for arm in arms[:number])
+        return float(re.search(r'width="([\d.]+)pt"', image)[1])
+
+    assert width(3) == width(8) < width(9) < width(20) * 1.01
 
 
 def test_an_arm_that_lost_a_run_wins_nothing():

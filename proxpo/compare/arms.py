@@ -53,7 +53,7 @@ def parts_of(key: str) -> list[str]:
 
 
 def fits(key: str, arm: Arm) -> bool:
-    """Whether the arm has the setting; of `clip_low+clip_high`, whether it has both."""
+    """True if the arm has the setting, both of them for `clip_low+clip_high`."""
     try:
         return all(place_of(part, arm) for part in parts_of(key))
     except ProxpoError:

@@ -81,7 +81,7 @@ def overridden(
 
 
 def tune_best_decides(request: Request) -> bool:
-    """Whether `tune_best` leaves out a swept setting after the first tuning seed."""
+    """True if `tune_best` ends the tuning of some settings after the first tuning seed."""
     if request.tune_best is None or not request.sweep or request.tune < 2:
         return False
     tried = [len(swept_settings(make_arm(*arm), request.sweep)) for arm in request.arms]

@@ -62,12 +62,12 @@ def _tree(path: Path, later: tuple[Path, ...]) -> dict[str, Any]:
         if not isinstance(like, str):
             raise ProxpoError(f"'like' is the name of a study, got {like!r}")
         other = _file(like, path.parent)
-        if other in (path, *later):
+        if other.resolve() in (path.resolve(), *later):
             raise ProxpoError(f"'like: {like}' leads back to the study itself")
         own = _block(tree, "set")
     except ProxpoError as error:
         raise ProxpoError(f"study {path.stem}: {error}") from None
-    before = _tree(other, (path, *later))
+    before = _tree(other, (path.resolve(), *later))
     base = _block(before, "set")
     left = foreign_options(list(base.items()), list(own.items()))
     kept = {key: value for key, value in base.items() if key not in left}

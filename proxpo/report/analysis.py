@@ -31,6 +31,7 @@ from proxpo.report.metrics import (
     seconds_spent,
     series,
 )
+from proxpo.report.notes import analysis_notes, listed
 from proxpo.report.run_data import Comparison, Run
 from proxpo.report.statistics import (
     Difference,
@@ -174,7 +175,7 @@ class Analysis:
     @cached_property
     def other(self) -> "Analysis | None":
         """The same by the other kind of accuracy, greedy or sampled; none where a run lacks it."""
-        counted = [run for run in self.comparison.runs if _counts(run)]
+        counted = [run for run in self.comparison.runs if run.counts]
         logged = set(self.names.values())
         name = other_accuracy(logged.pop(), counted) if len(logged) == 1 else ""
         return analyse(replace(self.comparison, score=name)) if name else None
@@ -194,7 +195,7 @@ def analyse(comparison: Comparison) -> Analysis:
     score = pick_variant(SCORE, runs, wanted=comparison.score)
     kl = pick_variant(KL, runs)
     scores = {i: series(runs[i], name) for i, name in (score.names if score else {}).items()}
-    used = {i: curve for i, curve in scores.items() if _counts(runs[i])}
+    used = {i: curve for i, curve in scores.items() if runs[i].counts}
     common = align_curves(used)
     whole = common.curves if len(common.steps) else {}
     targets = _targets([[whole[i] for i in whole if runs[i].name == a.name] for a in _arms(runs)])
@@ -209,7 +210,7 @@ def analyse(comparison: Comparison) -> Analysis:
     ]
     ordered = sorted(arms, key=_worth, reverse=True)
     finished = {
-        result.arm.name: [run for run in runs if _counts(run) and run.name == result.arm.name]
+        result.arm.name: [run for run in runs if run.counts and run.name == result.arm.name]
         for result in arms
     }
     known = {name: distinct_settings(own) for name, own in finished.items()}
@@ -233,7 +234,7 @@ def analyse(comparison: Comparison) -> Analysis:
         targets=targets,
         arms=tuple(ordered),
         pairs=tuple(_pairs(ordered, barred, measures=_measures(common))),
-        notes=(*comparison.notes, *_notes(comparison, used, common, score, kl, drift)),
+        notes=(*comparison.notes, *analysis_notes(comparison, used, common, score, kl, drift)),
     )
 
 
@@ -298,16 +299,12 @@ def _unrecorded(run: Run) -> bool:
 def _pair_barred(paths: Sequence[str], names: set[str], common: CommonSteps) -> str:
     """The reason against any verdict between two arms, whatever their numbers; "" for none."""
     if paths:
-        return f"their settings differ in {_listed(paths)}"
+        return f"their settings differ in {listed(paths)}"
     if len(names) > 1:
-        return f"their score is logged under different names ({_listed(sorted(names))})"
+        return f"their score is logged under different names ({listed(sorted(names))})"
     if common.interpolated:
         return "the runs were not evaluated at the same steps"
     return ""
-
-
-def _counts(run: Run) -> bool:
-    return run.status == "done" and run.role != "tune"
 
 
 def _arms(runs: Sequence[Run]) -> list[Arm]:
@@ -344,7 +341,7 @@ def _worth(result: ArmResult) -> tuple[float, float]:
 
 
 def _measures(common: CommonSteps) -> tuple[str, ...]:
-    """What pairs are tested in: with a start and an end alone a mean on the way is no news."""
+    """Measures that pairs are tested in; a mean over training needs a step between its ends."""
     return ("final", "area") if len(common.steps) > 2 else ("final",)
 
 
@@ -423,89 +420,6 @@ def _targets(arms: Sequence[Sequence[Series]]) -> tuple[float, ...]:
 def _below(value: float) -> float:
     """Rounded down to a hundredth, so that a target reads well and is still reached."""
     return math.floor(value * 100 + 1e-9) / 100
-
-
-def _notes(
-    comparison: Comparison,
-    used: Mapping[int, Series],
-    common: CommonSteps,
-    score: PickedVariant | None,
-    kl: PickedVariant | None,
-    drift: Mapping[int, Series],
-) -> list[str]:
-    runs = comparison.runs
-    if score is None:
-        return ["No run holds a score: nothing can be ranked."]
-    notes = [*_score_notes(comparison, used, score), *_step_notes(runs, used, common)]
-    unseeded = [runs[i].folder for i in used if runs[i].seed is None]
-    if unseeded:
-        notes.append(f"No seed is known for {_listed(unseeded)}: they cannot be paired.")
-    end = common.steps[-1] if len(common.steps) else math.nan
-    between = [i for i in used if i in drift and end not in drift[i].steps]
-    between = [i for i in between if not math.isnan(value_at(*drift[i], float(end)))]
-    if between:
-        listed = _listed([runs[i].folder for i in between])
-        notes.append(f"KL at step {end:.0f} is interpolated between evaluations for {listed}.")
-    for picked in (score, kl):
-        for i, name in picked.names.items() if picked else ():
-            if name in runs[i].broken:
-                at = runs[i].broken[name]
-                notes.append(f"{name} of {runs[i].folder} is no number at step {at:.0f}.")
-    return notes
-
-
-def _score_notes(
-    comparison: Comparison, used: Mapping[int, Series], score: PickedVariant
-) -> list[str]:
-    """Notes on runs without the score, on several names of it, and on another score than asked."""
-    notes: list[str] = []
-    runs = comparison.runs
-    wanted = comparison.score
-    if wanted and wanted not in score.variant.names:
-        notes.append(f"No run holds {wanted!r}: ranked by {score.variant.label} instead.")
-    without = [run.folder for i, run in enumerate(runs) if _counts(run) and i not in used]
-    if without:
-        notes.append(f"No '{score.variant.label}' in {_listed(without)}: left out of the ranking.")
-    names = {score.names[i] for i in used}
-    if len(names) > 1:
-        notes.append(f"The score is logged under different names: {_listed(sorted(names))}.")
-    return notes
-
-
-def _step_notes(runs: Sequence[Run], used: Mapping[int, Series], common: CommonSteps) -> list[str]:
-    """A note on the steps of the comparison where the runs were evaluated at different ones."""
-    if not used:
-        return []
-    shortest = min(used, key=lambda i: used[i].steps[-1])
-    last = used[shortest].steps[-1]
-    if not len(common.steps):
-        latest = max(used, key=lambda i: used[i].steps[0])
-        return [
-            f"No step lies within all runs: {runs[shortest].folder} ends at step {last:.0f}, "
-            f"{runs[latest].folder} begins at step {used[latest].steps[0]:.0f}. Nothing can be "
-            "ranked."
-        ]
-    end = common.steps[-1]
-    if common.interpolated:
-        return [
-            "The runs share no evaluation step after their first: scores are interpolated at step "
-            f"{end:.0f} and nothing is claimed."
-        ]
-    if len({curve.steps[-1] for curve in used.values()}) > 1:
-        return [
-            f"Runs end at different steps, {runs[shortest].folder} at step {last:.0f}; they are "
-            f"compared at step {end:.0f}, the last at which all were evaluated."
-        ]
-    if any(len(curve.steps) != len(common.steps) for curve in used.values()):
-        return [
-            f"Runs were evaluated at different steps: the {len(common.steps)} common ones count."
-        ]
-    return []
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a comparison does not show: settings apart, open differences, choices in doubt."""
+"""Sentences on what a comparison does not show, and on choices that are in doubt."""
 
 import math
 from collections.abc import Sequence

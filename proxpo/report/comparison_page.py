@@ -244,7 +244,7 @@ def _clock(run: Run) -> dict[str, Any] | None:
 
 def _mean_clock(runs: Sequence[Run]) -> dict[str, Any] | None:
     """Samples and seconds up to a step, mean over an arm's finished, reported runs."""
-    each = [_clock(run) for run in runs if run.status == "done" and run.role != "tune"]
+    each = [_clock(run) for run in runs if run.counts]
     known = [clock for clock in each if clock is not None]
     if not known:
         return None

@@ -39,6 +39,11 @@ class Run:
     source: str = "proxpo"  # "proxpo" | "trl" | "verl"
     notes: tuple[str, ...] = ()  # what could not be read
 
+    @property
+    def counts(self) -> bool:
+        """True if it is done and not a tuning run: means and intervals are over these."""
+        return self.status == "done" and self.role != "tune"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:

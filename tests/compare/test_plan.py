@@ -466,6 +466,7 @@ def test_a_study_like_another_changes_what_it_names(tmp_path):
     ("like", "message"),
     [
         ("mine.yaml", "study mine: 'like: mine.yaml' leads back to the study itself"),
+        ("../{folder}/mine.yaml", "leads back to the study itself"),
         ("wroked-fresh", "unknown study 'wroked-fresh'; did you mean 'worked-fresh'?"),
         ("gone.yaml", "study gone.yaml: no such file"),
         ("3", "study mine: 'like' is the name of a study, got 3"),
@@ -473,7 +474,7 @@ def test_a_study_like_another_changes_what_it_names(tmp_path):
 )
 def test_a_study_that_is_like_no_other_is_refused(like, message, tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(f"like: {like}")
+    file.write_text(f"like: {like.format(folder=tmp_path.name)}")
     with pytest.raises(ProxpoError, match=re.escape(message)):
         read_study(str(file))
 

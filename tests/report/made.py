@@ -1,12 +1,17 @@
-"""Comparison folders written from a seeded generator, in the format `proxpo compare` leaves."""
+"""Comparison folders as `proxpo compare` leaves them, from a seeded generator; scored runs."""
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import yaml
 
 from proxpo.compare.plan import Arm, Choice, Plan, PlannedRun, Seeds, write_plan
+from proxpo.report.analysis import analyse
+from proxpo.report.run_data import Comparison, Run, rows_by_step
+
+ACCURACY, SAMPLED = "proxpo/eval/accuracy", "proxpo/eval/avg@4"
 
 
 def curve(gain, step, steps):
@@ -174,3 +179,27 @@ def varied(folder, *, temperatures=(0.8, 1.0, 1.2), steps=20):
     )  # fmt: skip
     write_plan(plan, folder)
     return folder
+
+
+def run_of(name, seed, scores, *, kl=None, **kind):
+    """Scores at steps 0, 10, 20, ..."""
+    rows = []
+    for i, score in enumerate(scores):
+        row = {"step": 10.0 * i, ACCURACY: score}
+        row |= {"proxpo/eval/kl": kl[i]} if kl else {}
+        row |= {"step_time": 2.0, "proxpo/samples": 64.0} if i else {}
+        rows.append(row)
+    return Run(name=name, method=name, seed=seed, rows=tuple(rows), folder=f"{name}-{seed}", **kind)
+
+
+def compared(*runs, **more):
+    return analyse(Comparison(folder=Path("."), title="t", runs=runs, **more))
+
+
+def run_at(name, seed, scores, *, kl=None, sampled=None, **kind):
+    """A run with scores by step."""
+    rows = [{"step": float(step), ACCURACY: value} for step, value in scores.items()]
+    rows += [{"step": float(step), SAMPLED: value} for step, value in (sampled or {}).items()]
+    rows += [{"step": float(step), "proxpo/eval/kl": value} for step, value in (kl or {}).items()]
+    kept = rows_by_step(rows, shown="").rows
+    return Run(name=name, method=name, seed=seed, rows=kept, folder=f"{name}-{seed}", **kind)

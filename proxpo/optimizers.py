@@ -3,14 +3,16 @@
 They take the `.grad` that a loss or a gradient transform left behind:
 
     adamw    torch.optim.AdamW                                           arXiv:1711.05101
+    sgd      torch.optim.SGD, which leaves the gradient's lengths as they are
     muon     torch.optim.Muon on hidden matrices, AdamW on the rest      arXiv:2502.16982
     soap     pytorch_optimizer.SOAP                                      arXiv:2409.11321
     shampoo  pytorch_optimizer.Shampoo on hidden matrices, AdamW on the rest    arXiv:1802.09568
     kfac     singd.SINGD in its K-FAC form on hidden linear layers, AdamW on the rest
              (inverse-free K-FAC, arXiv:2312.05705)
 
-The learning rate means what it means to AdamW for `adamw`, `muon` and `soap`; `shampoo` has no
-grafting and `kfac` steps along a natural gradient, so both want a rate of their own.
+The learning rate means what it means to AdamW for `adamw`, `muon` and `soap`; `sgd` multiplies the
+gradient by it, `shampoo` has no grafting and `kfac` steps along a natural gradient, so these want a
+rate of their own.
 """
 
 import importlib
@@ -27,7 +29,7 @@ from torch.optim import Optimizer
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.stages._options import brief, coerce
 
-ALONE = ("adamw", "soap")  # optimizers of every parameter, without an AdamW for the rest
+ALONE = ("adamw", "sgd", "soap")  # optimizers of every parameter, without an AdamW for the rest
 PLAIN = (bool, int, float, str, type(None))
 # Last part of the name of an output head, for models that do not say which module it is.
 HEADS = ("lm_head", "head", "output", "embed_out", "unembed")
@@ -174,6 +176,16 @@ def _adamw(model: nn.Module, options: Options, rest: Options) -> Optimizer:
     return _make_adamw([p for p in model.parameters() if p.requires_grad], options, "adamw")
 
 
+def _sgd(model: nn.Module, options: Options, rest: Options) -> Optimizer:
+    options = _check_options("sgd", torch.optim.SGD, options)
+    if options.get("momentum") and options["weight_decay"]:
+        raise ProxpoError(
+            "optimizer 'sgd': with momentum torch mixes the weight decay into it; set "
+            "weight_decay=0"
+        )
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **options)
+
+
 def _muon(model: nn.Module, options: Options, rest: Options) -> Optimizer:
     weights = list(hidden_weights(model).values())
     # With this adjustment AdamW's learning rates carry over.
@@ -292,6 +304,7 @@ def _load(package: str, cls: str, name: str) -> Any:
 
 _MAKERS: dict[str, Callable[[nn.Module, Options, Options], Optimizer]] = {
     "adamw": _adamw,
+    "sgd": _sgd,
     "muon": _muon,
     "soap": _soap,
     "shampoo": _shampoo,

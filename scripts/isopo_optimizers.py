@@ -4,9 +4,10 @@
 
 Task: add two digits; reward 1 for both digits of the sum. A small transformer starts from a short
 supervised phase and is trained with group-relative advantages by REINFORCE and by ISOPO under each
-optimizer of `proxpo.optimizers`. All 100 prompts and all 100 answers are evaluated exactly: success
-is the mean probability of the right answer, KL the drift KL(π ‖ π_start) per answer. The learning
-rate of every pair is the one of three with the best final success, on a seed that is not reported.
+optimizer that divides a gradient by its size. All 100 prompts and all 100 answers are evaluated
+exactly: success is the mean probability of the right answer, KL the drift KL(π ‖ π_start) per
+answer. The learning rate of every pair is the one of three with the best final success, on a seed
+that is not reported.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from toy_policy import ToyPolicy, response_logp, sample
 
 from proxpo import gradients
 from proxpo.exact.policy import token_kl
-from proxpo.optimizers import NAMES, make_optimizer
+from proxpo.optimizers import make_optimizer
 
 PROMPT, ANSWER, TUNING_SEED = 2, 2, 100
 PAIRS = torch.cartesian_prod(torch.arange(10), torch.arange(10))
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/isopo/optimizers.csv"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--optimizers", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--optimizers", nargs="+", default=list(RATES), choices=RATES)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args()
     rows = []

@@ -53,7 +53,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-RATE = {"adamw": 1e-2, "muon": 1e-2, "soap": 1e-2, "shampoo": 1e-1, "kfac": 3e-2}
+RATE = {"adamw": 1e-2, "sgd": 1e-2, "muon": 1e-2, "soap": 1e-2, "shampoo": 1e-1, "kfac": 3e-2}
 
 
 @ALL
@@ -115,6 +115,24 @@ def test_frozen_parameters_stay(name):
     assert torch.equal(model.embed.weight, embed)
     assert torch.equal(model.down.weight, down)
     assert not torch.equal(model.up.weight, up)
+
+
+@pytest.mark.checks(
+    "optimizers", "SGD steps by its rate times the gradient, and decays weights apart"
+)
+def test_sgd_is_the_gradient_alone():
+    model = net()
+    before = weights(model)
+    nll(model).backward()
+    make_optimizer("sgd", model, lr=0.1, weight_decay=0.2).step()
+    for now, p, w in zip(model.parameters(), model.parameters(), before):
+        assert_close(now.detach(), w - 0.1 * p.grad - 0.1 * 0.2 * w)
+
+
+def test_sgd_refuses_a_decay_that_momentum_would_hold():
+    with pytest.raises(ProxpoError, match=r"with momentum .* set weight_decay=0"):
+        make_optimizer("sgd", net(), lr=0.1, momentum=0.9)
+    make_optimizer("sgd", net(), lr=0.1, momentum=0.9, weight_decay=0.0)
 
 
 @pytest.mark.checks("optimizers", "Muon itself refuses vectors")

@@ -11,7 +11,7 @@ from proxpo.recipes import Procedure
 from proxpo.settings import make_method, make_recipe
 from proxpo.types import Recipe
 
-Optimizer = Literal["adamw", "muon", "soap", "shampoo", "kfac"]
+Optimizer = Literal["adamw", "sgd", "muon", "soap", "shampoo", "kfac"]
 Schedule = Literal["constant", "linear", "cosine"]
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Resume = Literal["fixed", "next", "now"]
@@ -176,7 +176,9 @@ class TrainConfig:
     graphs: Literal["auto", "on", "off"] = setting(
         "auto", "replay the policy's passes as CUDA graphs; auto: where it can", resume="now"
     )
-    optimizer: Optimizer = setting("adamw", "adamw, muon, soap, shampoo or kfac", resume="fixed")
+    optimizer: Optimizer = setting(
+        "adamw", "adamw, sgd, muon, soap, shampoo or kfac", resume="fixed"
+    )
     optimizer_options: dict = setting(
         {}, "further options of the optimizer, such as betas", resume="fixed"
     )

@@ -32,6 +32,7 @@ from proxpo.runs.folder import hold_folder
 from proxpo.runs.stop import StopRequest, stop_on_signal
 from proxpo.settings import TASK_OPTIONS, parse_setting
 from proxpo.stages._options import bind
+from proxpo.train._schema import Optimizer
 from proxpo.train.cuts import Cut, fitted_budget
 from proxpo.train.experience import Experience
 from proxpo.train.observer import SILENT, Observer
@@ -63,7 +64,7 @@ class WarmupSettings:
     lr: float = 2e-4
     weight_decay: float = 0.01
     grad_clip: float = 1.0
-    optimizer: Literal["adamw", "muon", "soap", "shampoo", "kfac"] = "adamw"
+    optimizer: Optimizer = "adamw"
     max_prompt: int = 512
     max_tokens: int = 512
     save_every: int = 500

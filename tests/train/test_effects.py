@@ -61,16 +61,17 @@ UPDATES: dict[str, tuple[list[str], list[str]]] = {
     "train.replay_share": (["replay_share=0.5"], []),
 }
 # Settings with a refusal or an effect that another test of the trainer has seen.
-FAILED_REWARDS = "test_rewards.py::test_over_half_failed_stops_with_the_commonest_reason"
-OVER_MEMORY = "test_rewards.py::test_a_worker_over_its_memory_limit_costs_its_sample_alone"
+FAILED_REWARDS = "test_reward_faults.py::test_over_half_failed_stops_with_the_commonest_reason"
+TIMED_OUT = "test_reward_faults.py::test_a_timed_out_function_takes_its_children_along"
+OVER_MEMORY = "test_reward_faults.py::test_a_worker_over_its_memory_limit_costs_its_sample_alone"
 GIVEN_UP = "test_resume.py::test_an_update_that_does_not_end_is_given_up_after_the_grace"
 ELSEWHERE = {
     "task.reward": FAILED_REWARDS,
     "task.reward_max_failed": FAILED_REWARDS,
-    "task.reward_timeout": "test_rewards.py::test_a_timed_out_function_takes_its_children_along",
+    "task.reward_timeout": TIMED_OUT,
     "task.reward_memory": OVER_MEMORY,
     "task.problems": "test_budget.py::test_a_method_that_learns_from_revisits_gets_a_pool",
-    "task.correct_above": "test_faults.py::test_what_is_right_can_be_set",
+    "task.correct_above": "test_run_words.py::test_what_is_right_can_be_set",
     "checkpoint.grace": GIVEN_UP,
     "task.drop_long": "test_tasks.py::test_long_prompts",
     "rollout.max_prompt": "test_tasks.py::test_long_prompts",

@@ -1,0 +1,263 @@
+"""Mistakes around a block of a transform: refused in one line, and the model left as it was."""
+
+import re
+
+import pytest
+import torch
+from blocks import LENGTHS, A, assert_same, backward
+from models import VOCAB, hf, nll, packed, padded
+from torch import Tensor, nn
+
+from proxpo.errors import ProxpoError
+from proxpo.gradients import active_handle, isopo, isopo_ntk
+
+
+def forwards(model: nn.Module) -> list:
+    return [module.__dict__.get("forward") for module in model.modules()]
+
+
+def test_the_model_is_restored_after_an_exception(tiny, batch):
+    want = backward(tiny, *batch)
+    before = forwards(tiny)
+
+    def interrupted() -> None:
+        with isopo().applied(tiny, sequences=batch[1], advantages=A):
+            tiny(*batch)
+            assert forwards(tiny) != before
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        interrupted()
+    assert forwards(tiny) == before
+    assert_same(backward(tiny, *batch), want)
+
+
+def test_nested_blocks_are_refused(tiny, batch):
+    second = isopo().applied(tiny.up, sequences=batch[1], advantages=A)
+    with isopo().applied(tiny, sequences=batch[1], advantages=A):
+        with pytest.raises(ProxpoError, match="already applied to this model"):
+            second.__enter__()
+        nll(tiny(*batch), *batch).sum().backward()
+
+
+def test_backward_outside_the_block_is_refused(tiny, batch):
+    transform = isopo()
+    with transform.applied(tiny, sequences=batch[1], advantages=A):
+        loss = nll(tiny(*batch), *batch).sum()
+    with pytest.raises(ProxpoError, match=r"after the `with` block of its forward had ended"):
+        loss.backward()
+    with transform.applied(tiny, sequences=batch[1], advantages=A):
+        late = nll(tiny(*batch), *batch).sum()
+    with (
+        pytest.raises(ProxpoError, match=r"after the `with` block of its forward had ended"),
+        transform.applied(tiny, sequences=batch[1], advantages=A),
+    ):
+        late.backward()
+
+
+def test_forward_outside_the_block_is_refused(tiny, batch):
+    loss = nll(tiny(*batch), *batch).sum()
+    with (
+        pytest.raises(ProxpoError, match=r"embed\.weight received a gradient that did not pass"),
+        isopo().applied(tiny, sequences=batch[1], advantages=A),
+    ):
+        loss.backward()
+
+
+class Raw(nn.Module):
+    """An embedding that is also used as head, without a module for that."""
+
+    def __init__(self, raw: bool) -> None:
+        super().__init__()
+        self.raw = raw
+        self.embed = nn.Embedding(13, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, seq: Tensor) -> Tensor:
+        h = self.embed(ids) + self.mix(self.embed(ids))
+        return h @ self.embed.weight.T if self.raw else self.head(h)
+
+
+def test_a_weight_used_beside_its_module_is_refused(batch):
+    torch.manual_seed(0)
+    model = Raw(raw=True).double()
+    with pytest.raises(ProxpoError, match=r"head\.weight .* also used without calling the module"):
+        backward(model, *batch)
+    backward(Raw(raw=False).double(), *batch)
+
+
+def test_a_failed_check_of_bypassed_parameters_fails_again(batch):
+    torch.manual_seed(0)
+    model, transform = Raw(raw=True).double(), isopo()
+    for _ in range(3):
+        with pytest.raises(ProxpoError, match="also used without calling the module"):
+            backward(model, *batch, transform)
+    model.raw = False
+    backward(model, *batch, transform)
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-6])
+def test_a_bypass_that_first_appears_in_a_later_block_is_noticed(tiny, batch, share):
+    """Also where it adds little to a gradient: of a linear layer, a norm, a tied embedding."""
+    torch.manual_seed(0)
+    tied = Raw(raw=False).double()
+    for model, name in ((tiny, "up.weight"), (tiny, "first.weight"), (tied, "embed.weight")):
+        transform = isopo()
+        backward(model, *batch, transform)
+        weight = model.get_parameter(name)
+        extra = lambda m=model, w=weight: m(*batch) + share * w.sum()  # noqa: E731
+        for _ in range(2):
+            with pytest.raises(ProxpoError, match="also used without calling the module"):
+                backward(model, *batch, transform, forward=lambda f=extra: f() ** 2)
+        backward(model, *batch, transform)
+
+
+def test_a_bypass_of_a_module_that_is_not_called_is_noticed(batch):
+    torch.manual_seed(0)
+    model, transform = Raw(raw=False).double(), isopo()
+    backward(model, *batch, transform)
+    plain = lambda: model.head(model.embed(batch[0]) @ model.mix.weight)  # noqa: E731
+    for _ in range(2):
+        with pytest.raises(ProxpoError, match=r"mix\.weight received a gradient that did not pass"):
+            backward(model, *batch, transform, forward=plain)
+
+
+def test_the_check_leaves_gradients_where_autograd_puts_them(tiny, batch):
+    """A second reference to a gradient would make autograd copy it."""
+    sent = {}
+    with isopo().applied(tiny, sequences=batch[1], advantages=A) as session:
+        send = session.audit.send
+        session.audit.send = lambda site, g: sent.update({site.name: g.data_ptr()}) or send(site, g)
+        nll(tiny(*batch), *batch).sum().backward()
+    assert sent.keys() == dict(tiny.named_parameters()).keys()
+    assert all(tiny.get_parameter(name).grad.data_ptr() == ptr for name, ptr in sent.items())
+
+
+def test_a_tied_head_may_stay_unused(batch):
+    """The rest of a tied model can be trained on another objective."""
+    torch.manual_seed(0)
+    model = Raw(raw=False).double()
+    value = nn.Linear(6, 13).double()
+    actual = backward(model, *batch, forward=lambda: value(model.mix(model.embed(batch[0]))))
+    assert actual["embed.weight"].any()
+
+
+def test_nan_is_an_error_not_a_gradient(tiny, batch):
+    with torch.no_grad():
+        tiny.down.weight[0, 0] = torch.nan
+    for transform in (isopo(), isopo_ntk(), isopo(preset="euclidean")):
+        with (
+            pytest.raises(ProxpoError, match=r"is not finite"),
+            transform.applied(tiny, sequences=batch[1], advantages=A),
+        ):
+            nll(tiny(*batch), *batch).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantages": A[:2]}, "asks for 3 advantages (padding is -1), got 2"),
+        ({"advantages": torch.ones(4)}, "asks for 3 advantages (padding is -1), got 4"),
+        ({"advantages": torch.ones(3, 7)}, "per sequence, got torch.float32 of shape (3, 7)"),
+        ({"advantages": torch.tensor([1, 2, 3])}, "one float per sequence, got torch.int64"),
+        ({"advantages": A * torch.inf}, "`advantages` holds NaN or infinity"),
+        ({"sequences": torch.ones(3, 7)}, "must hold whole numbers shaped like input_ids"),
+        ({"sequences": torch.zeros(0, 7).long()}, "must hold whole numbers shaped like input_ids"),
+        ({"sequences": torch.full((3, 7), -2)}, "numbers -2..-2"),
+    ],
+)  # fmt: skip
+def test_bad_micro_batches(tiny, batch, change, message):
+    options = {"sequences": batch[1], "advantages": A} | change
+    with pytest.raises(ProxpoError, match=re.escape(message)), isopo().applied(tiny, **options):
+        pass
+    assert active_handle(tiny.head.weight) is None
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (7, 3), (21,), (2, 7)])
+def test_sequences_of_another_shape(tiny, batch, shape):
+    ids, _ = batch
+    numbers = torch.arange(shape[0]).remainder(3).view(-1, *[1] * (len(shape) - 1)).expand(shape)
+    numbers = numbers.contiguous()
+    numbers.view(-1)[:3] = torch.arange(3)
+    with (
+        pytest.raises(ProxpoError, match=r"embed saw other positions.*leading shape \(3, 7\)"),
+        isopo().applied(tiny, sequences=numbers, advantages=A),
+    ):
+        tiny(ids, batch[1])
+
+
+def test_heads_that_look_like_positions():
+    """16 heads and 16 places: refuse, rather than mix the two up."""
+    model = hf("qwen3")
+    ids, seq = padded([4, 4, 4], VOCAB)
+    with (
+        pytest.raises(ProxpoError, match=r"q_norm cannot tell which axes hold the positions"),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        model(ids)
+    ids, seq = packed(ids, seq)
+    with isopo().applied(model, sequences=seq, advantages=A):
+        model(ids).logits.sum().backward()
+
+
+def test_a_head_that_sees_some_positions_only():
+    model = hf("qwen3")
+    ids, seq = padded(LENGTHS, VOCAB)
+    with (
+        pytest.raises(ProxpoError, match=r"lm_head saw other positions.*no logits_to_keep"),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        model(ids, logits_to_keep=2)
+
+
+def test_a_frozen_model(tiny, batch):
+    tiny.requires_grad_(False)
+    with (
+        pytest.raises(ProxpoError, match="no parameter of the model requires a gradient"),
+        isopo().applied(tiny, sequences=batch[1], advantages=A),
+    ):
+        pass
+
+
+def test_groups_are_asked_for(tiny, batch):
+    for groups, message in ((None, "got none"), (torch.zeros(2).long(), r"got shape \(2,\)")):
+        with (
+            pytest.raises(ProxpoError, match=f"group_by='prompt' needs `groups`.*{message}"),
+            isopo_ntk(group_by="prompt").applied(
+                tiny, sequences=batch[1], advantages=A, groups=groups
+            ),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: isopo(preset="fischer"), "unknown preset of isopo 'fischer'; did you mean"),
+        (lambda: isopo(path="grams"), "unknown path of isopo 'grams'; did you mean 'gram'"),
+        (lambda: isopo(norm="exakt"), "unknown norm of isopo 'exakt'"),
+        (lambda: isopo(overlap=0), "overlap must be a count of positions or 'all', got 0"),
+        (lambda: isopo(reg=-1.0), "reg must be a finite number >= 0, got -1.0"),
+        (lambda: isopo(p=float("nan")), "p must be a finite number, got nan"),
+        (lambda: isopo(keep_small=True), "needs reg > 0"),
+        (lambda: isopo(keep_small=True, reg=1.0, overlap_reg=0.0), "needs overlap_reg > 0, got 0"),
+        (lambda: isopo(norm_reg=-1.0, q=1.0), "norm_reg must be a finite number >= 0, got -1.0"),
+        (lambda: isopo(norm_reg=0.5), "norm_reg=0.5 has no effect while q is 0"),
+        (lambda: isopo(preset="euclidean", overlap_reg=1.0), "no effect while p is 0"),
+        (lambda: isopo(sketch=0), "sketch must be at least 1"),
+        (lambda: isopo_ntk(rho=0.0), "rho must be a finite number > 0, got 0.0"),
+        (lambda: isopo_ntk(scale="papers"), "unknown scale of isopo_ntk 'papers'"),
+    ],
+)  # fmt: skip
+def test_bad_options(make, message):
+    with pytest.raises(ProxpoError, match=re.escape(message)):
+        make()
+
+
+def test_a_foreign_state_is_refused():
+    with pytest.raises(ProxpoError, match=r"expected 'steps' and 'average.\*', got 'exp_avg'"):
+        isopo().load_state_dict({"steps": 1, "exp_avg": torch.ones(1)})
+    with pytest.raises(ProxpoError, match="got no 'steps'"):
+        isopo().load_state_dict({})

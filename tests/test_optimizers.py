@@ -1,6 +1,7 @@
 import inspect
 import io
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
 from proxpo.optimizers import NAMES, Combined, hidden_weights, make_optimizer
+from proxpo.train._schema import Optimizer
 
 ALL = pytest.mark.parametrize("name", NAMES)
 
@@ -54,6 +56,10 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 RATE = {"adamw": 1e-2, "sgd": 1e-2, "muon": 1e-2, "soap": 1e-2, "shampoo": 1e-1, "kfac": 3e-2}
+
+
+def test_the_setting_offers_every_optimizer():
+    assert get_args(Optimizer) == NAMES
 
 
 @ALL

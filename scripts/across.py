@@ -1,46 +1,59 @@
 """Difference between an arm of one finished comparison and an arm of another, paired over seeds.
 
-    python scripts/across.py "comparisons/sgd:isopo p=-1" comparisons/fresh:reinforce
+    python scripts/across.py "docs/results/sgd:isopo p=-1" docs/results/fresh:reinforce
+    python scripts/across.py docs/results/worked-hot/more:cispo docs/results/worked-hot:reinforce kl
 
-The two studies must share seeds, task and end, which nobody planned and nothing here checks: what
-comes out is a remark, not a test. Nothing is written.
+Reads the summary.json of each, so that published results serve as well as runs. The two studies
+must share seeds, task and end, which nobody planned and nothing here checks: what comes out is a
+remark, not a test. Nothing is written.
 """
 
 import argparse
-from dataclasses import replace
+import json
+from pathlib import Path
 
-from proxpo.report.analysis import Analysis, ArmResult, analyse, paired_difference
-from proxpo.report.read_runs import read_comparison
+import numpy as np
+
+from proxpo.report.statistics import paired
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("first", metavar="FOLDER:ARM")
     parser.add_argument("second", metavar="FOLDER:ARM")
-    parser.add_argument("metric", nargs="?", help="of the runs; else the first comparison's score")
+    parser.add_argument(
+        "measure",
+        nargs="?",
+        default="final",
+        help="final: the score; final_other: the accuracy that does not rank; kl; area",
+    )
     args = parser.parse_args()
-    named = [text.rpartition(":")[::2] for text in (args.first, args.second)]
-    comparisons = [read_comparison(folder) for folder, _ in named]
-    metric = args.metric or comparisons[0].score
-    found = [
-        _arm(parser, analyse(replace(comparison, score=metric)), arm)
-        for comparison, (_, arm) in zip(comparisons, named)
-    ]
-    difference = paired_difference(*found, "final")
-    for text, result in zip((args.first, args.second), found):
-        print(f"{text}: {metric} {result.mean('final'):.4f}")
-    interval = difference.student
+    first, second = (_by_seed(parser, text, args.measure) for text in (args.first, args.second))
+    seeds = sorted(first.keys() & second.keys())
+    pair = [np.array([values[seed] for seed in seeds]) for values in (first, second)]
+    for text, values in zip((args.first, args.second), pair):
+        print(f"{text}: {args.measure} {values.mean():.4f}")
+    difference = paired(*pair).student
     print(
-        f"first minus second: {interval.mean:+.4f} (95 % interval {interval.low:+.4f} to "
-        f"{interval.high:+.4f}, {difference.seeds} paired seeds)"
+        f"first minus second: {difference.mean:+.4f} (95 % interval {difference.low:+.4f} to "
+        f"{difference.high:+.4f}, {len(seeds)} paired seeds)"
     )
 
 
-def _arm(parser: argparse.ArgumentParser, analysis: Analysis, name: str) -> ArmResult:
-    names = [result.arm.name for result in analysis.arms]
-    if name not in names:
-        parser.error(f"no arm '{name}'; there are {', '.join(names)}")
-    return analysis.result(name)
+def _by_seed(parser: argparse.ArgumentParser, text: str, measure: str) -> dict[int, float]:
+    """The measure of an arm, by seed."""
+    folder, _, name = text.rpartition(":")
+    path = Path(folder) / "summary.json"
+    if not path.is_file():
+        parser.error(f"no {path}: `proxpo report {folder}` writes it")
+    arms = {arm["arm"]: arm for arm in json.loads(path.read_text())["arms"]}
+    if name not in arms:
+        parser.error(f"no arm '{name}'; there are {', '.join(arms)}")
+    seeds = arms[name]["seeds"]
+    if any(measure not in seed for seed in seeds):
+        known = (key for key in seeds[0] if key != "seed")
+        parser.error(f"{path} has no '{measure}' of each seed; there are {', '.join(known)}")
+    return {seed["seed"]: seed[measure] for seed in seeds}
 
 
 if __name__ == "__main__":

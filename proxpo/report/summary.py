@@ -12,6 +12,7 @@ from proxpo.report.findings import claims, ranking_lines, settings_text
 from proxpo.runs.page import json_ready
 
 MEASURES = ("final", "area", "kl", "step_seconds")
+OTHER = "final_other"
 
 
 def summary(analysis: Analysis) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def summary(analysis: Analysis) -> dict[str, Any]:
             "caveats": [*caveats(analysis), *analysis.notes],
             "ranking": ranking_lines(analysis),
             "other_score": analysis.other.variant.label if analysis.other else None,
-            "arms": [_arm(result) | _beside(result, analysis) for result in analysis.arms],
+            "arms": [_arm(result, analysis) for result in analysis.arms],
             "pairs": [
                 {
                     "a": pair.a,
@@ -62,10 +63,7 @@ def summary(analysis: Analysis) -> dict[str, Any]:
 
 def summary_csv(analysis: Analysis) -> str:
     """The content of summary.csv: one line an arm, the best first; an interval is two columns."""
-    lines = [
-        _flat(_arm(result)) | {key: x["mean"] for key, x in _beside(result, analysis).items()}
-        for result in analysis.arms
-    ]
+    lines = [_flat(_arm(result, analysis)) for result in analysis.arms]
     columns = list(dict.fromkeys(key for line in lines for key in line))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")
@@ -74,7 +72,7 @@ def summary_csv(analysis: Analysis) -> str:
     return out.getvalue()
 
 
-def _arm(result: ArmResult) -> dict[str, Any]:
+def _arm(result: ArmResult, analysis: Analysis) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         "arm": result.arm.name,
         "method": result.arm.method,
@@ -96,15 +94,15 @@ def _arm(result: ArmResult) -> dict[str, Any]:
         {**asdict(result.reach(i)), "arrived": result.arrived(i)} for i in range(_targets(result))
     ]
     numbers["seeds"] = [_measured(each) for each in result.runs]
+    if analysis.other is not None:  # the accuracy that does not rank, greedy or sampled
+        other = analysis.other.result(result.arm.name)
+        student = other.student("final")
+        numbers[OTHER] = {"mean": student.mean, "student": [student.low, student.high]}
+        finals = {each.run.folder: each.final for each in other.runs}
+        numbers["seeds"] = [
+            _measured(each) | {OTHER: finals[each.run.folder]} for each in result.runs
+        ]
     return numbers
-
-
-def _beside(result: ArmResult, analysis: Analysis) -> dict[str, Any]:
-    """The final value of the other kind of accuracy; nothing where there is none."""
-    if analysis.other is None:
-        return {}
-    student = analysis.other.result(result.arm.name).student("final")
-    return {"final_other": {"mean": student.mean, "student": [student.low, student.high]}}
 
 
 def _targets(result: ArmResult) -> int:
@@ -128,6 +126,8 @@ def _flat(arm: Mapping[str, Any]) -> dict[str, Any]:
     for cost in arm["reach"]:
         for key in ("steps", "samples", "seconds", "kl", "arrived"):
             line[f"reach_{cost['target']:g}_{key}"] = cost[key]
+    if OTHER in arm:
+        line[OTHER] = arm[OTHER]["mean"]
     return {key: json_ready(value) if value == value else "" for key, value in line.items()}
 
 

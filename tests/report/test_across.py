@@ -1,5 +1,6 @@
 """The script that sets an arm of one comparison beside an arm of another."""
 
+import json
 import runpy
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from proxpo.report.analysis import analyse
 from proxpo.report.read_runs import read_comparison
+from proxpo.report.summary import summary
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts/across.py")
 
@@ -18,19 +20,36 @@ def across(monkeypatch, *words: object) -> None:
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
-def test_arms_of_two_comparisons_differ_as_those_of_one(tmp_path, monkeypatch, capsys):
+def summarised(folder: Path) -> None:
+    """Writes summary.json, as `proxpo report` does."""
+    content = summary(analyse(read_comparison(folder)))
+    (folder / "summary.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("measure", ["final", "final_other"])
+def test_arms_of_two_comparisons_differ_as_those_of_one(tmp_path, monkeypatch, capsys, measure):
     whole = made.comparison(tmp_path / "one", arms={"grpo": 0.6, "isopo p=-1": 0.4})
-    pair = analyse(read_comparison(whole)).pair("grpo", "isopo p=-1")
+    analysis = analyse(read_comparison(whole))
+    summarised(whole)
     other = shutil.copytree(whole, tmp_path / "other")
-    across(monkeypatch, f"{whole}:grpo", f"{other}:isopo p=-1")
-    d = pair.difference.student
+    across(monkeypatch, f"{whole}:grpo", f"{other}:isopo p=-1", measure)
+    ranked = analysis.other if measure == "final_other" else analysis
+    d = ranked.pair("grpo", "isopo p=-1").difference.student
     assert d.mean > 0
     said = f"{d.mean:+.4f} (95 % interval {d.low:+.4f} to {d.high:+.4f}, 3 paired seeds)"
     assert said in capsys.readouterr().out
 
 
-def test_an_arm_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     folder = made.comparison(tmp_path / "one", arms={"grpo": 0.6, "isopo p=-1": 0.4})
-    with pytest.raises(SystemExit):
-        across(monkeypatch, f"{folder}:grpo", f"{folder}:isopo")
-    assert "no arm 'isopo'; there are grpo, isopo p=-1" in capsys.readouterr().err
+    arm = f"{folder}:grpo"
+
+    def refused(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            across(monkeypatch, *words)
+        return capsys.readouterr().err
+
+    assert "`proxpo report" in refused(arm, arm)
+    summarised(folder)
+    assert "no arm 'isopo'; there are grpo, isopo p=-1" in refused(arm, f"{folder}:isopo")
+    assert "no 'entropy' of each seed; there are start, final" in refused(arm, arm, "entropy")

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from proxpo import gradients
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine import head as head_module
+from proxpo.gradients._engine import head_passes
 from proxpo.logp import token_logp
 
 VOCAB, DIM, ROWS, LENGTH, TAU = 23, 6, 4, 7, 0.7
@@ -192,13 +192,13 @@ def test_all_routes_are_taken(monkeypatch):
     """The chunk sizes above do exercise the single pass, the two passes and the fallback."""
     taken = []
     for name in ("by_sequences", "by_vocabulary", "all_logits"):
-        route = getattr(head_module, name)
+        route = getattr(head_passes, name)
 
         def spy(*args, _route=route, _name=name, **kwargs):
             taken.append(_name)
             return _route(*args, **kwargs)
 
-        monkeypatch.setattr(head_module, name, spy)
+        monkeypatch.setattr(head_passes, name, spy)
     problem = Problem()
     logp = {
         c: (lambda c=c: problem.model.fused(problem.ids, problem.targets, chunk=c)) for c in CHUNKS
@@ -216,8 +216,8 @@ def test_unknown_rules_get_what_a_layer_would_give_them(monkeypatch):
     problem = Problem()
     model, ids, targets = problem.model, problem.ids, problem.targets
     theirs = problem.grads(TRANSFORMS["figure4"], lambda: model.naive(ids, targets))
-    monkeypatch.setattr(head_module, "LengthRule", type("NotThisOne", (), {}))
-    monkeypatch.setattr(head_module, "KernelRule", type("NorThisOne", (), {}))
+    monkeypatch.setattr(head_passes, "LengthRule", type("NotThisOne", (), {}))
+    monkeypatch.setattr(head_passes, "KernelRule", type("NorThisOne", (), {}))
     ours = problem.grads(
         TRANSFORMS["figure4"], lambda: model.fused(ids, targets, mask=problem.mask)
     )

@@ -1,7 +1,7 @@
 """Layers of a model under `torch.compile`: the forward is traced, the backward is one operation.
 
     begin            registers a call of a layer while the compiled forward runs
-    layer_backward   computes what the layer's backward in `autograd.py` computes
+    layer_backward   computes what the layer's backward in `matrices` or `vectors` computes
 
 Both are opaque to the compiler, so that the model stays one graph. Objects do not pass through a
 graph: a layer goes by its number, a call by a tensor that holds its place in `Session.calls`.

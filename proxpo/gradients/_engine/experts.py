@@ -8,9 +8,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine.autograd import autocast, no_autocast
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.operations import autocast, no_autocast
 from proxpo.gradients._engine.position_gradients import AnyGradients, Dense, Outer
 from proxpo.gradients._engine.session import ModuleHandle, Session
 from proxpo.ops.shapes import Int, Tensor

@@ -23,20 +23,19 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._engine import compiled, experts, fallback
-from proxpo.gradients._engine.autograd import (
-    EmbeddingLayer,
-    LinearLayer,
+from proxpo.gradients._engine.inputs import from_head
+from proxpo.gradients._engine.matrices import EmbeddingLayer, LinearLayer
+from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.operations import shows_positions
+from proxpo.gradients._engine.session import ParameterHandle, Session
+from proxpo.gradients._engine.vectors import (
     NormCall,
     VectorCall,
     VectorLayer,
     expand,
     layer_norm_derivative,
     rms_norm_derivative,
-    shows_positions,
 )
-from proxpo.gradients._engine.inputs import from_head
-from proxpo.gradients._engine.module import Forward, TrainedModule
-from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.logp._model import bare_model
 from proxpo.ops.shapes import Tensor
 

@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine.autograd import EmbeddingLayer, LinearLayer, VectorCall, expand
+from proxpo.gradients._engine.matrices import EmbeddingLayer, LinearLayer
 from proxpo.gradients._engine.session import ModuleHandle, Session
+from proxpo.gradients._engine.vectors import VectorCall, expand
 from proxpo.ops.shapes import Tensor
 
 

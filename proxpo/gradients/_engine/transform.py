@@ -14,7 +14,6 @@ from torch.nn.functional import rms_norm
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients._engine import head, inputs
 from proxpo.gradients._engine.audit import Audit
-from proxpo.gradients._engine.autograd import VectorCall, norm_weight
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.axis_order import AxisOrder
 from proxpo.gradients._engine.device import capturing
@@ -29,6 +28,7 @@ from proxpo.gradients._engine.session import (
     Rule,
     Session,
 )
+from proxpo.gradients._engine.vectors import VectorCall, norm_weight
 from proxpo.logp.head import replaced_backward
 from proxpo.ops.shapes import Float, Shaped, Tensor
 

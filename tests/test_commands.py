@@ -60,6 +60,7 @@ SHORT = (
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
     *("rollout.max_prompt=2048", "rollout.max_tokens=6", "train.mini_batches=1"),
     *("train.updates_per_rollout=1", "evaluate.size=2", "evaluate.k=0", "log.batch_every=1"),
+    "log.pictures=false",
 )
 GSM8K = '{"question": "2 + %d?", "answer": "2 + %d = %d\\n#### %d"}\n'
 
@@ -145,7 +146,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder of a page, with what its reader has beside the page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "my-checkpoint").symlink_to(TINY)
     (tmp_path / "gsm8k.jsonl").write_text("".join(GSM8K % (n, n, n + 2, n + 2) for n in (3, 4)))

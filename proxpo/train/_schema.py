@@ -262,6 +262,9 @@ class LogConfig:
         low=0,
         high=STEPS,
     )
+    pictures: bool = setting(
+        True, "draw curves.png and report.html at the end of the run", resume="now"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,20 +45,21 @@ def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) 
     for line in job.closing_notes(rows):
         on_notice(line)
     title += f" (no rows of step {gap})" if gap else ""
-    try:
-        write_pictures(
-            out,
-            rows,
-            title=title,
-            summary=summary,
-            samples=pairs,
-            made=job.figure(),
-            saved=inspect_saved(out, job.trained_recipe) if job.trained_recipe else (),
-        )
-    except ImportError:
-        on_notice(
-            "no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'"
-        )
+    if job.config.log.pictures:
+        try:
+            write_pictures(
+                out,
+                rows,
+                title=title,
+                summary=summary,
+                samples=pairs,
+                made=job.figure(),
+                saved=inspect_saved(out, job.trained_recipe) if job.trained_recipe else (),
+            )
+        except ImportError:
+            on_notice(
+                "no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'"
+            )
     write_summary(out, summary | {"samples": pairs})
     return summary | {"samples": pairs}
 

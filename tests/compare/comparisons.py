@@ -26,6 +26,7 @@ SMALL = (
     "k=2",
     "checkpoint.every=1",
     "reward_workers=1",
+    "log.pictures=false",
 )
 TIMES = ("time", "step_time", "seconds", "tokens_per_second")  # differ between equal runs
 

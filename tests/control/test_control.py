@@ -25,19 +25,14 @@ from proxpo.train.update import update
 CARTPOLE, PENDULUM = "gym:CartPole-v1", "gym:Pendulum-v1"
 SMALL = [
     *("evaluate.size=1", "evaluate.every=0", "checkpoint.every=1", "train.steps=2"),
-    "rollout.max_tokens=24",
+    *("log.pictures=false", "rollout.max_tokens=24"),
 ]
 ROLLOUTS = ["train.mini_batches=2", "train.updates_per_rollout=2"]
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch):
-    monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
-
-
 def config_of(out: Path, task: str, method: str, *sets: str):
     own = [] if method in ("avg", "tabnas") or "variant=sac" in sets else ROLLOUTS
-    small = SMALL if task.startswith("gym") else SMALL[1:4]
+    small = SMALL if task.startswith("gym") else SMALL[1:5]
     overrides = {"out": str(out), "task": task, "method": method}
     return load_config(None, [*small, *own, *sets], overrides=overrides)
 

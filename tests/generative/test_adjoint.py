@@ -133,11 +133,10 @@ def test_fixed_point(schedule: NoiseSchedule) -> None:
 
 @pytest.mark.long
 @pytest.mark.checks(SLUG, "target N(1, 0.6²), constant g = 1.5: the sampler's mean and std")
-def test_converges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
+def test_converges(tmp_path: Path) -> None:
     sets = ["noise=constant", "sigma_max=1.5", "control_lr=5e-3", "batches=40", "batch=128"]
     sets += ["buffer=6", "train.steps=18", "evaluate.every=0", "checkpoint.every=0"]
-    sets += ["rollout.max_tokens=20", "evaluate.size=4000"]
+    sets += ["rollout.max_tokens=20", "evaluate.size=4000", "log.pictures=false"]
     overrides = {"out": str(tmp_path), "task": "energy:gaussian", "method": SLUG}
     summary = train(load_config(None, sets, overrides))
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

@@ -19,17 +19,12 @@ from proxpo.train.update import update
 
 DIGITS, MIXTURE, ENERGY = "digits:class=7", "mixture:right", "energy:two-modes"
 SMALL = ["evaluate.size=8", "evaluate.every=0", "checkpoint.every=1", "train.steps=3"]
-SMALL += ["rollout.max_tokens=4"]
+SMALL += ["rollout.max_tokens=4", "log.pictures=false"]
 FEW = {
     "ac-flow": ["samples_per_step=8", "warmup=1"],
     "adjoint-sampling": ["samples_per_step=8", "batches=2", "batch=8", "buffer=2"],
     "dpok": ["samples_per_prompt=4", "buffer=40"],
 }
-
-
-@pytest.fixture
-def _no_pictures(monkeypatch):
-    monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
 
 
 def config_of(out: Path, task: str, method: str, *sets: str):
@@ -47,7 +42,6 @@ RUNS = {
 }
 
 
-@pytest.mark.usefixtures("_no_pictures")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_was_killed_goes_on_bit_by_bit(name: str, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -98,7 +92,6 @@ LEARN = {
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_no_pictures")
 @pytest.mark.parametrize("method", LEARN)
 def test_rewards_rise(method: str, tmp_path: Path) -> None:
     """mixture:right, whose reward is about 0 at the start."""

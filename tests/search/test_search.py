@@ -290,7 +290,13 @@ def test_mistakes_on_the_command_line(capsys, tmp_path) -> None:
 def test_a_whole_search_on_real_runs(tmp_path, capsys) -> None:
     out = tmp_path / "real"
     sets = ("steps=2", "prompts_per_step=4", "samples_per_prompt=2", "evaluate.every=0")
-    sets += ("evaluate.size=8", "k=2", "checkpoint.every=0", "reward_workers=1")
+    sets += (
+        "evaluate.size=8",
+        "k=2",
+        "checkpoint.every=0",
+        "reward_workers=1",
+        "log.pictures=false",
+    )
     argv = ["compare", "grpo", "--search", "--proposals", "random", "--budget", "8", "--jobs", "2"]
     argv += ["--candidates", "2", "--finalists", "1", "--seeds", "2", "--tune-seeds", "1"]
     argv += [word for text in sets for word in ("--set", text)]

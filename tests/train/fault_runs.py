@@ -18,6 +18,7 @@ SMALL = [
     "evaluate.every=0",
     "checkpoint.every=1",
     "checkpoint.keep=2",
+    "log.pictures=false",  # drawing takes longer than these runs
 ]
 
 

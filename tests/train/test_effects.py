@@ -29,6 +29,7 @@ TINY = [
     "evaluate.k=0",
     "train.lr=1e-3",
     "train.steps=4",
+    "log.pictures=false",
 ]
 
 # Settings that show in a rollout or its updates: what is set, after what holds in both runs.
@@ -85,7 +86,7 @@ ELSEWHERE = {
 }
 WRITTEN = {  # by test_what_a_run_writes_follows_its_settings
     *("evaluate.every", "evaluate.size", "evaluate.k", "checkpoint.every", "checkpoint.keep"),
-    *("log.samples", "log.batch_every", "out", "train.off_policy_lag"),
+    *("log.samples", "log.batch_every", "log.pictures", "out", "train.off_policy_lag"),
 }
 BUILT = {"model.name", "model.gradient_checkpointing", "task.reward_workers"}
 
@@ -129,7 +130,7 @@ def test_a_setting_changes_the_rollout_or_its_updates(path: str, tmp_path: Path)
 def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
     runs = {}
     sets = {
-        "plain": ["evaluate.every=0", "checkpoint.every=0", "log.samples=0"],
+        "plain": ["evaluate.every=0", "checkpoint.every=0", "log.samples=0", "log.pictures=true"],
         "other": ["evaluate.every=1", "evaluate.size=3", "evaluate.k=2", "log.samples=7"],
         "lagged": ["evaluate.every=0", "off_policy_lag=1"],
         "saved": ["evaluate.every=0", "log.batch_every=2"],
@@ -144,6 +145,8 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
     plain, other, lagged, saved = (runs[name] for name in sets)
     assert list(saved_steps(tmp_path / "saved")) == [2, 4]
     assert not saved_steps(tmp_path / "plain")
+    drawn = {path.parent.name for path in tmp_path.glob("*/curves.png")}
+    assert drawn == {path.parent.name for path in tmp_path.glob("*/report.html")} == {"plain"}
     assert [row.get("loss") for row in saved[0]] == [row.get("loss") for row in plain[0]]
     evaluated = ["proxpo/eval/accuracy" in row for row in plain[0]]
     assert evaluated == [True, False, False, False, True]

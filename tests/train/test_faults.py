@@ -25,16 +25,14 @@ from proxpo.train.config import load_config
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_pictures")]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
     """Four steps without interruption."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
-        train(config_of(out, "steps=4"))
+    train(config_of(out, "steps=4"))
     return out
 
 

@@ -28,14 +28,8 @@ SMALL = [
     "evaluate.k=2",
     "evaluate.every=0",
     "checkpoint.every=0",
+    "log.pictures=false",  # drawing takes longer than these runs
 ]
-
-
-@pytest.fixture(autouse=True)
-def _pictures_once(request, monkeypatch):
-    """Drawing takes longer than these runs; one test draws and looks at the files."""
-    if request.node.name != "test_the_run_leaves_what_it_promises":
-        monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
 
 
 def config_of(out: Path, *sets: str, **overrides):
@@ -189,7 +183,8 @@ def test_two_runs_with_one_seed_give_one_curve_and_other_seeds_others(tmp_path):
 
 
 def test_the_run_leaves_what_it_promises(tmp_path):
-    summary = train(config_of(tmp_path, "steps=2", "evaluate.every=1", method="grpo"))
+    sets = ("steps=2", "evaluate.every=1", "log.pictures=true")
+    summary = train(config_of(tmp_path, *sets, method="grpo"))
     for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "curves.png"):
         assert (tmp_path / name).stat().st_size > 0
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == summary["steps"] == 2

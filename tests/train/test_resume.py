@@ -27,19 +27,11 @@ pytestmark = pytest.mark.long
 GRPO = {"method": "grpo"}
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(request, monkeypatch):
-    if "report" not in request.node.name:
-        monkeypatch.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A run of two steps that has reached its end."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
-        train(config_of(out, "steps=2", "checkpoint.every=1", **GRPO))
+    train(config_of(out, "steps=2", "checkpoint.every=1", **GRPO))
     return out
 
 
@@ -107,6 +99,7 @@ OTHER = {
     "log.project": "other",
     "log.samples": 1,
     "log.batch_every": 2,
+    "log.pictures": True,
 }
 KINDS = {one.path: one.resume for one in explain()}
 
@@ -294,7 +287,7 @@ def test_the_report_of_a_run_with_lost_rows_says_so(run):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(lines[0] + lines[2])
     notes: list[str] = []
-    sets = ("steps=3", "checkpoint.every=1", "lr=1e-4")
+    sets = ("steps=3", "checkpoint.every=1", "lr=1e-4", "log.pictures=true")
     summary = train(
         config_of(run, *sets, **GRPO), resume=True, observer=Observer(on_notice=notes.append)
     )
@@ -309,6 +302,7 @@ def test_the_report_of_a_run_with_lost_rows_says_so(run):
         f"{run}/metrics.jsonl has no row of step 1",
         "train.steps changed after step 2: 2 -> 3",
         "train.lr changed after step 2: 3e-05 -> 0.0001",
+        "log.pictures changed after step 2: False -> True",
     ]
 
 
@@ -354,9 +348,7 @@ EXAMINED = ("steps=2", "evaluate.every=1", "evaluate.k=2", "evaluate.size=6")
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("straight") / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("proxpo.train.finish.write_pictures", lambda *_, **__: None)
-        train(config_of(out, *EXAMINED, **GRPO))
+    train(config_of(out, *EXAMINED, **GRPO))
     return out
 
 

@@ -17,7 +17,7 @@ from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
 from proxpo.train.picture import panels
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_pictures")]
+pytestmark = pytest.mark.long
 
 
 # Bad input -----------------------------------------------------------------------------------

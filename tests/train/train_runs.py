@@ -20,6 +20,7 @@ SMALL = [
     "evaluate.every=0",
     "checkpoint.every=0",
     "train.steps=4",
+    "log.pictures=false",  # drawing takes longer than these runs
 ]
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -230,7 +231,11 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     for row in summary["samples"][:5]:
         table.add_row(*(_plain(row[name]) for name in ("prompt", "before", "after", "answer")))
     console.print(table)
-    console.print(f"curves: {summary['out']}/curves.png   report: {summary['out']}/report.html")
+    out = Path(summary["out"])
+    files = {"curves": out / "curves.png", "report": out / "report.html"}
+    if not all(path.exists() for path in files.values()):  # not asked for, or no matplotlib
+        files = {"metrics": out / "metrics.jsonl"}
+    console.print("   ".join(f"{name}: {path}" for name, path in files.items()))
 
 
 def _result(summary: dict[str, Any]) -> str:

@@ -347,6 +347,13 @@ def test_the_command_line(tmp_path: Path, capsys) -> None:
     assert main(["train", *words]) == 0
     told = capsys.readouterr().out
     assert "mean quality of feasible architectures 0.230 ->" in told
+    assert "curves: " in told
+    assert "metrics: " not in told
+    words[3:] = [str(tmp_path / "bare"), *("--set", "train.steps=1", "--set", "log.pictures=false")]
+    assert main(["train", *words]) == 0
+    told = capsys.readouterr().out
+    assert "metrics: " in told
+    assert "curves: " not in told
     assert main(["methods", "avg"]) == 0
     assert "for control" in capsys.readouterr().out
     assert main(["train", "--task", CARTPOLE, "--explain"]) == 0

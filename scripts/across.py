@@ -30,6 +30,8 @@ def main() -> None:
     args = parser.parse_args()
     first, second = (_by_seed(parser, text, args.measure) for text in (args.first, args.second))
     seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        parser.error(f"seeds in common: {len(seeds)}; a difference needs two")
     pair = [np.array([values[seed] for seed in seeds]) for values in (first, second)]
     for text, values in zip((args.first, args.second), pair):
         print(f"{text}: {args.measure} {values.mean():.4f}")
@@ -51,9 +53,9 @@ def _by_seed(parser: argparse.ArgumentParser, text: str, measure: str) -> dict[i
         parser.error(f"no arm '{name}'; there are {', '.join(arms)}")
     seeds = arms[name]["seeds"]
     if any(measure not in seed for seed in seeds):
-        known = (key for key in seeds[0] if key != "seed")
+        known = [key for key in seeds[0] if key != "seed"]
         parser.error(f"{path} has no '{measure}' of each seed; there are {', '.join(known)}")
-    return {seed["seed"]: seed[measure] for seed in seeds}
+    return {seed["seed"]: seed[measure] for seed in seeds if seed[measure] is not None}
 
 
 if __name__ == "__main__":

@@ -233,7 +233,8 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     console.print(table)
     out = Path(summary["out"])
     files = {"curves": out / "curves.png", "report": out / "report.html"}
-    if not all(path.exists() for path in files.values()):  # not asked for, or no matplotlib
+    asked = summary["config"]["log"]["pictures"]
+    if not asked or not all(path.exists() for path in files.values()):  # without matplotlib
         files = {"metrics": out / "metrics.jsonl"}
     console.print("   ".join(f"{name}: {path}" for name, path in files.items()))
 

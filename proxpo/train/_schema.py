@@ -263,7 +263,9 @@ class LogConfig:
         high=STEPS,
     )
     pictures: bool = setting(
-        True, "draw curves.png and report.html at the end of the run", resume="now"
+        True,
+        "draw curves.png, report.html and, of a generative model, samples.png at the end",
+        resume="now",
     )
 
 

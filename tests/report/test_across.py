@@ -52,4 +52,7 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     assert "`proxpo report" in refused(arm, arm)
     summarised(folder)
     assert "no arm 'isopo'; there are grpo, isopo p=-1" in refused(arm, f"{folder}:isopo")
+    one = made.comparison(tmp_path / "few", arms={"grpo": 0.6}, seeds=(1,))
+    summarised(one)
+    assert "seeds in common: 1; a difference needs two" in refused(arm, f"{one}:grpo")
     assert "no 'entropy' of each seed; there are start, final" in refused(arm, arm, "entropy")

@@ -1,4 +1,7 @@
-"""What the autograd functions of a session share: casts, calls, and gradients handed back."""
+"""Helpers of the autograd functions of a session.
+
+They cast as autocast does, register calls, flatten positions and hand gradients back.
+"""
 
 import math
 from collections.abc import Callable

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from proxpo.gradients import Dense, Layout, Outer, OverlapSet
+from proxpo.gradients import Dense, Layout, OneHot, Outer, OverlapSet
 from proxpo.gradients._engine import inner_products
 from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.measure import ScaleOptions
@@ -164,6 +164,19 @@ def test_kernels_of_bfloat16(numbers, length):
     assert ((kernel - want) / scale).abs().max() < 6 * 2**-8 / (192 * 136) ** 0.5
     kernel = inner_products.kernel_gram(rows, layout, groups)
     assert ((kernel - want) / scale).abs().max() < 1e-5
+
+
+@needs_gpu
+def test_sums_over_a_token_of_a_sequence_repeat_bit_by_bit():
+    seq = torch.arange(16, device=DEVICE).repeat_interleave(256)
+    ids = torch.randint(0, 5, seq.shape, device=DEVICE)
+    tokens = OneHot(ids, torch.randn(len(seq), 576, device=DEVICE), 5)
+
+    def sums() -> torch.Tensor:
+        return tokens.pairs(Layout(seq, 16))[0].grads
+
+    first = sums()
+    assert all(torch.equal(sums(), first) for _ in range(20))
 
 
 @needs_gpu

@@ -45,6 +45,7 @@ def caveats(analysis: Analysis) -> list[str]:
         )
     lines += _barred_lines(analysis)
     lines += _judged_otherwise(analysis)
+    lines += _choices_among_fewer(analysis)
     lines += _choices_in_doubt(analysis)
     lines += _choices_at_an_end(analysis)
     seeds = [pair.difference.seeds for pair in finals]
@@ -110,6 +111,19 @@ def _listed_pairs(pairs: Sequence[tuple[str, str]], analysis: Analysis) -> str:
     shown = [f"{a} over {b} ({scores(a, b)})" for a, b in pairs[:MOST_PAIRS]]
     more = f" and {len(pairs) - MOST_PAIRS} more" if len(pairs) > MOST_PAIRS else ""
     return f"{'; '.join(shown)}{more}"
+
+
+def _choices_among_fewer(analysis: Analysis) -> list[str]:
+    """A line for each set of swept settings that could not be chosen, with the arms."""
+    missed: dict[str, list[str]] = {}
+    for choice in analysis.comparison.chosen:
+        failed = [settings_text(settings) for settings, score in choice.scores if score is None]
+        if failed:
+            missed.setdefault("; ".join(failed), []).append(choice.arm)
+    return [
+        f"The choice for {', '.join(arms)} was made without {failed}: runs with it failed."
+        for failed, arms in missed.items()
+    ]
 
 
 def _choices_in_doubt(analysis: Analysis) -> list[str]:

@@ -181,6 +181,19 @@ def test_a_choice_that_the_reported_seeds_do_not_confirm_is_doubted(final, doubt
     assert any(text in line for line in caveats(found)) is doubted
 
 
+def test_settings_that_failed_and_could_not_be_chosen_are_named():
+    small, middle, large = ({"lr": rate} for rate in (1e-5, 1e-4, 1e-3))
+    some = ((small, None), (middle, 0.5), (large, None))
+    chosen = (
+        *(Choice(arm=arm, settings=middle, scores=some) for arm in "ab"),
+        Choice(arm="c", settings=middle, scores=((small, 0.4), (middle, 0.5), (large, 0.4))),
+    )
+    found = compared(*(run_of(name, 0, [0.4, 0.9]) for name in "abc"), chosen=chosen)
+    assert [line for line in caveats(found) if "without" in line] == [
+        "The choice for a, b was made without lr=1e-05; lr=0.001: runs with it failed."
+    ]
+
+
 def test_a_choice_at_an_end_of_what_was_tried_is_named():
     rates, runs = (1e-5, 1e-4, 1e-3), [run_of(name, 0, [0.4, 0.9]) for name in "abc"]
     scores = tuple(({"lr": rate}, 0.5) for rate in rates)

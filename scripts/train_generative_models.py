@@ -1,5 +1,6 @@
 """Train the generative models in the box: denoisers and flows of digits and of eight Gaussians.
 
+    pip install scikit-learn -c requirements/constraints.txt
     python scripts/train_generative_models.py     # writes proxpo/data/generative.safetensors
 
 Digits are scikit-learn's 8 x 8 images, scaled to [-1, 1]; a classifier of them gives rewards.

@@ -26,6 +26,8 @@ def main() -> None:
     analysis = analyse(comparison)
     print(ranking_heading(analysis))
     print("\n".join([*ranking_lines(analysis), *claims(analysis)]))
+    if not analysis.variant.share:
+        print('"Beats" says larger here, which need not be better.')
 
 
 if __name__ == "__main__":

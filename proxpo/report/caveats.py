@@ -121,7 +121,7 @@ def _choices_among_fewer(analysis: Analysis) -> list[str]:
         if failed:
             missed.setdefault("; ".join(failed), []).append(choice.arm)
     return [
-        f"The choice for {', '.join(arms)} was made without {failed}: runs with it failed."
+        f"The choice for {', '.join(arms)} was made without {failed}, whose runs failed."
         for failed, arms in missed.items()
     ]
 

@@ -190,7 +190,7 @@ def test_settings_that_failed_and_could_not_be_chosen_are_named():
     )
     found = compared(*(run_of(name, 0, [0.4, 0.9]) for name in "abc"), chosen=chosen)
     assert [line for line in caveats(found) if "without" in line] == [
-        "The choice for a, b was made without lr=1e-05; lr=0.001: runs with it failed."
+        "The choice for a, b was made without lr=1e-05; lr=0.001, whose runs failed."
     ]
 
 

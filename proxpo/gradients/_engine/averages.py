@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from proxpo.gradients._engine.device import sum_by
 from proxpo.ops.shapes import Float, Tensor
 
 DECAY = 0.9
@@ -132,7 +133,8 @@ class Averages:
         for shape, parts in alike.items():
             squares = torch.stack([part.squares.reshape(shape).to(device) for part in parts])
             owner = torch.tensor([place[key] for part in parts for key in part.keys], device=device)
-            totals.index_add_(0, owner, squares.sum(dim=2, dtype=torch.float64).flatten())
+            sums = squares.sum(dim=2, dtype=torch.float64).reshape(-1, 1)
+            totals += sum_by(sums, owner, len(names))[:, 0]
         return totals, totals.new_tensor(counts)
 
 

@@ -1,11 +1,11 @@
-"""Products accumulated in float32 or better, and the state of recording."""
+"""Products accumulated in float32 or better, sums in one order, and the state of recording."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from proxpo.ops.shapes import Tensor
+from proxpo.ops.shapes import Float, Int, Tensor
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -24,6 +24,13 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
         product = torch.bmm if x.dim() == 3 else torch.mm
         return product(x, y, out_dtype=kind)
     return x.to(kind) @ y.to(kind)
+
+
+def sum_by(
+    x: Float[Tensor, "any out"], slot: Int[Tensor, " any"], count: int
+) -> Float[Tensor, "slot out"]:
+    """Σ of the rows of each slot, in one order on a GPU too, where index_add's varies."""
+    return torch.ops.aten.embedding_dense_backward(x, slot, count, -1, False)
 
 
 _RECORDERS: list[None] = []

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from proxpo.gradients._engine.device import accumulator, matmul
+from proxpo.gradients._engine.device import accumulator, matmul, sum_by
 from proxpo.gradients._engine.layout import Layout
 from proxpo.logp.head import add_matmul_
 from proxpo.ops.shapes import Float, Int, Tensor
@@ -236,7 +236,6 @@ class OneHot:
 
         Returns the sums with the sequence and the token of every row. There are at most as many
         pairs as positions, so the buffer has that size and no count comes back to the host.
-        Summed as torch sums an embedding's gradient, in one order on a GPU too; index_add's varies.
         """
         key = torch.where(layout.valid, layout.seq * self.size + self.ids, -1)
         key, order = torch.sort(key)
@@ -244,10 +243,9 @@ class OneHot:
         new[1:] = key[1:] != key[:-1]
         slot = new.cumsum(0) - 1
         g = self.live[order].to(accumulator(self.g.dtype)) * (key >= 0)[:, None]
-        sums = torch.ops.aten.embedding_dense_backward(g, slot, len(g), -1, False)
         pair = torch.full_like(key, -1).scatter_(0, slot, key)
         row = torch.where(pair >= 0, pair.div(self.size, rounding_mode="floor"), -1)
-        return Dense(sums), row, pair.remainder(self.size)
+        return Dense(sum_by(g, slot, len(g))), row, pair.remainder(self.size)
 
 
 AnyGradients = Outer | Dense | OneHot

@@ -45,17 +45,27 @@ def main() -> None:
 def _by_seed(parser: argparse.ArgumentParser, text: str, measure: str) -> dict[int, float]:
     """The measure of an arm, by seed."""
     folder, _, name = text.rpartition(":")
-    path = Path(folder) / "summary.json"
-    if not path.is_file():
-        parser.error(f"no {path}: `proxpo report {folder}` writes it")
-    arms = {arm["arm"]: arm for arm in json.loads(path.read_text())["arms"]}
+    arms = read_arms(parser, folder, measure)
     if name not in arms:
         parser.error(f"no arm '{name}'; there are {', '.join(arms)}")
-    seeds = arms[name]["seeds"]
-    if any(measure not in seed for seed in seeds):
-        known = [key for key in seeds[0] if key != "seed"]
-        parser.error(f"{path} has no '{measure}' of each seed; there are {', '.join(known)}")
-    return {seed["seed"]: seed[measure] for seed in seeds if seed[measure] is not None}
+    return arms[name]
+
+
+def read_arms(
+    parser: argparse.ArgumentParser, place: str, measure: str
+) -> dict[str, dict[int, float]]:
+    """The measure of every arm of a comparison, by seed; `place`: its folder or its summary."""
+    path = Path(place) if place.endswith(".json") else Path(place) / "summary.json"
+    if not path.is_file():
+        parser.error(f"no {path}: `proxpo report {place}` writes it")
+    found = {}
+    for arm in json.loads(path.read_text())["arms"]:
+        seeds = arm["seeds"]
+        if any(measure not in seed for seed in seeds):
+            known = [key for key in seeds[0] if key != "seed"]
+            parser.error(f"{path} has no '{measure}' of each seed; there are {', '.join(known)}")
+        found[arm["arm"]] = {x["seed"]: x[measure] for x in seeds if x[measure] is not None}
+    return found
 
 
 if __name__ == "__main__":

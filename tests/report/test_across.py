@@ -1,4 +1,4 @@
-"""The script that sets an arm of one comparison beside an arm of another."""
+"""The scripts that set arms of one comparison beside arms of another."""
 
 import json
 import runpy
@@ -12,12 +12,13 @@ from proxpo.report.analysis import analyse
 from proxpo.report.read_runs import read_comparison
 from proxpo.report.summary import summary
 
-SCRIPT = str(Path(__file__).parents[2] / "scripts/across.py")
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def across(monkeypatch, *words: object) -> None:
-    monkeypatch.setattr("sys.argv", ["across.py", *map(str, words)])
-    runpy.run_path(SCRIPT, run_name="__main__")
+def across(monkeypatch, *words: object, script: str = "across.py") -> None:
+    monkeypatch.setattr("sys.argv", [script, *map(str, words)])
+    monkeypatch.syspath_prepend(SCRIPTS)
+    runpy.run_path(str(SCRIPTS / script), run_name="__main__")
 
 
 def summarised(folder: Path) -> None:
@@ -56,3 +57,24 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     summarised(one)
     assert "seeds in common: 1; a difference needs two" in refused(arm, f"{one}:grpo")
     assert "no 'entropy' of each seed; there are start, final" in refused(arm, arm, "entropy")
+
+
+def test_the_order_of_arms_in_two_comparisons(tmp_path, monkeypatch, capsys):
+    arms = {"grpo": 0.6, "p3o": 0.5, "cispo": 0.4, "isopo p=-1": 0.2}
+    down = made.comparison(tmp_path / "down", arms=arms)
+    turned = dict(zip(arms, reversed(arms.values())))
+    up = made.comparison(tmp_path / "up", arms={name: turned[name] for name in ("grpo", "p3o")})
+    rest = made.comparison(tmp_path / "rest", arms={"cispo": turned["cispo"]})
+    for folder in (down, up, rest):
+        summarised(folder)
+
+    def said(*words: object) -> str:
+        across(monkeypatch, *words, script="same_order.py")
+        return capsys.readouterr().out
+
+    assert "over 4 arms: 1.00 (95 % of the draws of seeds: 1.00 to 1.00)" in said(down, down)
+    assert "'kl' over 4 arms" in said(down, down / "summary.json", "kl")
+    assert "over 3 arms: -1.00" in said(down, f"{up},{rest}")
+    with pytest.raises(SystemExit):
+        said(down, up)
+    assert "arms in common: 2; an order needs three" in capsys.readouterr().err

@@ -11,6 +11,7 @@ remark, not a test. Nothing is written.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,28 +45,29 @@ def main() -> None:
 
 def _by_seed(parser: argparse.ArgumentParser, text: str, measure: str) -> dict[int, float]:
     """The measure of an arm, by seed."""
-    folder, _, name = text.rpartition(":")
-    arms = read_arms(parser, folder, measure)
+    place, _, name = text.rpartition(":")
+    arms = read_arms(parser, place)
     if name not in arms:
         parser.error(f"no arm '{name}'; there are {', '.join(arms)}")
-    return arms[name]
+    return by_seed(parser, place, arms[name], measure)
 
 
-def read_arms(
-    parser: argparse.ArgumentParser, place: str, measure: str
-) -> dict[str, dict[int, float]]:
-    """The measure of every arm of a comparison, by seed; `place`: its folder or its summary."""
+def read_arms(parser: argparse.ArgumentParser, place: str) -> dict[str, list[dict[str, Any]]]:
+    """What a summary says of every seed of every arm; `place`: its folder or the file."""
     path = Path(place) if place.endswith(".json") else Path(place) / "summary.json"
     if not path.is_file():
-        parser.error(f"no {path}: `proxpo report {place}` writes it")
-    found = {}
-    for arm in json.loads(path.read_text())["arms"]:
-        seeds = arm["seeds"]
-        if any(measure not in seed for seed in seeds):
-            known = [key for key in seeds[0] if key != "seed"]
-            parser.error(f"{path} has no '{measure}' of each seed; there are {', '.join(known)}")
-        found[arm["arm"]] = {x["seed"]: x[measure] for x in seeds if x[measure] is not None}
-    return found
+        parser.error(f"no {path}: `proxpo report {path.parent}` writes it")
+    return {arm["arm"]: arm["seeds"] for arm in json.loads(path.read_text())["arms"]}
+
+
+def by_seed(
+    parser: argparse.ArgumentParser, place: str, seeds: list[dict[str, Any]], measure: str
+) -> dict[int, float]:
+    """One measure of an arm, by seed."""
+    if any(measure not in seed for seed in seeds):
+        known = [key for key in seeds[0] if key != "seed"]
+        parser.error(f"{place} has no '{measure}' of each seed; there are {', '.join(known)}")
+    return {seed["seed"]: seed[measure] for seed in seeds if seed[measure] is not None}
 
 
 if __name__ == "__main__":

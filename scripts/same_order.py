@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 import numpy as np
-from across import read_arms
+from across import by_seed, read_arms
 from scipy.stats import rankdata, spearmanr
 
 DRAWS = 2000
@@ -53,11 +53,15 @@ def _agreement(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _arms(parser: argparse.ArgumentParser, text: str, measure: str) -> dict[str, np.ndarray]:
-    """The measure of every arm of a study, one number a seed."""
+    """The measure of every arm of a study, one number a seed; without arms that have none."""
     found: dict[str, np.ndarray] = {}
     for place in text.split(","):
-        arms = read_arms(parser, place, measure)
-        found |= {name: np.array(list(seeds.values())) for name, seeds in arms.items()}
+        for name, seeds in read_arms(parser, place).items():
+            if name in found:
+                parser.error(f"arm '{name}' is in {place} and in a folder before it")
+            values = by_seed(parser, place, seeds, measure)
+            if values:
+                found[name] = np.array(list(values.values()))
     return found
 
 

@@ -75,6 +75,10 @@ def test_the_order_of_arms_in_two_comparisons(tmp_path, monkeypatch, capsys):
     assert "over 4 arms: 1.00 (95 % of the draws of seeds: 1.00 to 1.00)" in said(down, down)
     assert "'kl' over 4 arms" in said(down, down / "summary.json", "kl")
     assert "over 3 arms: -1.00" in said(down, f"{up},{rest}")
-    with pytest.raises(SystemExit):
-        said(down, up)
-    assert "arms in common: 2; an order needs three" in capsys.readouterr().err
+    for words, why in (
+        ((down, up), "arms in common: 2; an order needs three"),
+        ((down, f"{rest},{down}"), f"arm 'cispo' is in {down} and in a folder before it"),
+    ):
+        with pytest.raises(SystemExit):
+            said(*words)
+        assert why in capsys.readouterr().err

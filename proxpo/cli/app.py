@@ -275,6 +275,12 @@ def compare_command(
     seeds: Annotated[
         int | None, typer.Option(metavar="K", help="Seeds that are reported, 0 to K-1; default: 3.")
     ] = None,
+    first_seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Reports seeds N to N+K-1: a finding on seeds it has not seen."
+        ),
+    ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -395,6 +401,7 @@ def compare_command(
         task=task,
         settings=settings or (),
         seeds=seeds,
+        first_seed=first_seed,
         tune_seeds=tune_seeds,
         tune_best=tune_best,
         sweep=sweep or (),

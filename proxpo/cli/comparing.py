@@ -43,6 +43,7 @@ class CompareOptions:
     task: str | None = None
     settings: Sequence[str] = ()
     seeds: int | None = None
+    first_seed: int | None = None
     tune_seeds: int | None = None
     tune_best: int | None = None
     sweep: Sequence[str] = ()
@@ -134,6 +135,7 @@ def request_of(options: CompareOptions) -> Request:
         request,
         config=options.config or request.config,
         seeds=request.seeds if options.seeds is None else options.seeds,
+        first_seed=request.first_seed if options.first_seed is None else options.first_seed,
         tune=request.tune if options.tune_seeds is None else options.tune_seeds,
         tune_best=request.tune_best if options.tune_best is None else options.tune_best,
     )

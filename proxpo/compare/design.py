@@ -55,6 +55,8 @@ def make_plan(request: Request) -> Plan:
         raise ProxpoError("no methods to compare: name some (see `proxpo methods`), or --study")
     if request.seeds < 1 or (request.sweep and request.tune < 1):
         raise ProxpoError("a comparison needs at least one seed")
+    if request.first_seed < 0:
+        raise ProxpoError(f"the first seed is 0 or more, got {request.first_seed}")
     arms, pairs = _with_shared(request, [make_arm(*arm) for arm in request.arms])
     base = _base(request.config, pairs, arms)
     arms, notes = _with_file_recipe(request.config, arms)
@@ -68,9 +70,10 @@ def make_plan(request: Request) -> Plan:
     notes += _check_sweep(arms, sweep, vary)
     notes += _check_tune_best(request)
     _check_names(arms)
-    first = max(TUNING, request.seeds)
+    report = range(request.first_seed, request.first_seed + request.seeds)
+    first = max(TUNING, report.stop)
     seeds = Seeds(
-        report=tuple(range(request.seeds)),
+        report=tuple(report),
         tune=tuple(range(first, first + request.tune)) if sweep else (),
     )
     plan = Plan(

@@ -17,13 +17,14 @@ class Request:
     """A comparison as a command line or a study describes it.
 
     arms: (name or none, method, settings); base: settings of all runs, or of one method where the
-    key reads METHOD:KEY; seeds: how many are reported; tune: how many the sweep is judged on;
-    tune_best: how many settings of an arm go on after the first of these, None for all; notes: what
-    a reader must know.
+    key reads METHOD:KEY; seeds: how many are reported, from first_seed on; tune: how many the sweep
+    is judged on; tune_best: how many settings of an arm go on after the first of these, None for
+    all; notes: what a reader must know.
     """
 
     arms: Sequence[tuple[str | None, str, Mapping[str, Any]]]
     seeds: int = 3
+    first_seed: int = 0
     tune: int = 2
     tune_best: int | None = None
     config: str | None = None

@@ -7,6 +7,7 @@ arms: [{method: grpo}, {method: isopo, name: isopo p=-1, set: {p: -1}}]
 vary: {temperature: [0.8, 1.0, 1.2]}
 sweep: {lr: [1e-5, 3e-5]}
 seeds: 5
+first_seed: 0
 
 `like: OTHER` begins with the study OTHER: what stands in the file takes the place of what stands
 there, of `set` key by key. Options of OTHER's task go where the file names a task of its own.
@@ -22,7 +23,7 @@ from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.runs.yaml_file import read_yaml
 
 STUDIES = Path(__file__).parents[1] / "studies"
-NUMBERS = ("seeds", "tune", "tune_best")
+NUMBERS = ("seeds", "first_seed", "tune", "tune_best")
 KEYS = ("like", "title", "question", "config", "set", "arms", "vary", "sweep", *NUMBERS, "score")
 ARM_KEYS = ("method", "name", "set")
 

@@ -148,6 +148,8 @@ def make_search(request: SearchRequest) -> SearchPlan:
         raise ProxpoError("--tune-best has no place in a search, which halves its candidates")
     if named.vary:
         raise ProxpoError("--vary has no place in a search: --sweep adds a setting to its space")
+    if named.first_seed:
+        raise ProxpoError("--first-seed has no place in a search: it confirms on seeds of its own")
     if request.proposer not in PROPOSERS:
         raise ProxpoError(f"unknown proposer '{request.proposer}'")
     for option, value, least in (

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -185,8 +184,10 @@ def test_plain_names_are_their_own_folders():
 
 
 def test_tuning_seeds_are_never_reported_ones():
-    plan = plan_of("grpo", seeds=1500, tune=2, sweep={"lr": (1e-5,)})
-    assert not set(plan.seeds.tune) & set(plan.seeds.report)
+    for seeds, first in ((1500, 0), (5, 998)):
+        plan = plan_of("grpo", seeds=seeds, first_seed=first, tune=2, sweep={"lr": (1e-5,)})
+        assert plan.seeds.report == tuple(range(first, first + seeds))
+        assert not set(plan.seeds.tune) & set(plan.seeds.report)
 
 
 def test_a_plan_with_folders_of_an_earlier_naming_goes_on_in_them(tmp_path):
@@ -270,6 +271,7 @@ BAD = [
     (["grpo", "--vary", "temperature=-1"], "rollout.temperature is above 0"),
     (["grpo", "grpo"], "'grpo' is compared with itself"),
     (["grpo", "--seeds", "0"], "at least one seed"),
+    (["grpo", "--first-seed", "-1"], "the first seed is 0 or more, got -1"),
     (["grpo", "--set", "stepz=3"], "unknown setting 'stepz'; did you mean 'steps'?"),
     (["grpo", "--set", "isopo:p=1"], "isopo is not compared here"),
     (["grpo", "--task", "arithmetik"], "unknown task 'arithmetik'"),
@@ -481,13 +483,14 @@ def test_a_study_that_is_like_no_other_is_refused(like, message, tmp_path):
 
 def test_a_study_can_be_changed_from_the_command_line(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("arms: [{method: grpo}, {method: p3o}]\nset: {steps: 5}\nseeds: 4")
-    from proxpo.cli.comparing import CompareOptions, request_of
-
-    plan = make_plan(
-        request_of(CompareOptions(study=str(file), seeds=2, settings=("steps=6",), task="gsm8k"))
+    file.write_text(
+        "arms: [{method: grpo}, {method: p3o}]\nset: {steps: 5}\nseeds: 4\nfirst_seed: 3"
     )
-    assert len(plan.seeds.report) == 2
+    assert make_plan(read_study(str(file))).seeds.report == (3, 4, 5, 6)
+    changed = CompareOptions(
+        study=str(file), seeds=2, first_seed=9, settings=("steps=6",), task="gsm8k"
+    )
+    plan = make_plan(request_of(changed))
+    assert plan.seeds.report == (9, 10)
     assert plan.base["train"]["steps"] == 6
     assert plan.base["task"]["name"] == "gsm8k"
-    assert Path(file).exists()

@@ -264,6 +264,7 @@ def test_the_frontier_has_the_highest_score_at_each_drift(found) -> None:
         ({"budget": Budget(runs=20)}, "too small: .* take 30 runs"),
         ({"candidates": 1}, "--candidates of at least 2"),
         ({"vary": {"clip_high": (0.1, 0.2)}}, "--vary has no place"),
+        ({"first_seed": 5}, "--first-seed has no place"),
         ({"sweep": {"clip_high": (0.1, 0.2)}}, "clip_high"),
         ({"base": (("ratio", "kalman"),)}, "setting of methods"),
     ],

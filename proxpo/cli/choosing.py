@@ -134,23 +134,32 @@ def _shown(advice: Advice, asked: Sequence[str]) -> RenderableType:
 
 
 def _texts(facts: Sequence[Fact], asked: Sequence[str]) -> list[Padding]:
-    return [_fact_text(fact, asked) for fact in facts] or [_indented(NO_EVIDENCE)]
+    """The facts, those first that ask for the fewest further settings."""
+    ordered = sorted(facts, key=lambda fact: len(_further(fact, asked)))
+    return [text for fact in ordered for text in _fact_texts(fact, asked)] or [
+        _indented(NO_EVIDENCE)
+    ]
 
 
-def _indented(text: str | Text, style: str = "") -> Padding:
-    return Padding(Text(text, style) if isinstance(text, str) else text, (0, 0, 0, 2))
-
-
-def _fact_text(fact: Fact, asked: Sequence[str]) -> Padding:
-    others = [setting for setting in fact.settings if setting not in asked]
-    where = f"{', '.join(others)}; {fact.seen}" if others else fact.seen
-    return _indented(
-        Text.assemble(
-            (" ".join([method(fact.take).slug, *_sets(fact)]), "cyan"),
-            f": {fact.why}",
-            (f" ({where}; docs/results/{fact.result})", "dim"),
-        )
+def _indented(text: str | Text, style: str = "", *, by: int = 2) -> Padding:
+    return Padding(
+        Text(text, style) if isinstance(text, str) else text, (0, 0, 0, by), expand=False
     )
+
+
+def _fact_texts(fact: Fact, asked: Sequence[str]) -> list[Padding]:
+    name = " ".join([method(fact.take).slug, *_sets(fact)])
+    further = _further(fact, asked)
+    also = f"  also: {', '.join(further)}" if further else ""
+    return [
+        _indented(Text.assemble((name, "cyan"), (also, "yellow"))),
+        _indented(fact.why, by=4),
+        _indented(f"{fact.seen}; docs/results/{fact.result}", "dim", by=4),
+    ]
+
+
+def _further(fact: Fact, asked: Sequence[str]) -> list[str]:
+    return [setting for setting in fact.settings if setting not in asked]
 
 
 def _sets(fact: Fact) -> list[str]:

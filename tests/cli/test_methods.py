@@ -68,7 +68,7 @@ def test_the_nearest_method_is_suggested(refused):
 def test_for_settings_prints_what_was_measured_and_says_where_nothing_was(proxpo):
     out = " ".join(proxpo("methods", "--for", "stale,agents").out.split())
     assert "stale and agents no evidence yet" in out
-    assert "grpo clip_low=0.2 clip_high=0.2: of the clip ranges" in out
+    assert "grpo clip_low=0.2 clip_high=0.2 also: short of the clip ranges" in out
     assert "docs/results/p3o-clip" in out
     long = " ".join(proxpo("methods", "--for", "long,pretrained").out.split())
     assert "long: answers of worked steps, tens to hundreds of tokens made for it by" in long

@@ -30,6 +30,21 @@ from proxpo.train.domains import domain_of
 
 ENTRY = "proxpo.cli:main"  # called in the process of each run
 PRESET = "comparison"  # the config of all runs where none is named
+OPTIONS = {"methods": "a method", "settings": "--set"}  # where the name is not the option's
+DESCRIPTION = (
+    "methods",
+    "study",
+    "config",
+    "model",
+    "task",
+    "settings",
+    "seeds",
+    "first_seed",
+    "tune_seeds",
+    "tune_best",
+    "sweep",
+    "vary",
+)  # options that say what is compared, not how it is run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +69,16 @@ class CompareOptions:
     out: str | None = None
     retry_failed: bool = False
 
+    def refuse_description(self, folder: Path, *, without: str) -> None:
+        """Refuses options that describe a comparison where the plan in `folder` goes on."""
+        for name in DESCRIPTION:
+            if getattr(self, name) in (None, ()):
+                continue
+            option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            raise ProxpoError(
+                f"{option} takes no effect: without {without} {folder} goes on as it was planned"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
@@ -65,11 +90,11 @@ class SearchOptions:
     candidates: int | None = None
     finalists: int | None = None
 
-    def refuse_unused(self) -> None:
-        """Refuses options of a search where nothing is searched."""
+    def refuse_unused(self, why: str = "is an option of a search: add --search") -> None:
+        """Refuses options of a search where they have no use."""
         for option in fields(self):
             if getattr(self, option.name):
-                raise ProxpoError(f"--{option.name} is an option of a search: add --search")
+                raise ProxpoError(f"--{option.name} {why}")
 
 
 def run_comparison(options: CompareOptions) -> int:
@@ -83,6 +108,8 @@ def run_comparison(options: CompareOptions) -> int:
             "no methods to compare: name some (see `proxpo methods`), or --study NAME "
             f"({', '.join(studies())})"
         )
+    if not described:
+        options.refuse_description(folder, without="methods or --study")
     request = request_of(options) if described else None
     if request is not None and options.tune_seeds is not None and not request.sweep:
         raise ProxpoError(f"--tune-seeds {options.tune_seeds} takes no effect: nothing is swept")

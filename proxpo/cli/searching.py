@@ -39,6 +39,9 @@ def run_search_command(options: CompareOptions, searched: SearchOptions) -> int:
     options = replace(options, on=resolve(options.on, ("local", "ray"), what="place"))
     folder = Path(options.out or FOLDER)
     again = searched.budget is None and not searched.unseen and (folder / SEARCH).is_file()
+    if again:
+        options.refuse_description(folder, without="--budget and --unseen")
+        searched.refuse_unused("takes no effect: without --budget and --unseen the search goes on")
     plan = None if again else make_search(_request(options, searched))
     if plan is not None and plan.proposer == "tpe":
         import_optuna()

@@ -311,3 +311,7 @@ def test_a_whole_search_on_real_runs(tmp_path, capsys) -> None:
     assert len(before) == 3 + 4 + 8
     assert main(["compare", "--search", "--out", str(out)]) == 0  # finished: nothing is repeated
     assert {p: p.stat().st_mtime_ns for p in out.rglob("metrics.jsonl")} == before
+    for words in (["grpo"], ["--seeds", "3"], ["--finalists", "2"]):
+        capsys.readouterr()
+        assert main(["compare", *words, "--search", "--out", str(out)]) == 2
+        assert "takes no effect: without --budget and --unseen" in capsys.readouterr().err

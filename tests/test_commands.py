@@ -44,6 +44,7 @@ NOT_RUN = {  # part of a line -> reason; the line is parsed
     "--run runs/trl": "the run of the tutorial above it",
     "--run runs/verl": "a run of verl",
     "winner.yaml": "the result of a search",
+    "--confirm comparisons/hot": "the result of a long study; those of the results are planned",
 }
 SNIPPETS_ELSEWHERE = {  # page, or text in a snippet -> reason
     "docs/tutorials/": "tests/test_site.py runs the scripts that the pages are made of",
@@ -116,6 +117,8 @@ def reduced(words: list[str], *, earlier: int) -> list[str]:
     words = [places.get(word, "tiny" if word.startswith("Qwen/") else word) for word in words]
     if "smollm2-arithmetic" in words:
         words += ["--model", "tiny"]
+    if "--confirm" in words:  # takes the settings of the plan that it repeats
+        return words
     if name in ("train", "compare"):
         sets = [*SHORT, f"train.steps={1 + earlier}"]
         return [*words, *(word for setting in sets for word in ("--set", setting))]

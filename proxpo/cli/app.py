@@ -268,8 +268,8 @@ def compare_command(
         list[str] | None,
         typer.Argument(
             metavar="METHOD",
-            help="Methods, with settings as in grpo:clip_low=0.4,clip_high=0.4; with --study the "
-            "arms of it to run.",
+            help="Methods, with settings as in grpo:clip_low=0.4,clip_high=0.4; with --study or "
+            "--confirm the arms of it to run.",
         ),
     ] = None,
     seeds: Annotated[
@@ -307,6 +307,13 @@ def compare_command(
     ] = None,
     study: Annotated[
         str | None, typer.Option(metavar="NAME", help="A study by name or file (see --studies).")
+    ] = None,
+    confirm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="The comparison in DIR again, each arm as tuned there, on seeds it has not seen.",
+        ),
     ] = None,
     config: Annotated[
         str | None,
@@ -396,6 +403,7 @@ def compare_command(
     options = CompareOptions(
         methods=methods or (),
         study=study,
+        confirm=confirm,
         config=config,
         model=model,
         task=task,

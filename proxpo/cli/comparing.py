@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from proxpo.compare.confirmation import confirmation
 from proxpo.compare.design import make_plan
 from proxpo.compare.live import Lines, LiveTable
 from proxpo.compare.plan import PLAN, Plan
@@ -34,6 +35,7 @@ OPTIONS = {"methods": "a method", "settings": "--set"}  # where the name is not 
 DESCRIPTION = (
     "methods",
     "study",
+    "confirm",
     "config",
     "model",
     "task",
@@ -53,6 +55,7 @@ class CompareOptions:
 
     methods: Sequence[str] = ()
     study: str | None = None
+    confirm: str | None = None
     config: str | None = None
     model: str | None = None
     task: str | None = None
@@ -69,15 +72,13 @@ class CompareOptions:
     out: str | None = None
     retry_failed: bool = False
 
-    def refuse_description(self, folder: Path, *, without: str) -> None:
-        """Refuses options that describe a comparison where the plan in `folder` goes on."""
+    def refuse_description(self, why: str, *, besides: Sequence[str] = ()) -> None:
+        """Refuses options that describe a comparison where a plan is there already."""
         for name in DESCRIPTION:
-            if getattr(self, name) in (None, ()):
+            if name in besides or getattr(self, name) in (None, ()):
                 continue
             option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
-            raise ProxpoError(
-                f"{option} takes no effect: without {without} {folder} goes on as it was planned"
-            )
+            raise ProxpoError(f"{option} takes no effect: {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +103,17 @@ def run_comparison(options: CompareOptions) -> int:
     console = Console(highlight=False)
     folder = Path(options.out or default_folder(options))
     options = replace(options, on=resolve(options.on, ("local", "ray"), what="place"))
-    described = bool(options.methods or options.study)
+    described = bool(options.methods or options.study or options.confirm)
     if not described and not (folder / PLAN).is_file():
         raise ProxpoError(
             "no methods to compare: name some (see `proxpo methods`), or --study NAME "
             f"({', '.join(studies())})"
         )
     if not described:
-        options.refuse_description(folder, without="methods or --study")
-    request = request_of(options) if described else None
-    if request is not None and options.tune_seeds is not None and not request.sweep:
-        raise ProxpoError(f"--tune-seeds {options.tune_seeds} takes no effect: nothing is swept")
-    plan = None if request is None else make_plan(request)
+        options.refuse_description(
+            f"without methods, --study or --confirm {folder} goes on as it was planned"
+        )
+    plan = _plan(options) if described else None
     if plan is not None:
         _check_installed(plan)
         _check_task(plan)
@@ -139,6 +139,25 @@ def list_studies() -> None:
         console.print(
             f"[bold]{name}[/bold]  {escape(request.title)}\n  {escape(request.question)}\n"
         )
+
+
+def _plan(options: CompareOptions) -> Plan:
+    """The plan that the arguments describe."""
+    if options.confirm is not None:
+        options.refuse_description(
+            f"--confirm repeats {options.confirm} as it was planned",
+            besides=("confirm", "methods", "seeds", "first_seed"),
+        )
+        return confirmation(
+            options.confirm,
+            arms=options.methods,
+            seeds=options.seeds,
+            first_seed=options.first_seed,
+        )
+    request = request_of(options)
+    if options.tune_seeds is not None and not request.sweep:
+        raise ProxpoError(f"--tune-seeds {options.tune_seeds} takes no effect: nothing is swept")
+    return make_plan(request)
 
 
 def request_of(options: CompareOptions) -> Request:
@@ -173,11 +192,11 @@ def request_of(options: CompareOptions) -> Request:
 
 def default_folder(options: CompareOptions) -> str:
     """Folder of a comparison that is given none, by its arms."""
-    words = (
-        [Path(options.study).stem]
-        if options.study
-        else [*options.methods, *options.vary, *options.sweep]
-    )
+    words = [*options.methods, *options.vary, *options.sweep]
+    if options.study:
+        words = [Path(options.study).stem]
+    elif options.confirm:
+        words = [Path(options.confirm).name, "confirmed"]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(words)).strip("-.")
     return f"comparisons/{name[:80] or 'comparison'}"
 

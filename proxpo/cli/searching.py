@@ -40,7 +40,9 @@ def run_search_command(options: CompareOptions, searched: SearchOptions) -> int:
     folder = Path(options.out or FOLDER)
     again = searched.budget is None and not searched.unseen and (folder / SEARCH).is_file()
     if again:
-        options.refuse_description(folder, without="--budget and --unseen")
+        options.refuse_description(
+            f"without --budget and --unseen {folder} goes on as it was planned"
+        )
         searched.refuse_unused("takes no effect: without --budget and --unseen the search goes on")
     plan = None if again else make_search(_request(options, searched))
     if plan is not None and plan.proposer == "tpe":
@@ -67,6 +69,8 @@ def run_search_command(options: CompareOptions, searched: SearchOptions) -> int:
 
 
 def _request(options: CompareOptions, searched: SearchOptions) -> SearchRequest:
+    if options.confirm is not None:
+        raise ProxpoError("--confirm has no place in a search, which confirms its finalists itself")
     if searched.budget is None or not searched.unseen:
         missing = "--budget RUNS" if searched.budget is None else "--unseen KEY=VALUE"
         raise ProxpoError(f"a search needs {missing}; see proxpo compare --help")

@@ -53,10 +53,9 @@ def make_plan(request: Request) -> Plan:
     """The plan, with the runs that need no choice; refuses every mistake and writes nothing."""
     if not request.arms:
         raise ProxpoError("no methods to compare: name some (see `proxpo methods`), or --study")
-    if request.seeds < 1 or (request.sweep and request.tune < 1):
-        raise ProxpoError("a comparison needs at least one seed")
-    if request.first_seed < 0:
-        raise ProxpoError(f"the first seed is 0 or more, got {request.first_seed}")
+    report = report_seeds(request.first_seed, request.seeds)
+    if request.sweep and request.tune < 1:
+        raise ProxpoError("a sweep needs at least one tuning seed")
     arms, pairs = _with_shared(request, [make_arm(*arm) for arm in request.arms])
     base = _base(request.config, pairs, arms)
     arms, notes = _with_file_recipe(request.config, arms)
@@ -70,7 +69,6 @@ def make_plan(request: Request) -> Plan:
     notes += _check_sweep(arms, sweep, vary)
     notes += _check_tune_best(request)
     _check_names(arms)
-    report = range(request.first_seed, request.first_seed + request.seeds)
     first = max(TUNING, report.stop)
     seeds = Seeds(
         report=tuple(report),
@@ -89,6 +87,15 @@ def make_plan(request: Request) -> Plan:
         notes=(*request.notes, *notes),
     )
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
+
+
+def report_seeds(first: int, count: int) -> range:
+    """The seeds that are reported, refused unless there are some."""
+    if count < 1:
+        raise ProxpoError("a comparison needs at least one seed")
+    if first < 0:
+        raise ProxpoError(f"the first seed is 0 or more, got {first}")
+    return range(first, first + count)
 
 
 def with_more_arms(stored: Plan, plan: Plan) -> Plan | None:
@@ -378,6 +385,7 @@ __all__ = [
     "config_of",
     "first_runs",
     "make_plan",
+    "report_seeds",
     "with_choices",
     "with_more_arms",
     "with_tuned_on",

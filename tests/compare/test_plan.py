@@ -324,7 +324,10 @@ def test_another_plan_in_the_folder_is_refused(tmp_path, capsys):
 def test_what_a_plan_that_goes_on_cannot_honour_is_refused(words, tmp_path, capsys):
     write_plan(plan_of("grpo", config="comparison"), tmp_path)
     assert main(["compare", *words, "--out", str(tmp_path)]) == 2
-    assert f"{words[0]} takes no effect: without methods or --study" in capsys.readouterr().err
+    assert (
+        f"{words[0]} takes no effect: without methods, --study or --confirm"
+        in capsys.readouterr().err
+    )
 
 
 def test_arms_are_added_and_none_is_taken_away(tmp_path):

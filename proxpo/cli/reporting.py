@@ -17,6 +17,7 @@ def write_reports(paths: list[str], out: str | None) -> None:
         from proxpo.report.analysis import analyse
         from proxpo.report.caveats import caveats, setting_warnings
         from proxpo.report.comparison_report import gather_runs, write_report
+        from proxpo.report.confirmed import spoken_confirmed
         from proxpo.report.findings import ranking_heading, ranking_lines, spoken_claims
     except ModuleNotFoundError as error:
         raise ProxpoError(
@@ -32,6 +33,7 @@ def write_reports(paths: list[str], out: str | None) -> None:
         *((line, "bold") for line in setting_warnings(analysis)),
         (ranking_heading(analysis), ""),
         *((line, "") for line in (*ranking_lines(analysis), *spoken_claims(analysis))),
+        *((line, "") for line in spoken_confirmed(analysis)),
         *((line, "dim") for line in (*caveats(analysis), *analysis.notes)),
     ]
     for line, style in lines:

@@ -3,17 +3,19 @@
     plan = confirmation("comparisons/hot", arms=["reinforce", "isopo q=-1"], seeds=10)
 
 Each arm keeps the setting that was chosen for it: nothing is tuned again, so that only the seeds
-are new.
+are new. The findings of the first comparison go into the plan, and the report says which held.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from proxpo.compare.arms import split_settings
 from proxpo.compare.design import first_runs, report_seeds
-from proxpo.compare.plan import Plan, Seeds, check_runs, read_plan
+from proxpo.compare.plan import RESULTS, Finding, Plan, Seeds, check_runs, read_plan
 from proxpo.errors import ProxpoError, resolve
+from proxpo.runs.files import read_object
 
 
 def confirmation(
@@ -37,17 +39,11 @@ def confirmation(
             f"{folder} has chosen no setting for {', '.join(open_arms)}: finish it first, or name "
             "other arms"
         )
-    report = report_seeds(
-        max(stored.seeds.report, default=-1) + 1 if first_seed is None else first_seed,
-        len(stored.seeds.report) if seeds is None else seeds,
-    )
-    seen = sorted({*stored.seeds.report, *stored.seeds.tune} & set(report))
-    if seen:
-        raise ProxpoError(
-            f"{folder} has seen seed {seen[0]}: begin after those that it reports and tunes on "
-            "with --first-seed"
-        )
+    report = _unseen_seeds(stored.seeds, folder, seeds, first_seed)
     note = f"settings as chosen in {folder}, which has not seen seeds {report[0]} to {report[-1]}"
+    found = read_findings(folder)
+    if found is None:
+        note += f"; it has no {RESULTS}, so its findings do not stand beside these"
     plan = replace(
         stored,
         title=f"{stored.title}, on other seeds",
@@ -56,14 +52,56 @@ def confirmation(
             for arm in stored.arms
             if arm.name in wanted
         ),
-        seeds=Seeds(report=tuple(report)),
+        seeds=Seeds(report=report),
         sweep={},
         tune_best=None,
         notes=(*stored.notes, note),
+        confirms=tuple(each for each in found or () if {each.winner, each.loser} <= wanted),
         chosen=(),
         runs=(),
     )
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
 
 
-__all__ = ["confirmation"]
+def _unseen_seeds(
+    before: Seeds, folder: str | Path, count: int | None, first: int | None
+) -> tuple[int, ...]:
+    """The seeds to report, refused where the comparison in `folder` has seen one."""
+    seeds = report_seeds(
+        max(before.report, default=-1) + 1 if first is None else first,
+        len(before.report) if count is None else count,
+    )
+    seen = sorted({*before.report, *before.tune} & set(seeds))
+    if seen:
+        raise ProxpoError(
+            f"{folder} has seen seed {seen[0]}: begin after those that it reports and tunes on "
+            "with --first-seed"
+        )
+    return tuple(seeds)
+
+
+def read_findings(folder: str | Path) -> list[Finding] | None:
+    """The differences that the report of a comparison has shown; None where there is none."""
+    summary = read_object(Path(folder) / RESULTS)
+    try:
+        return None if summary is None else [_finding(p) for p in summary["pairs"] if p["winner"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ProxpoError(f"{Path(folder) / RESULTS} is damaged: {error!r}") from None
+
+
+def _finding(pair: Mapping[str, Any]) -> Finding:
+    """The finding that a pair of summary.json, arm a minus arm b, supports."""
+    first = pair["winner"] == pair["a"]
+    mean, low, high = (float(pair["student"][name]) for name in ("mean", "low", "high"))
+    return Finding(
+        winner=pair["winner"],
+        loser=pair["b"] if first else pair["a"],
+        measure=pair["measure"],
+        mean=mean if first else -mean,
+        low=low if first else -high,
+        high=high if first else -low,
+        p_holm=float(pair["p_holm"]),
+    )
+
+
+__all__ = ["confirmation", "read_findings"]

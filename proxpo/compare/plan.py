@@ -26,6 +26,7 @@ from proxpo.runs.yaml_file import dump_yaml, read_yaml
 
 VERSION = 1
 PLAN, BASE, RUNS = "plan.yaml", "base.yaml", "runs"
+RESULTS = "summary.json"  # of the report
 SEARCH = "search.yaml"  # in the folder of a search, which holds comparisons
 SCORE = "proxpo/eval/accuracy"
 _SCORE = (int, float, type(None))
@@ -82,6 +83,19 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A difference that a comparison has shown: winner minus loser, with its 95 % interval."""
+
+    winner: str
+    loser: str
+    measure: str  # "final" | "area"
+    mean: float
+    low: float
+    high: float
+    p_holm: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that decides the runs; `chosen` and the runs that follow from it come later."""
 
@@ -95,6 +109,7 @@ class Plan:
     vary: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     score: str = SCORE  # the validation score, by its name in metrics.jsonl; higher is better
     notes: tuple[str, ...] = ()  # what a reader must know, such as unequal tuning effort
+    confirms: tuple[Finding, ...] = ()  # of an earlier comparison of these arms
     chosen: tuple[Choice, ...] = ()
     runs: tuple[PlannedRun, ...] = ()
     version: int = VERSION
@@ -161,7 +176,7 @@ def plan_differences(before: Plan, after: Plan) -> list[str]:
     """The settings in which two plans differ, a line each; choices and runs made do not count."""
     lines: list[str] = []
     for field_ in fields(Plan):
-        if field_.name not in ("chosen", "runs", "notes", "title", "question"):
+        if field_.name not in ("chosen", "runs", "notes", "confirms", "title", "question"):
             old, new = plain(getattr(before, field_.name)), plain(getattr(after, field_.name))
             lines += _changed(field_.name, old, new)
     return lines
@@ -197,6 +212,8 @@ def _plan(tree: Mapping[str, Any]) -> Plan:
     values["chosen"] = tuple(_choice(choice) for choice in _list(tree, "chosen"))
     values["runs"] = tuple(_made(PlannedRun, run, "runs") for run in _list(tree, "runs"))
     values["notes"] = tuple(map(str, _list(tree, "notes")))
+    confirmed = _list(tree, "confirms")
+    values["confirms"] = tuple(_made(Finding, finding, "confirms") for finding in confirmed)
     values["base"] = _mapping(tree["base"], "base")
     for name in ("title", "question", "score"):
         if not isinstance(tree.get(name, ""), str):
@@ -221,7 +238,7 @@ def _check_references(arms: Sequence[Arm], runs: Sequence[PlannedRun]) -> None:
 
 
 def _made(kind: Any, tree: Any, place: str) -> Any:
-    """An Arm or a PlannedRun whose fields have their types."""
+    """An Arm, a Finding or a PlannedRun whose fields have their types."""
     made = kind(**_mapping(tree, place))
     for field_ in fields(kind):
         value = getattr(made, field_.name)
@@ -273,12 +290,14 @@ def plain(value: Any) -> Any:
 __all__ = [
     "BASE",
     "PLAN",
+    "RESULTS",
     "REWARD",
     "RUNS",
     "SCORE",
     "SEARCH",
     "Arm",
     "Choice",
+    "Finding",
     "Plan",
     "PlannedRun",
     "Seeds",

@@ -7,6 +7,7 @@ import numpy as np
 
 from proxpo.report.analysis import Analysis, MeasuredRun
 from proxpo.report.caveats import caveats, setting_warnings
+from proxpo.report.confirmed import confirmed_lines
 from proxpo.report.figures import Figure, digits
 from proxpo.report.findings import (
     at_steps,
@@ -85,6 +86,8 @@ def _findings(analysis: Analysis) -> str:
     doubts = setting_warnings(analysis)
     panels = [_panel("failed", "Read this first", doubts)] if doubts else []
     panels.append(_shown(analysis))
+    if confirmed := confirmed_lines(analysis):
+        panels.append(_panel("open", "What was to be confirmed", confirmed))
     if unsure:
         panels.append(_panel("open", "What they do not show", unsure))
     if bad:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from proxpo.compare.plan import PLAN, Arm
+from proxpo.compare.plan import PLAN, RESULTS, Arm
 from proxpo.errors import ProxpoError
 from proxpo.report.analysis import Analysis, analyse
 from proxpo.report.comparability import affects_numbers
@@ -43,7 +43,7 @@ def write_report(analysis: Analysis, out: Path) -> Path:
             write_whole(out / "figures" / f"{figure.key}.{kind}", image)
     text = json.dumps(summary(analysis), indent=1, ensure_ascii=False, allow_nan=False)
     pages = {
-        "summary.json": text,
+        RESULTS: text,
         "summary.csv": summary_csv(analysis),
         "report.html": comparison_page(analysis, drawn),
     }

@@ -67,7 +67,7 @@ def claim(pair: ArmPair, analysis: Analysis) -> str:
         return ""
     loser = pair.b if pair.winner == pair.a else pair.a
     points = " points" if analysis.variant.share else ""
-    mean, interval = _in_favour(pair, analysis.variant.share)
+    mean, interval = in_favour(pair, pair.winner, share=analysis.variant.share)
     sure = "" if pair.p_holm < 0.05 else "; not after correction for the number of pairs"
     return (
         f"{pair.winner} beats {loser} in {MEASURES[pair.measure]} by {mean}{points} "
@@ -122,21 +122,19 @@ def _by_winner(pairs: Sequence[ArmPair], analysis: Analysis) -> list[str]:
     losers: dict[str, list[str]] = {}
     for pair in pairs:
         if pair.winner:
-            mean, interval = _in_favour(pair, analysis.variant.share)
+            mean, interval = in_favour(pair, pair.winner, share=analysis.variant.share)
             loser = pair.b if pair.winner == pair.a else pair.a
             mark = "" if pair.p_holm < 0.05 else " †"
             losers.setdefault(pair.winner, []).append(f"{loser} by {mean} ({interval}){mark}")
     return [f"{winner} beats {', '.join(beaten)}" for winner, beaten in losers.items()]
 
 
-def _in_favour(pair: ArmPair, share: bool) -> tuple[str, str]:
-    """Mean and interval of the winner minus the loser."""
-    d, sign = pair.difference.student, 1 if pair.winner == pair.a else -1
+def in_favour(pair: ArmPair, arm: str, *, share: bool) -> tuple[str, str]:
+    """Mean and interval of `arm` minus the other of the pair."""
+    d, sign = pair.difference.student, 1 if arm == pair.a else -1
     low, high = sorted((sign * d.low, sign * d.high))
-    return (
-        format_number(sign * d.mean, share=share),
-        f"{format_number(low, share=share)} to {format_number(high, share=share)}",
-    )
+    mean = format_number(sign * d.mean, share=share)
+    return mean, span(Interval(mean=sign * d.mean, low=low, high=high), share=share)
 
 
 def ranking_heading(analysis: Analysis) -> str:
@@ -215,6 +213,7 @@ __all__ = [
     "claims_by_winner",
     "duration",
     "format_number",
+    "in_favour",
     "ranking_heading",
     "ranking_lines",
     "run_counts",

@@ -36,6 +36,7 @@ def read_comparison(folder: str | Path) -> Comparison:
         arms=plan.arms,
         runs=runs,
         chosen=plan.chosen,
+        confirms=plan.confirms,
         score=plan.score,
         notes=(*plan.notes, *(note for run in runs for note in run.notes)),
     )

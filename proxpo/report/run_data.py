@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxpo.compare.plan import Arm, Choice
+from proxpo.compare.plan import Arm, Choice, Finding
 from proxpo.report.text import one_line, plural
 from proxpo.runs.jsonlines import metric_value, read_lines
 
@@ -55,6 +55,7 @@ class Comparison:
     arms: tuple[Arm, ...] = ()
     runs: tuple[Run, ...] = ()
     chosen: tuple[Choice, ...] = ()
+    confirms: tuple[Finding, ...] = ()
     score: str = ""
     notes: tuple[str, ...] = ()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from proxpo.report.analysis import Analysis, ArmResult, MeasuredRun
 from proxpo.report.caveats import caveats, setting_warnings
+from proxpo.report.confirmed import confirmed_lines
 from proxpo.report.findings import claims, ranking_lines, settings_text
 from proxpo.runs.page import json_ready
 
@@ -28,6 +29,7 @@ def summary(analysis: Analysis) -> dict[str, Any]:
             "interpolated": analysis.interpolated,
             "warnings": setting_warnings(analysis),
             "statements": claims(analysis),
+            "confirmed": confirmed_lines(analysis),
             "caveats": [*caveats(analysis), *analysis.notes],
             "ranking": ranking_lines(analysis),
             "other_score": analysis.other.variant.label if analysis.other else None,

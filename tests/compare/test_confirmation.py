@@ -1,11 +1,13 @@
 """`--confirm`: a comparison once more, as it was tuned, on seeds that it has not seen."""
 
+import json
+
 import pytest
 
 from proxpo.cli import main
 from proxpo.compare.confirmation import confirmation
 from proxpo.compare.design import config_of, make_plan, with_choices
-from proxpo.compare.plan import Choice, read_plan, write_plan
+from proxpo.compare.plan import Choice, Finding, read_plan, write_plan
 from proxpo.compare.request import Request, parse_arm
 
 SWEEP = {"lr": (1e-4, 1e-3), "clip_low+clip_high": (0.1, 0.3)}
@@ -39,9 +41,26 @@ def test_each_arm_keeps_its_chosen_setting_and_only_the_seeds_are_new(tuned):
     grpo = config_of(plan, plan.runs[0])
     assert grpo.train.lr == 1e-3
     assert grpo.recipe == {"clip_low": 0.3, "clip_high": 0.3}
-    assert plan.notes[-1] == f"settings as chosen in {tuned}, which has not seen seeds 4 to 6"
+    assert plan.notes[-1].startswith(
+        f"settings as chosen in {tuned}, which has not seen seeds 4 to 6; it has no summary.json"
+    )
     assert not plan.sweep
     assert len(confirmation(tuned, arms=["grpo"]).runs) == len(stored.seeds.report)
+
+
+def test_findings_of_the_arms_that_are_run_go_into_the_plan(tuned):
+    numbers = {"student": {"mean": -0.02, "low": -0.03, "high": -0.01}, "p_holm": 0.2}
+    pairs = [
+        {"a": "grpo", "b": "reinforce", "measure": "final", "winner": "reinforce", **numbers},
+        {"a": "grpo", "b": "reinforce", "measure": "area", "winner": "", **numbers},
+        {"a": "grpo ratio=sequence", "b": "grpo", "measure": "final", "winner": "grpo", **numbers},
+    ]
+    (tuned / "summary.json").write_text(json.dumps({"pairs": pairs}))
+    plan = confirmation(tuned, arms=["grpo", "reinforce"])
+    found = {"winner": "reinforce", "loser": "grpo", "measure": "final", "p_holm": 0.2}
+    assert plan.confirms == (Finding(mean=0.02, low=0.01, high=0.03, **found),)
+    write_plan(plan, tuned)
+    assert read_plan(tuned) == plan
 
 
 def test_without_a_sweep_all_arms_are_run_again(tmp_path):

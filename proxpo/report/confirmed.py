@@ -22,15 +22,21 @@ def confirmed_lines(analysis: Analysis) -> list[str]:
 
 
 def spoken_confirmed(analysis: Analysis) -> list[str]:
-    """`confirmed_lines` for a terminal: of many the verdicts are counted."""
-    lines = confirmed_lines(analysis)
-    if not lines:
-        return []
-    if len(lines) <= MOST_LINES:
-        return ["What was to be confirmed:", *lines]
-    counts = Counter(_verdict(each, _pair(each, analysis)) for each in analysis.comparison.confirms)
-    words = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
-    return [f"What was to be confirmed: {words}; the report lists them."]
+    """`confirmed_lines` for a terminal: of many those on the final score, the others counted."""
+    shown = list(analysis.comparison.confirms)
+    if len(shown) > MOST_LINES:
+        shown = [finding for finding in shown if finding.measure == "final"][:MOST_LINES]
+    counts = Counter(
+        _verdict(finding, _pair(finding, analysis))
+        for finding in analysis.comparison.confirms
+        if finding not in shown
+    )
+    words = "; ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
+    return [
+        *(["What was to be confirmed:"] if shown or counts else []),
+        *(_line(finding, analysis) for finding in shown),
+        *([f"Others: {words}. The report lists them."] if counts else []),
+    ]
 
 
 def _line(finding: Finding, analysis: Analysis) -> str:

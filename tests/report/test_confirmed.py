@@ -1,5 +1,7 @@
 """Findings of a comparison beside the same differences on seeds that it had not seen."""
 
+from dataclasses import replace
+
 import pytest
 from made import compared, comparison, run_of
 
@@ -64,8 +66,14 @@ def test_what_correction_withdraws_is_said():
 
 def test_a_terminal_counts_the_verdicts_of_many():
     case = confirmed()
-    many = compared(*case.comparison.runs, confirms=case.comparison.confirms * 13)
-    assert spoken_confirmed(many) == ["What was to be confirmed: 13 held; the report lists them."]
+    (final,) = case.comparison.confirms
+    others = [replace(final, measure="area", mean=0.01 * n) for n in range(1, 13)]
+    many = compared(*case.comparison.runs, confirms=(final, *others))
+    assert spoken_confirmed(many) == [
+        "What was to be confirmed:",
+        confirmed_lines(case)[0],
+        "Others: 12 not tested. The report lists them.",
+    ]
     assert spoken_confirmed(compared(*case.comparison.runs)) == []
 
 

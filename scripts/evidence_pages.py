@@ -22,7 +22,7 @@ from speed_pages import stale_figures as stale_among
 
 RESULTS = ROOT / "docs/results"
 WHY = RESULTS / "why"
-FRONT, FRONT_FILE = "sizes", "summary-box.json"
+FRONT, FRONT_FILE = "sizes", "box/summary.json"
 FRONT_SIZE = (
     "model in the box, 0.25 M parameters, four updates a rollout, each method at its best rate"
 )

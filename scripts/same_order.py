@@ -2,7 +2,7 @@
 
     cd docs/results
     python ../../scripts/same_order.py hot worked-hot,worked-hot/more
-    python ../../scripts/same_order.py sizes/summary-box.json sizes/summary-large.json kl
+    python ../../scripts/same_order.py sizes/box sizes/large kl
 
 Reads the summary.json of each folder, or a summary given by name; what a comma joins counts as one
 study. The interval comes from drawing the seeds of every arm anew, with replacement: it says how

@@ -7,7 +7,6 @@ import numpy as np
 
 from proxpo.report.analysis import Analysis, MeasuredRun
 from proxpo.report.caveats import caveats, setting_warnings
-from proxpo.report.confirmed import confirmed_lines
 from proxpo.report.figures import Figure, digits
 from proxpo.report.findings import (
     at_steps,
@@ -17,7 +16,13 @@ from proxpo.report.findings import (
     settings_text,
     unit,
 )
-from proxpo.report.html_tables import arm_names, pairs_table, ranking_table, ranking_words
+from proxpo.report.html_tables import (
+    arm_names,
+    confirmed_table,
+    pairs_table,
+    ranking_table,
+    ranking_words,
+)
 from proxpo.report.metrics import samples_drawn, seconds_spent
 from proxpo.report.run_data import Run
 from proxpo.report.text import plural
@@ -71,6 +76,7 @@ def comparison_page(analysis: Analysis, drawn: Sequence[Figure]) -> str:
     markup = {
         "question": question if comparison.question else "",
         "findings": _findings(analysis),
+        "confirmed": confirmed_table(analysis),
         "ranking": ranking_table(analysis),
         "pairs": pairs_table(analysis),
         "figures": _figures(drawn),
@@ -86,8 +92,6 @@ def _findings(analysis: Analysis) -> str:
     doubts = setting_warnings(analysis)
     panels = [_panel("failed", "Read this first", doubts)] if doubts else []
     panels.append(_shown(analysis))
-    if confirmed := confirmed_lines(analysis):
-        panels.append(_panel("open", "What was to be confirmed", confirmed))
     if unsure:
         panels.append(_panel("open", "What they do not show", unsure))
     if bad:

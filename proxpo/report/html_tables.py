@@ -1,8 +1,9 @@
-"""The ranking and the paired differences as HTML tables."""
+"""The ranking, the paired differences and confirmed findings as HTML tables."""
 
 import math
 
 from proxpo.report.analysis import Analysis, ArmResult
+from proxpo.report.confirmed import Confirmed, confirmed
 from proxpo.report.findings import duration, format_number, run_counts, settings_text, span, unit
 from proxpo.report.text import plural
 from proxpo.runs.page import PALETTE, escape
@@ -157,6 +158,37 @@ def pairs_table(analysis: Analysis) -> str:
     )
 
 
+def confirmed_table(analysis: Analysis) -> str:
+    """The findings of an earlier comparison beside the differences here; "" where none are."""
+    rows = "".join(map(_confirmed_row, confirmed(analysis)))
+    if not rows:
+        return ""
+    words = (
+        "What an earlier comparison of these arms has shown, and the same difference on these "
+        "seeds, which it has not seen. With Student's 95 % interval; coloured where it excludes "
+        "zero. † Not after Holm’s correction for the number of pairs."
+    )
+    heads = "".join(f'<th scope="col">{head}</th>' for head in ("before", "here", "verdict"))
+    return (
+        f'<section id="confirmed"><h2>What was to be confirmed</h2><p class="lead">{words}</p>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="What was to be confirmed">'
+        '<table class="matrix confirmed"><thead><tr><th class="name" scope="col">finding</th>'
+        f"{heads}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _confirmed_row(each: Confirmed) -> str:
+    kind = {"turned around": "lose", "not shown": "", "not tested": ""}.get(each.verdict, "win")
+    mean, interval = each.before
+    here = f"{each.here[0]}<small>{each.here[1]}</small>" if each.here else "–"
+    return (
+        f'<tr><th scope="row">{escape(each.winner)} over {escape(each.loser)}'
+        f'<span class="set">{escape(each.measure)}</span></th>'
+        f"<td>{mean}{'' if each.sure else ' †'}<small>{interval}</small></td>"
+        f'<td class="{kind}">{here}</td><td>{each.verdict}</td></tr>'
+    )
+
+
 def _against(analysis: Analysis, a: str, b: str) -> str:
     if a == b:
         return '<td class="self">·</td>'
@@ -176,4 +208,4 @@ def _against(analysis: Analysis, a: str, b: str) -> str:
     )
 
 
-__all__ = ["arm_names", "pairs_table", "ranking_table", "ranking_words"]
+__all__ = ["arm_names", "confirmed_table", "pairs_table", "ranking_table", "ranking_words"]

@@ -39,8 +39,9 @@ def confirmation(
             f"{folder} has chosen no setting for {', '.join(open_arms)}: finish it first, or name "
             "other arms"
         )
-    report = _unseen_seeds(stored.seeds, folder, seeds, first_seed)
-    note = f"settings as chosen in {folder}, which has not seen seeds {report[0]} to {report[-1]}"
+    unseen = _unseen_seeds(stored.seeds, folder, seeds, first_seed)
+    span = f"{unseen.report[0]} to {unseen.report[-1]}"
+    note = f"settings as chosen in {folder}, which has not seen seeds {span}"
     found = read_findings(folder)
     if found is None:
         note += f"; it has no {RESULTS}, so its findings do not stand beside these"
@@ -52,7 +53,7 @@ def confirmation(
             for arm in stored.arms
             if arm.name in wanted
         ),
-        seeds=Seeds(report=report),
+        seeds=unseen,
         sweep={},
         tune_best=None,
         notes=(*stored.notes, note),
@@ -63,21 +64,19 @@ def confirmation(
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
 
 
-def _unseen_seeds(
-    before: Seeds, folder: str | Path, count: int | None, first: int | None
-) -> tuple[int, ...]:
+def _unseen_seeds(before: Seeds, folder: str | Path, count: int | None, first: int | None) -> Seeds:
     """The seeds to report, refused where the comparison in `folder` has seen one."""
     seeds = report_seeds(
         max(before.report, default=-1) + 1 if first is None else first,
         len(before.report) if count is None else count,
     )
-    seen = sorted({*before.report, *before.tune} & set(seeds))
-    if seen:
+    seen = {*before.report, *before.tune, *before.seen}
+    if again := sorted(seen & set(seeds)):
         raise ProxpoError(
-            f"{folder} has seen seed {seen[0]}: begin after those that it reports and tunes on "
+            f"{folder} has seen seed {again[0]}: begin after those that it reports and tunes on "
             "with --first-seed"
         )
-    return tuple(seeds)
+    return Seeds(report=tuple(seeds), seen=tuple(sorted(seen)))
 
 
 def read_findings(folder: str | Path) -> list[Finding] | None:

@@ -67,6 +67,7 @@ class Seeds:
 
     report: tuple[int, ...]
     tune: tuple[int, ...] = ()
+    seen: tuple[int, ...] = ()  # by the comparisons that this one confirms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from proxpo.compare.confirmation import confirmation
 from proxpo.compare.design import config_of, make_plan, with_choices
 from proxpo.compare.plan import Choice, Finding, read_plan, write_plan
 from proxpo.compare.request import Request, parse_arm
+from proxpo.errors import ProxpoError
 
 SWEEP = {"lr": (1e-4, 1e-3), "clip_low+clip_high": (0.1, 0.3)}
 
@@ -61,6 +62,16 @@ def test_findings_of_the_arms_that_are_run_go_into_the_plan(tuned):
     assert plan.confirms == (Finding(mean=0.02, low=0.01, high=0.03, **found),)
     write_plan(plan, tuned)
     assert read_plan(tuned) == plan
+
+
+def test_a_confirmation_of_a_confirmation_spares_the_seeds_of_both(tuned, tmp_path):
+    again = tmp_path / "again"
+    again.mkdir()
+    write_plan(confirmation(tuned, arms=["grpo"], seeds=2), again)
+    assert confirmation(again).seeds.report == (6, 7)
+    for first in (0, 5, 1000):
+        with pytest.raises(ProxpoError, match=f"has seen seed {first}"):
+            confirmation(again, first_seed=first)
 
 
 def test_without_a_sweep_all_arms_are_run_again(tmp_path):

@@ -52,5 +52,5 @@ print(*summary["ranking"], *summary["caveats"], sep="\n")
 # `report.html` in the folder works offline: curves with bands, score against drift, paired
 # differences. What is first among many is partly first by luck: `--confirm comparison --seeds 10`
 # runs the arms again on seeds that this comparison has not seen, and the page says what held. What
-# each part means: [comparing methods](../../docs/comparing.md). What we have measured this way, lost
-# comparisons included: [results](../../docs/results/README.md).
+# each part means: [comparing methods](../../docs/comparing.md). What we have measured this way,
+# lost comparisons included: [results](../../docs/results/README.md).

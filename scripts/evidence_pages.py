@@ -22,7 +22,7 @@ from speed_pages import stale_figures as stale_among
 
 RESULTS = ROOT / "docs/results"
 WHY = RESULTS / "why"
-FRONT, FRONT_FILE = "sizes", "box/summary.json"
+FRONT, FRONT_FILE, FRONT_AGAIN = "sizes", "box/summary.json", "again/summary.json"
 FRONT_SIZE = (
     "model in the box, 0.25 M parameters, four updates a rollout, each method at its best rate"
 )
@@ -223,19 +223,28 @@ def claim_block() -> str:
 
 
 def front_block() -> str:
-    data = load(RESULTS / FRONT / FRONT_FILE)
-    arms, seeds = data["arms"], max(a["finished"] for a in data["arms"])
-    names = ", ".join(a["arm"] for a in arms)
+    data, again = (load(RESULTS / FRONT / file) for file in (FRONT_FILE, FRONT_AGAIN))
+    names = ", ".join(a["arm"] for a in data["arms"])
     alt = f"Final score and KL to the start of {names}, with 95 % intervals"
-    final = [text for text in data["statements"] if " in final score" in text]
-    shown = _by_winner(text.partition(" in final")[0] for text in final if "not after" not in text)
     text = f"""*Score and drift after {data["end_step"]:g} steps, means and 95 % intervals over
-        {seeds} seeds ({FRONT_SIZE}; [{FRONT}](docs/results/{FRONT})). Of the differences in final
-        score these hold after correction for the number of pairs: {"; ".join(shown) or "none"}.
-        When a method can help: [why](docs/results/why.md); for your setting:
+        {_seeds(data)} seeds ({FRONT_SIZE}; [{FRONT}](docs/results/{FRONT})). Of the differences in
+        final score these hold after correction for the number of pairs: {_held(data)}. On
+        {_seeds(again)} other seeds, of {len(again["arms"])} arms that were run again:
+        {_held(again)}. When a method can help: [why](docs/results/why.md); for your setting:
         [choose](docs/choose.md).*"""
     filled = textwrap.fill(" ".join(text.split()), 120, break_long_words=False)
     return f"![{alt}](docs/results/front.svg)\n\n{filled}\n"
+
+
+def _seeds(data: dict[str, Any]) -> int:
+    return max(arm["finished"] for arm in data["arms"])
+
+
+def _held(data: dict[str, Any]) -> str:
+    """The differences in final score that hold after correction."""
+    final = [text.partition(" in final score") for text in data["statements"]]
+    held = [pair for pair, found, rest in final if found and "not after" not in rest]
+    return "; ".join(_by_winner(held)) or "none"
 
 
 def _by_winner(claims: Iterable[str]) -> list[str]:

@@ -85,9 +85,12 @@ def test_every_fact_names_a_method_its_options_and_a_result_that_exist():
         make_method(fact.take, dict(fact.set))
         assert (results / fact.result).exists(), fact
         assert set(fact.settings) <= advice.settings.keys(), fact
+        assert len(fact.why.split()) <= 42, f"the page of the result has room for more: {fact.why}"
     for setting, slugs in advice.untried.items():
         assert setting in advice.settings
         assert all(method(slug) for slug in slugs)
+        measured = " ".join(f.take + f.why.lower() for f in advice.facts if setting in f.settings)
+        assert not [slug for slug in slugs if slug in measured], f"measured under {setting}"
     assert choice_table() in (results.parent / "choose.md").read_text()
 
 

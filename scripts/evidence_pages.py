@@ -227,11 +227,10 @@ def front_block() -> str:
     names = ", ".join(a["arm"] for a in data["arms"])
     alt = f"Final score and KL to the start of {names}, with 95 % intervals"
     text = f"""*Score and drift after {data["end_step"]:g} steps, means and 95 % intervals over
-        {_seeds(data)} seeds ({FRONT_SIZE}; [{FRONT}](docs/results/{FRONT})). Of the differences in
-        final score these hold after correction for the number of pairs: {_held(data)}. On
-        {_seeds(again)} other seeds, of {len(again["arms"])} arms that were run again:
-        {_held(again)}. When a method can help: [why](docs/results/why.md); for your setting:
-        [choose](docs/choose.md).*"""
+        {_seeds(data)} seeds ({FRONT_SIZE}). {len(again["arms"])} of the arms were run again on
+        {_seeds(again)} other seeds: {_first_beats(again)}, all after correction for the number of
+        pairs ([{FRONT}](docs/results/{FRONT}); [the names](docs/results/README.md)). When a method
+        can help: [why](docs/results/why.md); for your setting: [choose](docs/choose.md).*"""
     filled = textwrap.fill(" ".join(text.split()), 120, break_long_words=False)
     return f"![{alt}](docs/results/front.svg)\n\n{filled}\n"
 
@@ -240,22 +239,16 @@ def _seeds(data: dict[str, Any]) -> int:
     return max(arm["finished"] for arm in data["arms"])
 
 
-def _held(data: dict[str, Any]) -> str:
-    """The differences in final score that hold after correction."""
-    final = [text.partition(" in final score") for text in data["statements"]]
-    held = [pair for pair, found, rest in final if found and "not after" not in rest]
-    return "; ".join(_by_winner(held)) or "none"
-
-
-def _by_winner(claims: Iterable[str]) -> list[str]:
-    """`A beats B`, `A beats C` as `A beats B and C`."""
-    beaten: dict[str, list[str]] = {}
-    for winner, _, loser in (claim.partition(" beats ") for claim in claims):
-        beaten.setdefault(winner, []).append(loser)
-    return [
-        f"{winner} beats {' and '.join(filter(None, [', '.join(some), last]))}"
-        for winner, (*some, last) in beaten.items()
+def _first_beats(data: dict[str, Any]) -> str:
+    """What the arm with the highest score beats after correction, and by how much."""
+    first = max(data["arms"], key=lambda arm: arm["final"]["mean"])["arm"]
+    held = [
+        (abs(pair["student"]["mean"]), pair["b"] if pair["a"] == first else pair["a"])
+        for pair in data["pairs"]
+        if pair["measure"] == "final" and pair["winner"] == first and pair["p_holm"] < 0.05
     ]
+    *some, last = (f"{arm} by {100 * by:.1f}" for by, arm in sorted(held, reverse=True))
+    return f"{first} beats {', '.join(some)} and {last} points"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -82,9 +82,9 @@ def choice_table() -> str:
         if facts:
             lines += ["| take | settings | also | measured reason | seen at |", "| --- " * 5 + "|"]
             lines += [_table_row(fact, setting) for fact in facts]
-        else:
+        elif not again:
             lines.append(f"{NO_EVIDENCE.capitalize()}.")
-        lines += ["", again] if again else []
+        lines += ["", again] if facts and again else [again] if again else []
         if setting in advice.untried:
             slugs = ", ".join(f"[`{s}`](methods/{s}.md)" for s in advice.untried[setting])
             lines += ["", f"Made for it by their papers, not measured here: {slugs}."]

@@ -19,6 +19,7 @@ import torch
 
 from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
+from proxpo.fields import find_field
 from proxpo.ops.masked import row_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.sums import over_microbatches
@@ -71,13 +72,16 @@ def backward_pass(
     """
     if applied is None:
         fields = _computed(forward)
+        _check_computed(recipe, fields, ctx)
         loss = policy_loss(recipe, batch.replace(**fields), ctx)
         yield BackwardPass(ranks * loss.value, loss, fields)
         return
     policy_ctx = ctx if policy_sum is None else replace(ctx, all_sum=policy_sum)
     whole = None
     if policy_term(recipe) != recipe:
-        present = batch.replace(**_computed(forward_rest or forward))
+        computed = _computed(forward_rest or forward)
+        _check_computed(recipe, computed, ctx)
+        present = batch.replace(**computed)
         whole, rest = without_policy_term(recipe, present, ctx, policy_ctx)
         backward(ranks * rest)
     with applied(advantages=ranks * advantages_per_response(recipe, batch)):
@@ -85,7 +89,8 @@ def backward_pass(
         weights, _, loss = objective(recipe, batch.replace(**fields), policy_ctx)
         if whole is not None:
             loss = Loss(whole.value, whole.metrics | loss.metrics)
-        yield BackwardPass(-(weights * fields["logp"]).sum(), loss, fields)
+        logp = torch.where(batch.mask, fields["logp"], 0.0)  # masked ones may hold anything
+        yield BackwardPass(-(weights * logp).sum(), loss, fields)
 
 
 class Objective(NamedTuple):
@@ -117,6 +122,11 @@ def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
     )
     slope, share = torch.autograd.grad(loss.value, [logp, averaged[0]])
     advantages = advantages_per_response(recipe, batch)[:, None]
+    if bool((batch.mask & (advantages == 0) & (slope != 0)).any()):
+        raise ProxpoError(
+            f"{recipe.name}: gradient={_transform(recipe)} needs a loss proportional to the "
+            "advantage, but responses with advantage 0 have a gradient"
+        )
     weights = torch.where(
         advantages == 0, share, -slope / torch.where(advantages == 0, 1.0, advantages)
     )
@@ -129,12 +139,15 @@ def advantages_per_response(recipe: Recipe, batch: Batch) -> Float[Tensor, " seq
     rows = row_mean(advantages, batch.mask)
     spread = torch.where(batch.mask, advantages - rows[:, None], 0.0).abs()
     if bool((spread > 1e-6 * (1 + rows.abs()[:, None])).any()):
-        name = recipe.gradient.name if recipe.gradient else "none"
         raise ProxpoError(
-            f"{recipe.name}: gradient={name} needs one advantage per response, but the advantages "
-            "differ inside a response"
+            f"{recipe.name}: gradient={_transform(recipe)} needs one advantage per response, but "
+            "the advantages differ inside a response"
         )
     return rows
+
+
+def _transform(recipe: Recipe) -> str:
+    return recipe.gradient.name if recipe.gradient else "none"
 
 
 def policy_term(recipe: Recipe) -> Recipe:
@@ -158,6 +171,17 @@ def without_policy_term(
 def _computed(forward: ForwardPass) -> Mapping[str, Tensor]:
     result = forward()
     return {"logp": result} if isinstance(result, Tensor) else result
+
+
+def _check_computed(recipe: Recipe, fields: Collection[str], ctx: Context) -> None:
+    """Refuses a penalty on a field that the forward pass left out: it would have no gradient."""
+    for stage in (*recipe.regularisers, *([recipe.value] if recipe.value else [])):
+        for name in stage.needs if stage.active(ctx.clock) else ():
+            if find_field(name).source == "policy" and name not in fields:
+                raise ProxpoError(
+                    f"{recipe.name}: {stage.kind}={stage.name} needs '{name}' from the forward "
+                    "pass, which did not return it"
+                )
 
 
 def _same_draws(ctx: Context) -> Context:

@@ -67,7 +67,7 @@ def read_batch(path: str | Path) -> BatchFile:
 
 
 def save_batch(batch: Batch, path: str | Path) -> None:
-    """Writes the fields that are present, for `load_batch`. NaN is null in JSON."""
+    """Writes the fields that are present, for `load_batch`; NaN is null in JSON."""
     path = Path(path)
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in batch.items()}
     if path.suffix.lower() == ".safetensors":
@@ -75,10 +75,18 @@ def save_batch(batch: Batch, path: str | Path) -> None:
 
         write_whole(path, save(tensors))
     elif path.suffix.lower() == ".json":
+        _refuse_infinite(batch)
         lists = {name: _without_nan(_plain(value)) for name, value in tensors.items()}
         write_whole(path, json.dumps(lists, allow_nan=False).encode())
     else:
         raise ProxpoError(f"batch {path}: can be saved as .json or .safetensors")
+
+
+def _refuse_infinite(batch: Batch) -> None:
+    """Refuses impossible tokens of the vocabulary, which `load_batch` would read as NaN."""
+    for name, value in batch.items():
+        if FIELDS[name].last == "vocab" and (value.isneginf() & batch.mask[..., None]).any():
+            raise ProxpoError(f"{name} holds -∞, which JSON cannot: save it as .safetensors")
 
 
 class BatchRecorder:

@@ -269,7 +269,7 @@ def _unusable(field: Field, value: Tensor, filled: Tensor) -> Tensor:
     if field.squared:  # of empty responses too, which have a place in their group
         vast = value.abs() > math.sqrt(torch.finfo(value.dtype).max / len(filled))
         return vast | value.isnan() if field.per_token else vast
-    if field.last == "vocab":  # -∞ is the log-probability of an impossible token
+    if field.last == "vocab":  # -∞, the log-probability of an impossible token, is a number too
         return ~(value < torch.inf) & rows
     return ~value.isfinite() & rows
 
@@ -277,7 +277,8 @@ def _unusable(field: Field, value: Tensor, filled: Tensor) -> Tensor:
 def check_finite(field: Field, value: Tensor, mask: Tensor) -> None:
     """Refuses a value that is not finite where the field counts."""
     if value.is_floating_point():
-        bad = value.isinf() if field.missing else ~value.isfinite() & valid(field, value, mask)
+        finite = value < torch.inf if field.last == "vocab" else value.isfinite()
+        bad = value.isinf() if field.missing else ~finite & valid(field, value, mask)
         refuse(field.name, value, bad, "a finite number")
 
 

@@ -56,6 +56,11 @@ def make_optimizer(
         raise ProxpoError(f"optimizer '{name}': the model has no trainable parameter")
     if not isinstance(rest, Mapping | None):
         raise ProxpoError(f"optimizer '{name}': rest takes a block of options, got {brief(rest)}")
+    for option, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not (isinstance(value, int | float | Tensor) and 0 <= value < float("inf")):
+            raise ProxpoError(
+                f"optimizer '{name}': {option} takes a number from 0 on, got {brief(value)}"
+            )
     main = {"lr": lr, "weight_decay": weight_decay, **options}
     others = {"lr": lr, "weight_decay": weight_decay, **(rest or {})}
     if rest and name in ALONE:
@@ -111,13 +116,32 @@ class Combined(Optimizer):
     """Several optimizers, each with its own parameters, as one: a step, a schedule, a state.
 
     Groups and state are shared with the parts, so that a scheduler's change of `lr` reaches them
-    and the state dict has torch's usual form; what a part keeps beside them goes to "extra".
+    and the state dict has torch's usual form; what a part keeps beside them goes to "extra". A
+    group may have a "decay", decoupled weight decay that its part does not know of.
     """
+
+    complete = False
 
     def __init__(self, parts: Iterable[Optimizer]) -> None:
         self.parts = tuple(parts)
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
+        self.complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the parts are there: none of them would step the new parameters."""
+        if self.complete:
+            raise ProxpoError("this optimizer takes no further parameters: make it anew")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        foreign = [part for part in self.parts if not type(part).__module__.startswith("torch.")]
+        if foreign:
+            raise ProxpoError(
+                f"{type(foreign[0]).__name__} cannot be copied: make another optimizer and load "
+                "the state_dict"
+            )
+        return {**super().__getstate__(), "parts": self.parts, "complete": True}
 
     def _share(self) -> None:
         groups = iter(self.param_groups)
@@ -132,6 +156,11 @@ class Combined(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            shrunk = 1 - group["lr"] * group.get("decay", 0.0)
+            for p in group["params"] if shrunk != 1 else ():
+                if p.grad is not None:
+                    p.mul_(shrunk)
         for part in self.parts:
             part.step()
         return loss
@@ -221,7 +250,12 @@ def _kfac(model: nn.Module, options: Options, rest: Options) -> Optimizer:
     if frozen is not None:
         raise ProxpoError(f"optimizer 'kfac': {frozen} trains its weight but not its bias")
     params = [p for layer in layers for p in layer.parameters()]
-    return _split("kfac", cls, params, model, {**defaults, **options}, rest, model)
+    # SINGD would add the decay to the step that its momentum averages.
+    without = {**defaults, **options, "weight_decay": 0.0}
+    combined = _split("kfac", cls, params, model, without, rest, model)
+    for group in combined.parts[0].param_groups:
+        group["decay"] = options["weight_decay"]
+    return combined
 
 
 def _split(
@@ -232,7 +266,7 @@ def _split(
     options: Options,
     rest: Options,
     *first: Any,
-) -> Optimizer:
+) -> Combined:
     if not params:
         raise ProxpoError(
             f"optimizer '{name}': the model has no trainable hidden matrix; use adamw"

@@ -64,6 +64,42 @@ def test_the_parts_under_a_transform_add_up_to_the_gradient_of_the_loss(options,
     assert parts.loss.metrics.keys() == whole.loss.metrics.keys()
 
 
+def test_masked_log_probabilities_may_hold_anything():
+    recipe, batch, ctx = prepared({})
+    mask = batch.mask.clone()
+    mask[0, -1] = False
+    policy = Policy(batch.logp.masked_fill(~mask, torch.nan))
+    with backward_pass(
+        recipe, batch.replace(mask=mask), ctx, applied=policy.applied, forward=policy.forward
+    ) as step:
+        step.objective.backward()
+    assert step.objective.isfinite()
+    assert policy.gradient().isfinite().all()
+
+
+REFUSED = {
+    "a loss without advantages": (("dpo", {}), "needs a loss proportional to the advantage"),
+    "a part without advantages": (
+        ("pacs", {"score": "centred", "balance": "only_negative"}),
+        "needs a loss proportional to the advantage",
+    ),
+    "a penalty on what is not computed": (
+        ("grpo", {"regularisers+": {"name": "entropy_bonus", "coef": 0.1}}),
+        "regularisers=entropy_bonus needs 'entropy' from the forward pass",
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_gradient_that_would_be_lost_is_refused(method, reason):
+    recipe = proxpo.make_recipe(*method)
+    batch, ctx, _ = proxpo.prepare(recipe, make_batch())
+    policy = Policy(batch.logp)
+    step = backward_pass(recipe, batch, ctx, applied=policy.applied, forward=policy.forward)
+    with pytest.raises(proxpo.ProxpoError, match=reason), step:
+        pass
+
+
 def test_an_engine_back_propagates_by_itself():
     recipe, batch, ctx = prepared({"kl_coef": 0.3})
     policy, rest = Policy(batch.logp), []

@@ -73,6 +73,18 @@ def test_saved_batches_come_back(tmp_path, suffix):
     assert list(tmp_path.iterdir()) == [path]  # no half-written file stays behind
 
 
+def test_impossible_tokens_come_back_or_are_refused(tmp_path):
+    batch = load_batch("sample")
+    vocab = torch.full((*batch.logp.shape, 3), -1.0, dtype=torch.float64)
+    vocab[0, 0, 1] = -torch.inf
+    batch = batch.replace(vocab_logp=vocab)
+    save_batch(batch, tmp_path / "batch.safetensors")
+    assert torch.equal(load_batch(tmp_path / "batch.safetensors").vocab_logp, vocab)
+    with pytest.raises(ProxpoError, match=r"vocab_logp holds -∞, .* save it as \.safetensors"):
+        save_batch(batch, tmp_path / "batch.json")
+    assert not (tmp_path / "batch.json").exists()
+
+
 def test_saving_in_another_format_is_refused(tmp_path):
     with pytest.raises(ProxpoError, match=r"\.json or \.safetensors"):
         save_batch(load_batch("sample"), tmp_path / "batch.pt")

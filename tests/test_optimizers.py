@@ -1,3 +1,4 @@
+import copy
 import inspect
 import io
 import sys
@@ -244,16 +245,36 @@ def test_kfac_factors_see_the_backward_of_their_layer():
 
 
 def test_one_optimizer_gives_one_weight_decay():
-    """A zero gradient: all parameters shrink by the same factor."""
-    for name in ("adamw", "muon", "shampoo"):
+    """A zero gradient: all parameters shrink by the same factor, in every step but SOAP's first."""
+    for name in NAMES:
         model = net()
         optimizer = make_optimizer(name, model, lr=0.1, weight_decay=0.5)
-        before = weights(model)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        for p, q in zip(weights(model), before):
-            assert_close(p, 0.95 * q)
+        for step in range(3):
+            before = weights(model)
+            optimizer.zero_grad()
+            (0.0 * nll(model)).backward()
+            optimizer.step()
+            for p, q in zip(weights(model), before):
+                assert_close(p, q if (name, step) == ("soap", 0) else 0.95 * q)
+
+
+def test_a_copy_goes_on_as_the_original():
+    model = net()
+    optimizer = make_optimizer("muon", model, lr=1e-2)
+    run(model, optimizer, 3)
+    twin, copied = copy.deepcopy((model, optimizer))
+    run(model, optimizer, 3)
+    run(twin, copied, 3)
+    assert all(torch.equal(p, q) for p, q in zip(weights(model), weights(twin)))
+
+
+def test_what_would_not_be_trained_or_copied_is_refused():
+    with pytest.raises(ProxpoError, match="takes no further parameters"):
+        make_optimizer("muon", net(), 1e-2).add_param_group({"params": [torch.ones(2)]})
+    with pytest.raises(ProxpoError, match="SINGD cannot be copied"):
+        copy.deepcopy(make_optimizer("kfac", net(), 1e-2))
+    with pytest.raises(ProxpoError, match="lr takes a number from 0 on, got -1"):
+        make_optimizer("adamw", net(), -1.0)
 
 
 def test_rest_has_its_own_options():

@@ -165,6 +165,12 @@ REFUSED = {
     ),
     "token weights on pairs": ("dpo", {"weights+": "tis"}, "compares whole responses"),
     "a stage of another kind": ("grpo", {"ratio": tis()}, "'tis' is a weights stage, not ratio"),
+    "a stage twice": ("tis", {"weights+": "tis"}, "weights=tis stands there twice"),
+    "a transform before its advantages": (
+        "rapid",
+        {"gradient": "isopo"},
+        "gradient=isopo takes the advantages before the forward pass, but advantage=",
+    ),
     "ESS of no ratio": ("reinforce", {"regularisers": "ess_kl_from_old"}, "gives no ratio"),
 }
 

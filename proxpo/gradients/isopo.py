@@ -12,7 +12,6 @@ together, `isopo` makes the transform. Every layer calls `scale`, the language-m
 CUDA kernels repeat it. `_engine` computes F² and N² without building V_i.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +28,7 @@ from proxpo.gradients._engine.measure import (
     ScaleOptions,
     SquaredLengths,
 )
+from proxpo.gradients._engine.options import check_count, check_numbers, refuse_unused
 from proxpo.gradients._engine.position_gradients import AnyGradients
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.transform import Transform
@@ -319,6 +319,7 @@ def isopo(
     sketch: random projections of norm="sketch"
     seed: seed of the random draws
     """
+    check_numbers("isopo", {"p": p, "q": q, "r": r})
     if preset is not None:
         chosen = PRESETS[resolve(preset, PRESETS, what="preset of isopo")]
         exponents = {"p": p, "q": q, "r": r}
@@ -331,11 +332,7 @@ def isopo(
         p, q, r = chosen["p"], chosen["q"], chosen["r"]
     own = {"overlap_reg": overlap_reg, "norm_reg": norm_reg, "rel_overlap_reg": rel_overlap_reg}
     strengths = {name: value for name, value in own.items() if value is not None}
-    positive = {"reg": reg, "eps": eps, **strengths}
-    for name, number in {"p": p, "q": q, "r": r, **positive}.items():
-        if not math.isfinite(number) or (name in positive and number < 0):
-            kind = "a finite number" + (" >= 0" if name in positive else "")
-            raise ProxpoError(f"isopo: {name} must be {kind}, got {number}")
+    check_numbers("isopo", {"reg": reg, "eps": eps, **strengths}, least=0.0)
     rhos = {name: reg if value is None else value for name, value in own.items()}
     for (name, rho), (letter, exponent) in zip(rhos.items(), {"p": p, "q": q, "r": r}.items()):
         if strengths.get(name) and not exponent:
@@ -347,13 +344,12 @@ def isopo(
             )
     if keep_small and not any(rhos.values()):
         raise ProxpoError("isopo: keep_small divides by reg * E[x²], so it needs reg > 0, got 0")
-    drawn = overlap if isinstance(overlap, int) else None
+    drawn = overlap if isinstance(overlap, int) and not isinstance(overlap, bool) else None
     if overlap != "all" and (drawn is None or drawn < 1):
         raise ProxpoError(f"isopo: overlap must be a count of positions or 'all', got {overlap!r}")
     if scope == "head" and not (p or q or r):
         raise ProxpoError("isopo: scope=head has no effect while p, q and r are 0")
-    if sketch < 1:
-        raise ProxpoError(f"isopo: sketch must be at least 1, got {sketch}")
+    check_count("isopo", "sketch", sketch, least=1)
     rule = Isopo(
         p=p,
         q=q,
@@ -369,4 +365,10 @@ def isopo(
         path=resolve(path, PATHS, what="path of isopo"),
         scope=resolve(scope, ("layer", "head"), what="scope of isopo"),
     )
+    if not (q or r):
+        refuse_unused(isopo, {"norm": rule.norm}, "while q and r are 0", "q=-1")
+    if rule.norm == "exact":
+        refuse_unused(isopo, {"sketch": sketch}, "with norm=exact", "norm=sketch")
+    if not rule.regularised:
+        refuse_unused(isopo, {"history": rule.history}, "on lengths without reg", "reg=1")
     return Transform(rule, seed=seed)

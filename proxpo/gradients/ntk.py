@@ -7,17 +7,17 @@ layer within the span of its m sequences (section 3 of arXiv:2512.23353). `mixed
 for Ã, `kernel` says what K is, `Ntk` puts them together, `isopo_ntk` makes the transform.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import resolve
 from proxpo.gradients._engine import measure
 from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.measure import KernelRule
+from proxpo.gradients._engine.options import check_numbers
 from proxpo.gradients._engine.position_gradients import AnyGradients
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.transform import Transform
@@ -176,8 +176,7 @@ def isopo_ntk(
     rho: ρ, the damping in units of the mean squared length
     path: form in which the kernel is computed; all agree
     """
-    if not (math.isfinite(rho) and rho > 0):
-        raise ProxpoError(f"isopo_ntk: rho must be a finite number > 0, got {rho}")
+    check_numbers("isopo_ntk", {"rho": rho}, above=0.0)
     return Transform(
         Ntk(
             rho=rho,

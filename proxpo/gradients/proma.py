@@ -9,7 +9,6 @@ subspaces of the layer's inputs and output gradients. arXiv:2601.10498. `project
 `PromaRule` the share of R that a micro-batch adds, `proma` makes the transform.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import inner_with
 from proxpo.gradients._engine.layout import Layout
 from proxpo.gradients._engine.measure import kernel_matrix
+from proxpo.gradients._engine.options import check_count, check_numbers, refuse_unused
 from proxpo.gradients._engine.position_gradients import AnyGradients, Outer
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.transform import Transform
@@ -213,15 +213,13 @@ def proma(
     ridge: ridge of solver="solve"
     seed: seed of the random draws
     """
-    for name, number in {"sigma": sigma, "intra_sigma": intra_sigma, "ridge": ridge}.items():
-        if not (math.isfinite(number) and number >= 0):
-            raise ProxpoError(f"proma: {name} must be a finite number >= 0, got {number}")
-    if rho is not None and not rho >= 0:
-        raise ProxpoError(f"proma: rho must be >= 0 or None, got {rho}")
+    check_numbers("proma", {"sigma": sigma, "intra_sigma": intra_sigma, "ridge": ridge}, least=0.0)
+    if rho is not None:
+        check_numbers("proma", {"rho": rho}, least=0.0)
+    check_count("proma", "dim", dim, least=0)
     if solver == "solve" and ridge == 0.0:
         raise ProxpoError("proma: solver 'solve' needs ridge > 0; without one use solver 'exact'")
-    if dim < 0:
-        raise ProxpoError(f"proma: dim must be >= 0, got {dim}")
+    bases = resolve(bases, ("random", "exact"), what="bases of proma")
     rule = PromaRule(
         variant=resolve(variant, VARIANTS, what="variant of proma"),
         solver=resolve(solver, SOLVERS, what="solver of proma"),
@@ -230,7 +228,14 @@ def proma(
         ridge=ridge,
         dim=dim,
         intra_sigma=intra_sigma,
-        exact_bases=resolve(bases, ("random", "exact"), what="bases of proma") == "exact",
+        exact_bases=bases == "exact",
         path=resolve(path, ("auto", "gram", "materialise"), what="path of proma"),
     )
+    of_projection = {"solver": rule.solver, "sigma": sigma, "rho": rho, "ridge": ridge}
+    of_intra = {"dim": dim, "intra_sigma": intra_sigma, "bases": bases}
+    if rule.variant != "both":
+        unused = of_projection if rule.variant == "intra" else of_intra
+        refuse_unused(proma, unused, f"with variant={rule.variant}", "variant=both")
+    if rule.solver != "solve":
+        refuse_unused(proma, {"ridge": ridge}, f"with solver={rule.solver}", "solver=solve")
     return Proma(rule, seed=seed)

@@ -46,10 +46,19 @@ def row_mean(x: Shaped[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"]) -> Flo
     return valid.sum(dim=1) / mask.sum(dim=1).clamp(min=1).to(valid.dtype)
 
 
+def row_max(
+    x: Shaped[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], *, floor: float = 0.0
+) -> Shaped[Tensor, " seq"]:
+    """The largest valid entry of each response, at least `floor`; `floor` for an empty one."""
+    return torch.nn.functional.pad(torch.where(mask, x, floor), (1, 0), value=floor).amax(dim=1)
+
+
 def row_quantile(
     x: Float[Tensor, "seq tok"], mask: Bool[Tensor, "seq tok"], q: float
 ) -> Float[Tensor, " seq"]:
     """Linearly interpolated quantile of each response's valid entries; 0 for an empty one."""
+    if not x.shape[1]:
+        return x.new_zeros(len(x))
     length = mask.sum(dim=1, keepdim=True)
     last = (length - 1).clamp(min=0)
     place = q * last.double()
@@ -101,7 +110,8 @@ def _discounted_suffix(x: Float[Tensor, "seq tok"], discount: float) -> Float[Te
     """Σ_{s≥t} discount^{s-t} x_s: one small matrix product per chunk, a carry between chunks."""
     rows, tokens = x.shape
     chunk = min(64, max(tokens, 1))
-    padded = torch.nn.functional.pad(x, (0, -tokens % chunk)).view(rows, -1, chunk)
+    count = -(-tokens // chunk)
+    padded = torch.nn.functional.pad(x, (0, count * chunk - tokens)).view(rows, count, chunk)
     step = torch.arange(chunk, device=x.device)
     gap = step[None, :] - step[:, None]
     powers = torch.where(gap >= 0, discount ** gap.clamp(min=0).to(x.dtype), 0.0).to(x.dtype)
@@ -109,7 +119,7 @@ def _discounted_suffix(x: Float[Tensor, "seq tok"], discount: float) -> Float[Te
     to_next = discount ** (chunk - step).to(x.dtype)
     for c in range(out.shape[1] - 2, -1, -1):
         out[:, c] += to_next * out[:, c + 1, :1]
-    return out.reshape(rows, -1)[:, :tokens]
+    return out.reshape(rows, count * chunk)[:, :tokens]
 
 
 def last_valid(mask: Bool[Tensor, "seq tok"]) -> Bool[Tensor, "seq tok"]:
@@ -148,6 +158,7 @@ __all__ = [
     "masked_sum",
     "moments",
     "packing",
+    "row_max",
     "row_mean",
     "row_quantile",
     "row_sum",

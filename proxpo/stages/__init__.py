@@ -135,6 +135,15 @@ def check_stages(recipe: Recipe) -> Recipe:
                 raise ProxpoError(
                     f"{recipe.name}: '{each.name}' is a {each.kind} stage, not {kind}"
                 )
+    # Masks of two filters are joined; any other stage would be counted twice, and share its state.
+    places = [place for place, each in recipe.stages() if each.kind not in ("filter", "prune")]
+    if twice := next((place for place in places if places.count(place) > 1), None):
+        raise ProxpoError(f"{recipe.name}: {twice.replace('.', '=')} stands there twice")
+    if recipe.gradient is not None and recipe.advantage is not None and recipe.advantage.live:
+        raise ProxpoError(
+            f"{recipe.name}: gradient={recipe.gradient.name} takes the advantages before the "
+            f"forward pass, but advantage={recipe.advantage.name} computes them anew after it"
+        )
     penalised = [(recipe.ratio, penalty) for penalty in recipe.regularisers]
     for giver, taker in (
         (recipe.ratio, recipe.trust),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from blocks import LENGTHS
+from jaxtyping import config as jaxtyping_config
 from models import Tiny, padded
 from torch import Tensor
 
@@ -20,3 +21,9 @@ def tiny() -> Tiny:
 @pytest.fixture
 def batch() -> tuple[Tensor, Tensor]:
     return padded(LENGTHS, 13)
+
+
+@pytest.fixture
+def unchecked() -> None:
+    """Annotations are not checked, as outside the tests: ours is the only refusal."""
+    jaxtyping_config.update("jaxtyping_disable", True)

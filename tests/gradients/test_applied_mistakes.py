@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import slow
 import torch
 from blocks import LENGTHS, A, assert_same, backward
 from models import VOCAB, hf, nll, packed, padded
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import active_handle, isopo, isopo_ntk
@@ -166,6 +168,8 @@ def test_nan_is_an_error_not_a_gradient(tiny, batch):
         ({"sequences": torch.ones(3, 7)}, "must hold whole numbers shaped like input_ids"),
         ({"sequences": torch.zeros(0, 7).long()}, "must hold whole numbers shaped like input_ids"),
         ({"sequences": torch.full((3, 7), -2)}, "numbers -2..-2"),
+        ({"sequences": torch.full((3, 7), -1)}, "asks for 0 advantages (padding is -1), got 3"),
+        ({"sequences": torch.zeros(1, 7).long()}, "asks for 1 advantages (padding is -1), got 3"),
     ],
 )  # fmt: skip
 def test_bad_micro_batches(tiny, batch, change, message):
@@ -173,6 +177,36 @@ def test_bad_micro_batches(tiny, batch, change, message):
     with pytest.raises(ProxpoError, match=re.escape(message)), isopo().applied(tiny, **options):
         pass
     assert active_handle(tiny.head.weight) is None
+
+
+@pytest.mark.parametrize("name", ["sequences", "advantages"])
+@pytest.mark.usefixtures("unchecked")
+def test_a_list_is_no_tensor(tiny, batch, name):
+    options = {"sequences": batch[1], "advantages": A}
+    message = f"`{name}` must be a tensor, got list"
+    with (
+        pytest.raises(ProxpoError, match=message),
+        isopo().applied(tiny, **options | {name: options[name].tolist()}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("transform", [lambda: isopo(overlap="all", q=-0.5), isopo_ntk])
+def test_any_row_may_be_padding_alone(tiny, batch, row, transform):
+    """It is a sequence whose gradient is 0, the last row too."""
+    ids, seq = batch
+    seq = torch.where(torch.arange(3)[:, None] == row, -1, seq)
+    objective = lambda: nll(tiny(ids, seq), ids, seq).sum()  # noqa: E731
+    grads = slow.position_gradients(tiny, objective, seq.numel())
+    actual = backward(tiny, ids, seq, transform())
+    overlap_set = (seq.flatten() >= 0).nonzero()[:, 0]
+    for name, value in grads.items():
+        if transform is isopo_ntk:
+            want = slow.ntk(value, seq.flatten(), A)
+        else:
+            want = slow.isopo(value, seq.flatten(), A, overlap_set, q=-0.5)
+        assert_close(actual[name], want, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: n + m)
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (7, 3), (21,), (2, 7)])
@@ -246,11 +280,22 @@ def test_groups_are_asked_for(tiny, batch):
         (lambda: isopo(norm_reg=-1.0, q=1.0), "norm_reg must be a finite number >= 0, got -1.0"),
         (lambda: isopo(norm_reg=0.5), "norm_reg=0.5 has no effect while q is 0"),
         (lambda: isopo(preset="euclidean", overlap_reg=1.0), "no effect while p is 0"),
-        (lambda: isopo(sketch=0), "sketch must be at least 1"),
+        (lambda: isopo(sketch=0), "sketch must be a whole number >= 1, got 0"),
+        (lambda: isopo(sketch=1.5), "sketch must be a whole number >= 1, got 1.5"),
+        (lambda: isopo(sketch=8, q=-1.0), "sketch=8 has no effect with norm=exact"),
+        (lambda: isopo(norm="sketch"), "norm=sketch has no effect while q and r are 0"),
+        (lambda: isopo(history="own"), "history=own has no effect on lengths without reg"),
+        (lambda: isopo(history="own", overlap_reg=0.0, reg=1.0), "history=own has no effect"),
+        (lambda: isopo(preset="figure4", p=-2.0), "preset=figure4 sets p to 0, so p=-2 has no"),
+        (lambda: isopo(p="a"), "p must be a finite number, got 'a'"),
+        (lambda: isopo(eps=None), "eps must be a finite number >= 0, got None"),
+        (lambda: isopo(overlap=True), "overlap must be a count of positions or 'all', got True"),
+        (lambda: isopo_ntk(rho=None), "rho must be a finite number > 0, got None"),
         (lambda: isopo_ntk(rho=0.0), "rho must be a finite number > 0, got 0.0"),
         (lambda: isopo_ntk(scale="papers"), "unknown scale of isopo_ntk 'papers'"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("unchecked")
 def test_bad_options(make, message):
     with pytest.raises(ProxpoError, match=re.escape(message)):
         make()

@@ -389,11 +389,19 @@ def test_float32_models(model, batches):
         ({"variant": "accumulate"}, "variant of proma 'accumulate'; did you mean 'accumulation'"),
         ({"solver": "sweeps"}, "did you mean 'sweep'"),
         ({"sigma": -1.0}, "sigma must be a finite number >= 0"),
-        ({"rho": -0.5}, "rho must be >= 0 or None"),
-        ({"dim": -1}, "dim must be >= 0"),
+        ({"rho": -0.5}, "rho must be a finite number >= 0"),
+        ({"rho": "a"}, "rho must be a finite number >= 0, got 'a'"),
+        ({"dim": -1}, "dim must be a whole number >= 0"),
+        ({"dim": 1.5}, "dim must be a whole number >= 0, got 1.5"),
         ({"ridge": 0.0}, "needs ridge > 0"),
+        ({"solver": "exact", "ridge": 0.5}, "ridge=0.5 has no effect with solver=exact"),
+        ({"variant": "intra", "sigma": 0.5}, "sigma=0.5 has no effect with variant=intra"),
+        ({"variant": "intra", "solver": "sweep"}, "solver=sweep has no effect with variant=intra"),
+        ({"dim": 5}, "dim=5 has no effect with variant=accumulation"),
+        ({"bases": "exact"}, "bases=exact has no effect with variant=accumulation"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_errors_say_what_was_expected(options, message):
     with pytest.raises(ProxpoError, match=message):
         proma(**options)

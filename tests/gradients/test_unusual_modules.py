@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from models import VOCAB, hf, nll, padded
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.testing import assert_close
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import isopo
@@ -77,6 +79,95 @@ def test_a_weight_computed_in_a_hook_is_refused_with_the_reason(norm):
         isopo().applied(model, sequences=seq, advantages=A),
     ):
         model(ids)
+
+
+def pruned() -> nn.Module:
+    return prune.random_unstructured(nn.Linear(6, 6), "weight", 0.3)
+
+
+def computed() -> nn.Module:
+    """A linear layer whose weight is a result, set once."""
+    layer = nn.Linear(6, 6)
+    layer.root = nn.Parameter(layer.weight.detach())
+    del layer.weight
+    layer.weight = 2 * layer.root
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (pruned, "computes its weight in a hook of torch.nn.utils.prune, .* with prune.remove"),
+        (computed, "computes its weight before its forward"),
+    ],
+)
+def test_a_weight_that_is_no_parameter_is_refused_with_the_reason(make, reason):
+    model, (_, seq) = made(make()), padded(LENGTHS, 13)
+    with (
+        pytest.raises(ProxpoError, match=rf"middle \(Linear\) {reason}"),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        pass
+
+
+class GatedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, states: Tensor, gate: Tensor | None = None) -> Tensor:
+        x = states if gate is None else states * gate
+        return self.weight * x / x.norm(dim=-1, keepdim=True)
+
+
+def by_name(model: nn.Module, call) -> dict[str, Tensor]:
+    """Gradients with the middle called in this way; None for the usual one."""
+    ids, seq = padded(LENGTHS, 13)
+    call = model.middle if call is None else call
+    model.zero_grad()
+    with isopo(overlap="all", q=-0.5).applied(model, sequences=seq, advantages=A):
+        logits = model.head(call(model.embed(ids)))
+        nll(logits, ids, seq).sum().backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (lambda: nn.Linear(6, 6), "input"),
+        (lambda: nn.LayerNorm(6), "input"),
+        (lambda: nn.RMSNorm(6), "x"),
+        (lambda: Conv1D(6, 6), "x"),
+        (lambda: LlamaRMSNorm(6), "hidden_states"),
+        (GatedNorm, "states"),
+    ],
+    ids=["Linear", "LayerNorm", "RMSNorm", "Conv1D", "LlamaRMSNorm", "GatedNorm"],
+)  # fmt: skip
+def test_a_layer_may_be_called_by_the_name_of_its_input(kind, name):
+    model = made(kind())
+    want = by_name(model, None)
+    assert_close(by_name(model, lambda x: model.middle(**{name: x})), want, **EXACT)
+    with pytest.raises(TypeError):
+        by_name(model, lambda x: model.middle(other=x))
+
+
+def test_further_inputs_by_name():
+    model = made(GatedNorm())
+    gate = torch.rand(6).double()
+    want = by_name(model, lambda x: model.middle(x, gate))
+    actual = by_name(model, lambda x: model.middle(gate=gate, states=x))
+    assert_close(actual, want, **EXACT)
+
+
+def test_an_embedding_may_be_called_by_the_name_of_its_input():
+    model, (ids, seq) = made(nn.Identity()), padded(LENGTHS, 13)
+    actual = []
+    for call in (lambda: model.embed(ids), lambda: model.embed(input=ids)):
+        model.zero_grad()
+        with isopo(overlap="all").applied(model, sequences=seq, advantages=A):
+            nll(model.head(call()), ids, seq).sum().backward()
+        actual.append(model.embed.weight.grad.clone())
+    assert_close(actual[1], actual[0], **EXACT)
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import proxpo
 from proxpo import Batch
+from proxpo.fields import find_field
 
 REWARD_ONLY = ("group_relative", "leave_one_out", "length_weighted_baseline")
 every_case = pytest.mark.parametrize("case", CASES)
@@ -30,6 +31,21 @@ def test_empty_mask(case: str) -> None:
     value, grads = assert_finite(case, batch.replace(mask=torch.zeros_like(batch.mask)))
     assert value == 0
     assert all(grad.eq(0).all() for grad in grads.values())
+
+
+@every_case
+@pytest.mark.parametrize("without", ["rows", "tokens"])
+def test_a_batch_without(case: str, without: str) -> None:
+    batch = make_batch(1)
+    tokens = batch.mask.shape[1]
+    fields = {
+        name: x[:, : x.shape[1] - tokens] if find_field(name).per_token and x.dim() > 1 else x
+        for name, x in batch.items()
+    }
+    leaves = with_leaves(batch.rows(slice(0, 0)) if without == "rows" else Batch(**fields))
+    value = proxpo.loss_fn(recipe(case))(leaves).value
+    assert value == 0
+    assert all(grad.isfinite().all() for grad in gradients(value, leaves).values())
 
 
 @every_case

@@ -25,7 +25,10 @@ def from_head(rule: Rule) -> bool:
 
 
 def check_tensors(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Tensor | None) -> None:
-    """Refuses tensors of a wrong dtype or shape."""
+    """Refuses what is no tensor, and tensors of a wrong dtype or shape."""
+    for name, value in {"sequences": sequences, "advantages": advantages, "groups": groups}.items():
+        if not isinstance(value, Tensor) and (name != "groups" or value is not None):
+            raise ProxpoError(f"{_WHERE}`{name}` must be a tensor, got {type(value).__name__}")
     if sequences.is_floating_point() or sequences.dtype == torch.bool or sequences.numel() == 0:
         raise ProxpoError(
             f"{_WHERE}`sequences` must hold whole numbers shaped like input_ids (the sequence of "
@@ -44,13 +47,18 @@ def check_tensors(rule: Rule, sequences: Tensor, advantages: Tensor, groups: Ten
         )
 
 
-def check_values(sequences: Tensor, advantages: Tensor) -> None:
-    """Refuses wrong values; `sequences` of all ranks that share the micro-batch."""
-    low, high = (int(x) for x in torch.aminmax(sequences))
-    if low < -1 or high + 1 != advantages.numel():
+def check_values(sequences: Tensor, advantages: Tensor, shard: Shard | None) -> None:
+    """Refuses wrong values, on whichever rank of the shard they are.
+
+    Any row of padded sequences may hold padding alone, the last one too.
+    """
+    low, high = (int(x) for x in torch.aminmax(sequences if shard is None else shard.seq))
+    count = advantages.numel()
+    by_row = sequences.dim() == 2 and len(sequences) == count
+    if low < -1 or (high + 1 != count and not (by_row and 0 <= high < count)):
         raise ProxpoError(
             f"{_WHERE}`sequences` numbers {low}..{high}, which asks for {high + 1} advantages "
-            f"(padding is -1), got {advantages.numel()}"
+            f"(padding is -1), got {count}"
         )
     check_advantages(advantages)
 

@@ -9,6 +9,7 @@ Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a seco
 backward pass (`fallback.py`), with one warning that names it.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -69,11 +71,11 @@ class PatchedModel:
             self._forwards += _refusing_head(model, session, warn)
             return
         for name, module, names in _holders(model):
-            _refuse(module, clean(name))
-            target = TrainedModule(session, module, clean(name), names, module.forward, warn)
             build = _builder(module)
-            traced = build in _TRACED or isinstance(build, partial)
-            self._forwards.append((module, _switch(target, build(target), traced=traced)))
+            layer = build in _LAYERS or isinstance(build, partial)
+            _refuse(module, clean(name), layer=layer)
+            target = TrainedModule(session, module, clean(name), names, module.forward, warn)
+            self._forwards.append((module, _switch(target, build(target), layer=layer)))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -90,20 +92,25 @@ class PatchedModel:
                     module.__dict__["forward"] = before
 
 
-def _switch(target: TrainedModule, patched: Forward, *, traced: bool) -> Forward:
+def _switch(target: TrainedModule, patched: Forward, *, layer: bool) -> Forward:
     """The patched forward, or the module's own where no gradient of it is wanted.
 
-    traced: the compiler can look into it; else it runs between two graphs.
+    layer: the patched forward takes its first input by position, and the compiler can look into
+    it; any other runs between two graphs.
     """
     session, key, original = target.session, id(target.module), target.forward
+    first = next(iter(inspect.signature(original).parameters), "") if layer else ""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if first in kwargs and not args:
+            args = (kwargs[first],)
+            kwargs = {name: value for name, value in kwargs.items() if name != first}
         if session.called is not None and session.accepts.get(key, _always)(*args, **kwargs):
             session.called.add(key)
         plain = session.suspended or not torch.is_grad_enabled() or key in session.covered
         return original(*args, **kwargs) if plain else patched(*args, **kwargs)
 
-    if traced or not _compiler_loaded():
+    if layer or not _compiler_loaded():
         return run
     uncompiled = torch.compiler.disable(run)
 
@@ -153,7 +160,7 @@ def _refusing_head(
             "but the model's head was called for logits; compute these under torch.no_grad()"
         )
 
-    return [(head, _switch(target, refuse, traced=False))]
+    return [(head, _switch(target, refuse, layer=False))]
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
@@ -185,15 +192,27 @@ def _parts(module: nn.Module) -> dict[str, nn.Module]:
     return {} if made is None else {"parametrizations": made}
 
 
-def _refuse(module: nn.Module, name: str) -> None:
+def _refuse(module: nn.Module, name: str, *, layer: bool) -> None:
     """Raises for modules whose gradients would be wrong, with the reason."""
     where = f"gradients.applied: {name or 'the model itself'} ({type(module).__name__})"
     for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, BasePruningMethod):
+            raise ProxpoError(
+                f"{where} computes its {hook._tensor_name} in a hook of torch.nn.utils.prune, "
+                "before its forward; make the pruning permanent with prune.remove first"
+            )
         if isinstance(hook, WeightNorm | SpectralNorm):
             kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
             raise ProxpoError(
                 f"{where} computes its {hook.name} in a hook of torch.nn.utils.{kind}, before its "
                 f"forward; use torch.nn.utils.parametrizations.{kind} instead"
+            )
+    for attribute in ("weight", "bias") if layer else ():
+        value = vars(module).get(attribute)
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ProxpoError(
+                f"{where} computes its {attribute} before its forward; compute it with "
+                "torch.nn.utils.parametrize instead"
             )
     if isinstance(module, nn.RNNBase) and not module.batch_first:
         raise ProxpoError(f"{where} has positions before sequences; build it with batch_first=True")
@@ -315,4 +334,4 @@ def _accept_positions(target: TrainedModule) -> None:
 
 
 _DERIVATIVES = (rms_norm_derivative, layer_norm_derivative)
-_TRACED = (_embedding, _fused_norm, _elementwise)  # and linear layers
+_LAYERS = (_embedding, _fused_norm, _elementwise)  # and linear ones

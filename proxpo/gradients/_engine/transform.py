@@ -260,7 +260,7 @@ class Transform:
         if not capturing():
             inputs.check_tensors(self.rule, sequences, advantages, groups)
             shard = inputs.shard(self.rule, sequences, advantages, groups, token_group, device)
-            inputs.check_values(sequences if shard is None else shard.seq, advantages)
+            inputs.check_values(sequences, advantages, shard)
         elif token_group is not None:
             raise ProxpoError("gradients.applied: a CUDA graph cannot record a `token_group`")
         elif self._patched is None or not self._patched[1].session.is_last(

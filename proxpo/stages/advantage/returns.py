@@ -185,7 +185,7 @@ def raw_gae(
     if holes == "skip" or is_packed(mask):
         delta = token_rewards(batch) + gamma * next_valid(values, mask) - values
         return suffix_sum(delta, mask, discount=gamma * lam)
-    following = torch.nn.functional.pad(values[:, 1:], (0, 1))  # 0 where masked
+    following = torch.nn.functional.pad(values, (0, 1))[:, 1:]  # 0 where masked
     return _sum_to_hole(token_rewards(batch) + gamma * following - values, mask, gamma * lam)
 
 
@@ -205,9 +205,9 @@ def next_valid(
 ) -> Float[Tensor, "seq tok"]:
     """x, 0 where masked, at the next valid entry of the row; 0 after the last."""
     if is_packed(mask):
-        return torch.nn.functional.pad(x[:, 1:], (0, 1))
+        return torch.nn.functional.pad(x, (0, 1))[:, 1:]
     order = packing(mask)
-    following = torch.nn.functional.pad(x.gather(1, order)[:, 1:], (0, 1))
+    following = torch.nn.functional.pad(x.gather(1, order), (0, 1))[:, 1:]
     return torch.empty_like(x).scatter(1, order, following)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_range, group_stats
-from proxpo.ops.masked import row_mean, row_sum
+from proxpo.ops.masked import row_max, row_mean, row_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
 from proxpo.types import Batch, Context, Metrics
@@ -71,7 +71,7 @@ def fresh_enough(*, max_lag: float):
     """
 
     def keep(batch: Batch, ctx: Context) -> Keep:
-        oldest = torch.where(batch.mask, batch.lag, 0).amax(dim=1)
+        oldest = row_max(batch.lag, batch.mask)
         return (oldest <= max_lag)[:, None].expand_as(batch.mask), {}
 
     return keep
@@ -132,7 +132,7 @@ def _statistic(
     if statistic == "token":
         return value
     if statistic == "seq_max":
-        rows = torch.where(mask, value, -torch.inf).amax(dim=1)
+        rows = row_max(value, mask, floor=-torch.inf)
     else:
         rows = (row_sum if statistic == "seq_sum" else row_mean)(value, mask)
     return rows[:, None].expand_as(value)

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 
 from proxpo.errors import ProxpoError
+from proxpo.ops.masked import row_max
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
@@ -85,5 +86,5 @@ def _score(batch: Batch, prune: Pruned, ctx: Context) -> Float[Tensor, " seq"]:
         return drawn.to(batch.mask.device)
     size = batch.advantages.abs()
     if size.dim() == 2:
-        size = size.masked_fill(~batch.mask, 0.0).amax(dim=1)
+        size = row_max(size, batch.mask)
     return size if prune == "smallest" else -size

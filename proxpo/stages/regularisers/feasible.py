@@ -37,7 +37,8 @@ def feasible_share():
     """
 
     def prepare(batch: Batch) -> dict[str, Tensor]:
-        inside = batch.feasible & batch.mask.any(dim=1)
+        feasible = batch.require("feasible", by="regularisers=feasible_share")
+        inside = feasible & batch.mask.any(dim=1)
         spread = (batch.advantages - row_mean(batch.advantages, batch.mask)[:, None]).abs()
         if bool((spread * batch.mask > 1e-6 * (1 + batch.advantages.abs())).any()):
             raise ProxpoError("regularisers=feasible_share needs one advantage for each response")

@@ -135,10 +135,14 @@ def methods_command(
             raise ProxpoError("--for stands alone, or with --json: it chooses among all methods")
         show_choice(setting, as_json=as_json)
     elif picture is not None and name is not None:
+        if stage or needs or bibtex or as_json:
+            raise ProxpoError("--picture stands with a NAME and --set alone")
         write_picture(name, settings or [], picture)
     elif picture is not None or settings:
         raise ProxpoError("--picture FILE needs the NAME of a method, and --set needs both")
     elif bibtex:
+        if as_json:
+            raise ProxpoError("--bibtex and --json exclude each other")
         show_bibtex(name, stages=stage or (), needs=needs or ())
     elif name is None:
         show_methods(stages=stage or (), needs=needs or (), as_json=as_json)

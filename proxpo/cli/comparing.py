@@ -94,17 +94,21 @@ class SearchOptions:
     def refuse_unused(self, why: str = "is an option of a search: add --search") -> None:
         """Refuses options of a search where they have no use."""
         for option in fields(self):
-            if getattr(self, option.name):
+            if getattr(self, option.name) not in (None, ()):
                 raise ProxpoError(f"--{option.name} {why}")
 
 
 def run_comparison(options: CompareOptions) -> int:
     """Makes the plan, its runs and the report; 0 unless no run was finished."""
     console = Console(highlight=False)
+    if options.out == "":
+        raise ProxpoError("--out takes a folder, got nothing")
     folder = Path(options.out or default_folder(options))
     options = replace(options, on=resolve(options.on, ("local", "ray"), what="place"))
     described = bool(options.methods or options.study or options.confirm)
     if not described and not (folder / PLAN).is_file():
+        if options.out is not None:
+            raise ProxpoError(f"{folder} holds no comparison to go on with, and none is described")
         raise ProxpoError(
             "no methods to compare: name some (see `proxpo methods`), or --study NAME "
             f"({', '.join(studies())})"
@@ -119,6 +123,8 @@ def run_comparison(options: CompareOptions) -> int:
         _check_task(plan)
     pool = make_pool(options)
     with open_comparison(folder, plan) as plan:
+        if not described:
+            _check_task(plan, hint="; paths of a comparison are taken from where it was begun")
         console.print(_announcement(plan, folder), soft_wrap=True)
         try:
             with make_display(console) as display:
@@ -209,11 +215,14 @@ def _check_installed(plan: Plan) -> None:
             raise ProxpoError(f"comparisons need {package}: pip install 'proxpo[train]'")
 
 
-def _check_task(plan: Plan) -> None:
+def _check_task(plan: Plan, *, hint: str = "") -> None:
     """Refuses a task that cannot be made: it would fail in every run."""
     from proxpo.train.build import check_task
 
-    check_task(plan.base["task"])
+    try:
+        check_task(plan.base["task"])
+    except ProxpoError as error:
+        raise ProxpoError(f"{error}{hint}") from None
 
 
 def make_pool(options: CompareOptions) -> Pool:

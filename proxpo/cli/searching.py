@@ -76,7 +76,7 @@ def _request(options: CompareOptions, searched: SearchOptions) -> SearchRequest:
         raise ProxpoError(f"a search needs {missing}; see proxpo compare --help")
     if not options.methods and options.study is None:
         options = replace(options, methods=NAMED)
-    request = request_of(replace(options, seeds=options.seeds or SEEDS))
+    request = request_of(replace(options, seeds=SEEDS if options.seeds is None else options.seeds))
     own: dict[str, Any] = {
         "candidates": searched.candidates,
         "finalists": searched.finalists,

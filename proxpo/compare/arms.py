@@ -12,6 +12,12 @@ from proxpo.settings import parse_value
 from proxpo.train._settings import place
 
 Settings = dict[str, Any]
+# What the plan gives to each run, and where it comes from.
+PLANNED = {
+    "method": "a method is an arm of its own",
+    "seed": "the seeds are those of --seeds and --first-seed",
+    "out": "--out names the folder of all runs",
+}
 Axes = Mapping[str, Sequence[Any]]
 
 
@@ -30,8 +36,8 @@ def scalar(value: Any, place: str) -> Any:
     """The value that a run reads from its command line: "1" in a study's file is the number 1."""
     if not isinstance(value, (str, int, float, bool, type(None))):
         raise ProxpoError(
-            f"{place} takes one value, got {value!r}: quote a list that is the value itself; "
-            "values to choose from are a sweep"
+            f"{place} takes one value, got {value!r}: quote a list that is the value itself, or "
+            "give it with --set METHOD:KEY=VALUE; values to choose from are a sweep"
         )
     return parse_value(set_text(value).strip())
 
@@ -44,7 +50,10 @@ def swept_settings(arm: Arm, sweep: Axes) -> list[Settings]:
 
 def place_of(key: str, arm: Arm) -> list[str]:
     """The path of a setting in the config of the arm's runs; refuses one that it does not have."""
-    return place(key, method(arm.method).defaults)
+    path = place(key, method(arm.method).defaults)
+    if path[0] in PLANNED:
+        raise ProxpoError(f"'{key}' cannot be set in a comparison: {PLANNED[path[0]]}")
+    return path
 
 
 def parts_of(key: str) -> list[str]:
@@ -90,6 +99,7 @@ def combinations(axes: Axes) -> list[Settings]:
 
 
 __all__ = [
+    "PLANNED",
     "Axes",
     "Settings",
     "combinations",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.compare.arms import split_settings
-from proxpo.compare.design import first_runs, report_seeds
+from proxpo.compare.design import first_runs, report_seeds, title_of
 from proxpo.compare.plan import RESULTS, Finding, Plan, Seeds, check_runs, read_plan
 from proxpo.errors import ProxpoError, resolve
 from proxpo.runs.files import read_object
@@ -45,13 +45,13 @@ def confirmation(
     found = read_findings(folder)
     if found is None:
         note += f"; it has no {RESULTS}, so its findings do not stand beside these"
+    kept = [arm for arm in stored.arms if arm.name in wanted]
+    given = stored.title if stored.title != title_of(stored.arms) else title_of(kept)
     plan = replace(
         stored,
-        title=f"{stored.title}, on other seeds",
+        title=f"{given}, on other seeds",
         arms=tuple(
-            replace(arm, settings={**arm.settings, **chosen.get(arm.name, {})})
-            for arm in stored.arms
-            if arm.name in wanted
+            replace(arm, settings={**arm.settings, **chosen.get(arm.name, {})}) for arm in kept
         ),
         seeds=unseen,
         sweep={},
@@ -81,11 +81,14 @@ def _unseen_seeds(before: Seeds, folder: str | Path, count: int | None, first: i
 
 def read_findings(folder: str | Path) -> list[Finding] | None:
     """The differences that the report of a comparison has shown; None where there is none."""
-    summary = read_object(Path(folder) / RESULTS)
+    path = Path(folder) / RESULTS
+    summary = read_object(path)
+    if summary is None and path.is_file():
+        raise ProxpoError(f"{path} is damaged; `proxpo report {folder}` writes it anew")
     try:
         return None if summary is None else [_finding(p) for p in summary["pairs"] if p["winner"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ProxpoError(f"{Path(folder) / RESULTS} is damaged: {error!r}") from None
+        raise ProxpoError(f"{path} is damaged: {error!r}") from None
 
 
 def _finding(pair: Mapping[str, Any]) -> Finding:

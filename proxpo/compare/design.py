@@ -6,12 +6,13 @@ A setting is named as everywhere (`lr`, `train.lr`, `clip_high`, `ratio.q`); `cl
 varies two settings together.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from proxpo.compare.arms import (
+    PLANNED,
     Axes,
     Settings,
     combinations,
@@ -46,7 +47,7 @@ from proxpo.train.config import Config, as_dict, find, load_config
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
 LONGEST = 200  # characters of an arm's name
-OWN = ("method", "recipe", "seed", "out")  # of each run, not of the base
+OWN = ("recipe", *PLANNED)  # of each run, not of the base
 
 
 def make_plan(request: Request) -> Plan:
@@ -75,7 +76,7 @@ def make_plan(request: Request) -> Plan:
         tune=tuple(range(first, first + request.tune)) if sweep else (),
     )
     plan = Plan(
-        title=request.title or " · ".join(dict.fromkeys(arm.family for arm in arms)),
+        title=request.title or title_of(arms),
         question=request.question,
         base=base,
         arms=tuple(arms),
@@ -87,6 +88,11 @@ def make_plan(request: Request) -> Plan:
         notes=(*request.notes, *notes),
     )
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
+
+
+def title_of(arms: Iterable[Arm]) -> str:
+    """The title of a comparison that is given none: its arms, varied ones once."""
+    return " · ".join(dict.fromkeys(arm.family for arm in arms))
 
 
 def report_seeds(first: int, count: int) -> range:
@@ -197,8 +203,8 @@ def _with_shared(request: Request, arms: list[Arm]) -> tuple[list[Arm], list[tup
     """
     base: list[tuple[str, Any]] = []
     shared: dict[str, Settings] = {arm.name: {} for arm in arms}
-    for name, value in request.base:
-        scope, colon, key = name.rpartition(":")
+    for name, key, value in _each_setting(request.base):
+        scope, colon, _ = name.rpartition(":")
         chosen = [arm for arm in arms if not colon or arm.method == method(scope).slug]
         if not chosen:
             raise ProxpoError(f"--set {name}: {method(scope).slug} is not compared here")
@@ -210,6 +216,13 @@ def _with_shared(request: Request, arms: list[Arm]) -> tuple[list[Arm], list[tup
         for arm_name in paths:
             shared[arm_name][key] = value
     return [replace(arm, settings={**shared[arm.name], **arm.settings}) for arm in arms], base
+
+
+def _each_setting(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Name, key and value of each setting; `grpo:clip_low+clip_high` holds two."""
+    for name, value in pairs:
+        for key in parts_of(name.rpartition(":")[2]):
+            yield name, key, value
 
 
 def _refuse_partial(key: str, value: Any, arms: Sequence[Arm], paths: Mapping[str, Any]) -> None:
@@ -386,6 +399,7 @@ __all__ = [
     "first_runs",
     "make_plan",
     "report_seeds",
+    "title_of",
     "with_choices",
     "with_more_arms",
     "with_tuned_on",

@@ -10,6 +10,7 @@ from proxpo.compare.design import with_choices, with_tuned_on
 from proxpo.compare.naming import setting_key
 from proxpo.compare.plan import Arm, Choice, Plan, PlannedRun
 from proxpo.compare.state import planned_state
+from proxpo.errors import ProxpoError
 
 
 def grown(plan: Plan, folder: Path, unfinished: Collection[str]) -> Plan:
@@ -50,11 +51,24 @@ def choose_settings(
     for arm in plan.arms if arms is None else map(plan.arm, arms):
         tried = _tried(plan, arm, folder)
         finished = [one for one in tried if one.score is not None]
-        if finished:
+        if not finished:
+            _refuse_unknown_score(plan, arm, folder)
+        else:
             best = max(finished, key=lambda one: (one.seeds, one.score))  # the first of equals
             scores = tuple((one.settings, one.score) for one in tried)
             choices.append(Choice(arm=arm.name, settings=best.settings, scores=scores))
     return choices
+
+
+def _refuse_unknown_score(plan: Plan, arm: Arm, folder: Path) -> None:
+    """Refuses a score that runs which ended well have not logged: nothing could be chosen by it."""
+    states = [planned_state(plan, run, folder) for run in plan.runs if run.arm == arm.name]
+    done = [state for state in states if state.status == "done"]
+    if done and all(state.score is None for state in done):
+        raise ProxpoError(
+            f"no run of {arm.name} has logged {plan.score}, so that no setting can be chosen by "
+            "it: name another score in the study"
+        )
 
 
 def _best(plan: Plan, arm: Arm, folder: Path, number: int) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ def test_each_arm_keeps_its_chosen_setting_and_only_the_seeds_are_new(tuned):
         f"settings as chosen in {tuned}, which has not seen seeds 4 to 6; it has no summary.json"
     )
     assert not plan.sweep
+    assert plan.title == "grpo · reinforce, on other seeds"
     assert len(confirmation(tuned, arms=["grpo"]).runs) == len(stored.seeds.report)
 
 
@@ -62,6 +63,9 @@ def test_findings_of_the_arms_that_are_run_go_into_the_plan(tuned):
     assert plan.confirms == (Finding(mean=0.02, low=0.01, high=0.03, **found),)
     write_plan(plan, tuned)
     assert read_plan(tuned) == plan
+    (tuned / "summary.json").write_text('{"pairs": [')
+    with pytest.raises(ProxpoError, match=r"summary\.json is damaged; `proxpo report"):
+        confirmation(tuned, arms=["grpo", "reinforce"])
 
 
 def test_a_confirmation_of_a_confirmation_spares_the_seeds_of_both(tuned, tmp_path):

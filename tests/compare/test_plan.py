@@ -123,6 +123,14 @@ def test_a_setting_of_a_method_goes_to_its_arms():
     assert {config_of(plan, run).train.lr for run in plan.runs} == {1e-3}
 
 
+def test_a_joined_setting_sets_each_of_its_parts():
+    plan = plan_of(
+        "grpo", "p3o", base=[("lr+weight_decay", 1e-4), ("grpo:clip_low+clip_high", 0.3)]
+    )
+    assert (plan.base["train"]["lr"], plan.base["train"]["weight_decay"]) == (1e-4, 1e-4)
+    assert plan.arm("grpo").settings == {"clip_low": 0.3, "clip_high": 0.3}
+
+
 def test_an_option_of_a_block_stays_in_its_arm():
     plan = plan_of("grpo:task.options.last=2", "p3o", seeds=1)
     assert [config_of(plan, run).task.options for run in plan.runs] == [{"last": 2}, {}]
@@ -279,7 +287,12 @@ BAD = [
     (["gprpo", "--study", "worked-stale"], "unknown arm of study worked-stale 'gprpo'; did you"),
     (["--study", "p3o-clp"], "unknown study 'p3o-clp'; did you mean 'p3o-clip'?"),
     (["grpo", "--on", "slurm"], "unknown place 'slurm'"),
-    ([], "no methods to compare"),
+    (["grpo", "--set", "seed=5"], "'seed' cannot be set in a comparison: the seeds are those of"),
+    (["grpo:out=there"], "'out' cannot be set in a comparison: --out names the folder"),
+    (["grpo", "--vary", "method=kpo,p3o"], "'method' cannot be set in a comparison"),
+    (["grpo", "--sweep", "seed=1,2"], "'seed' cannot be set in a comparison"),
+    (["grpo", "--candidates", "0"], "--candidates is an option of a search"),
+    ([], "holds no comparison to go on with"),
 ]
 
 

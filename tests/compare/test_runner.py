@@ -8,6 +8,7 @@ import shlex
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,8 @@ def test_a_sweep_chooses_on_tuning_seeds_and_reports_on_others(tmp_path, capsys)
     assert (reported.seed, dict(reported.settings)) == (0, {"lr": 1e-5})
     assert rows_of(out / reported.folder)[-1]["step"] == 6
     assert choose_settings(plan, out) == list(plan.chosen)  # from the files alone
+    with pytest.raises(ProxpoError, match="no run of grpo has logged proxpo/eval/other"):
+        choose_settings(replace(plan, score="proxpo/eval/other"), out)
 
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path, uninterrupted):

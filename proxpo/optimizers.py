@@ -116,8 +116,7 @@ class Combined(Optimizer):
     """Several optimizers, each with its own parameters, as one: a step, a schedule, a state.
 
     Groups and state are shared with the parts, so that a scheduler's change of `lr` reaches them
-    and the state dict has torch's usual form; what a part keeps beside them goes to "extra". A
-    group may have a "decay", decoupled weight decay that its part does not know of.
+    and the state dict has torch's usual form; what a part keeps beside them goes to "extra".
     """
 
     complete = False
@@ -156,11 +155,6 @@ class Combined(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            shrunk = 1 - group["lr"] * group.get("decay", 0.0)
-            for p in group["params"] if shrunk != 1 else ():
-                if p.grad is not None:
-                    p.mul_(shrunk)
         for part in self.parts:
             part.step()
         return loss
@@ -250,12 +244,24 @@ def _kfac(model: nn.Module, options: Options, rest: Options) -> Optimizer:
     if frozen is not None:
         raise ProxpoError(f"optimizer 'kfac': {frozen} trains its weight but not its bias")
     params = [p for layer in layers for p in layer.parameters()]
-    # SINGD would add the decay to the step that its momentum averages.
-    without = {**defaults, **options, "weight_decay": 0.0}
-    combined = _split("kfac", cls, params, model, without, rest, model)
-    for group in combined.parts[0].param_groups:
-        group["decay"] = options["weight_decay"]
-    return combined
+    return _split("kfac", _decoupled(cls), params, model, {**defaults, **options}, rest, model)
+
+
+def _decoupled(cls: Any) -> type[Any]:
+    """SINGD with its weight decay apart from the step that its momentum averages."""
+
+    class SINGD(cls):
+        def _get_param_group_entry(self, module: nn.Module, entry: str) -> Any:
+            return 0.0 if entry == "weight_decay" else super()._get_param_group_entry(module, entry)
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.mul_(1 - group["lr"] * group["weight_decay"])
+            return super().step(closure)
+
+    return SINGD
 
 
 def _split(

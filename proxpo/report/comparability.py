@@ -28,9 +28,10 @@ FREE = (
     "evaluate.every",  # runs are compared at steps that all were evaluated at
 )
 SAMPLES = "samples a step"
+FILES = "files"  # what lay under the paths that a run was given
 ARM = ("method", "recipe")  # settings that arms are compared for in any case
 # Settings that no arm may be compared for: they change the score or the budget.
-FIXED = ("task", "evaluate", "model.name", "train.steps", SAMPLES)
+FIXED = ("task", "evaluate", "model.name", "train.steps", SAMPLES, FILES)
 
 
 def settings_of(run: Run) -> Settings:
@@ -39,6 +40,7 @@ def settings_of(run: Run) -> Settings:
         return {path: _text(value) for path, value in run.config.items()}
     tree = {**_defaults(), **_flat(run.config)}
     tree[SAMPLES] = _product(tree["rollout.prompts_per_step"], tree["rollout.samples_per_prompt"])
+    tree |= {f"{FILES}.{name}": str(digest)[:12] for name, digest in run.files.items()}
     return {path: _text(value) for path, value in tree.items() if affects_numbers(path)}
 
 

@@ -18,6 +18,7 @@ from proxpo.runs.jsonlines import METRICS, metric_value, missing_steps
 from proxpo.runs.status import FAILURE, SUMMARY, Status, status_of
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import SECTIONS
+from proxpo.train.sources import SOURCES
 
 MOST_STEPS = 10_000_000  # a step beyond is no step of a run
 LONGEST = 1000  # characters of a reason
@@ -105,6 +106,7 @@ def _read_folder(folder: Path, *, shown: str) -> Run:
         folder=one_line(shown),
         command=_command(folder, shown),
         config=config,
+        files=_object(folder / SOURCES, shown, notes) or {},
         rows=read.rows,
         broken=read.broken,
         summary={k: v for k, v in (summary or {}).items() if k not in ("config", "samples")},

@@ -7,7 +7,7 @@ it belongs to the method, as everywhere else (`clip_high=0.28`, `ratio=kalman`, 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -51,8 +51,9 @@ def load_config(
     file, which several methods may share, it stands without effect, and the run says so. `source`
     may be a file's contents.
     """
-    pairs = [parse_setting(entry) if isinstance(entry, str) else entry for entry in sets]
-    pairs = [*((k, v) for k, v in (overrides or {}).items() if v is not None), *pairs]
+    own = [parse_setting(entry) if isinstance(entry, str) else entry for entry in sets]
+    flags = [(k, v) for k, v in (overrides or {}).items() if v is not None]
+    pairs = [*flags, *own]
     read = dict(source) if isinstance(source, Mapping) else {}
     if isinstance(source, (str, Path)):
         read = read_yaml(find(source))
@@ -61,6 +62,7 @@ def load_config(
     chosen = _method(dict(pairs).get("method", written))
     if chosen != _method(written):
         read.pop("recipe", None)
+    _refuse_contradictions(_entries(read), flags, own, chosen.defaults)
     check_domain(chosen, task)
     defaults = default_settings(chosen, task).items()
     tree: dict[str, Any] = {}
@@ -71,6 +73,25 @@ def load_config(
     made = config.make_method()
     check_used(config, made, {".".join(place(key, chosen.defaults)) for key, _ in pairs})
     return _with_pool(config, made)
+
+
+def _refuse_contradictions(
+    read: Iterable[tuple[str, Any]],
+    flags: Iterable[tuple[str, Any]],
+    sets: Iterable[tuple[str, Any]],
+    options: Collection[str],
+) -> None:
+    """Refuses one setting with two values in a file, or by an option and by --set."""
+    of_file: dict[str, Any] = {}
+    for key, value in read:
+        path = ".".join(place(key, options))
+        if of_file.setdefault(path, value) != value:
+            raise ProxpoError(f"'{path}' is given twice, as {of_file[path]} and as {value}")
+    by_flag = {".".join(place(key, options)): (key, value) for key, value in flags}
+    for key, value in sets:
+        flag, other = by_flag.get(".".join(place(key, options)), (key, value))
+        if str(other) != str(value):
+            raise ProxpoError(f"--{flag} {other} and --set {key}={value} contradict each other")
 
 
 def task_name(entries: Iterable[tuple[str, Any]]) -> str:

@@ -28,6 +28,7 @@ from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import finish_run
 from proxpo.train.job import Examined, Job, StepWatch, restore, save
 from proxpo.train.observer import SILENT, Observer
+from proxpo.train.sources import check_sources, write_sources
 
 
 class _Stopped(Exception):
@@ -131,6 +132,8 @@ def _trained(run: _ActiveRun) -> Examined | None:
     for line in lines if fresh else ():
         on_notice(line)
     write_config(job.config, out / "config.yaml", lines)
+    if fresh:
+        write_sources(job.config, out)
     # The row of a step whose evaluation is still due is written after it.
     resume_at = None if fresh else job.step - (job.unwritten is not None)
     drawn = None if fresh else job.sampled - 1  # samples of these are written
@@ -227,6 +230,7 @@ def _resumed(
         )
     earlier = build_config(checkpoint.info["config"])
     changed = check_resume(earlier, config, step=checkpoint.step, where=checkpoint.path)
+    check_sources(config, out)
     for change in changed:
         if change.path not in ("train.steps", "out"):
             observer.on_notice(f"setting changed since the checkpoint: {change}")

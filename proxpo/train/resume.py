@@ -16,15 +16,23 @@ def own_config(
 ) -> tuple[str | None, dict[str, Any]]:
     """CONFIG and overrides of `--resume`: a run's own settings where no others are given.
 
-    `--out DIR` alone takes DIR/config.yaml. A config.yaml beside checkpoints stands for its folder,
-    whatever `out` it was started with, so that a run can be moved.
+    `--out DIR` alone takes DIR/config.yaml, also where the run has no checkpoint and begins anew; a
+    folder without a run is refused, unless a method says what to begin. A config.yaml beside
+    checkpoints stands for its folder, whatever `out` it was started with, so that a run can be
+    moved.
     """
     changed = dict(overrides)
     if source is None and "out" in changed:
         own = Path(changed["out"]) / "config.yaml"
-        if checkpoints(own.parent / "checkpoints"):
-            _restore_config(own, on_notice)
-            source = str(own)
+        saved = checkpoints(own.parent / "checkpoints")
+        if not saved and not own.is_file():
+            if changed.get("method") is None:
+                raise ProxpoError(f"{own.parent} holds no run to continue")
+            return None, changed
+        if not saved:
+            on_notice(f"{own.parent} has no checkpoint: it begins anew with its own settings")
+        _restore_config(own, on_notice)
+        source = str(own)
     elif source is not None and "out" not in changed:
         own = find(source)
         if checkpoints(own.parent / "checkpoints"):

@@ -8,6 +8,7 @@ takes, and warmup.json: settings and losses. A run that was stopped continues fr
 
 import json
 import math
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.runs.checkpoint import load_latest, save_checkpoint
 from proxpo.runs.files import read_object, write_whole
 from proxpo.runs.folder import hold_folder
+from proxpo.runs.lock import LOCK
 from proxpo.runs.stop import StopRequest, stop_on_signal
 from proxpo.settings import TASK_OPTIONS, parse_setting
 from proxpo.stages._options import bind
@@ -41,7 +43,8 @@ from proxpo.train.scoring import Learner, LogpOptions, forward, in_micro_batches
 from proxpo.train.tasks import Lazy, Problem, Task, make_task
 from proxpo.train.update import set_learning_rate
 
-SUMMARY = "warmup.json"
+SUMMARY, CHECKPOINTS = "warmup.json", "checkpoints"
+RUN_CONFIG = "config.yaml"  # a sign of a training run
 PASS = LogpOptions(temperature=1.0, micro_batch=None)
 
 
@@ -118,17 +121,25 @@ def warm_up(settings: WarmupSettings, out: Path, observer: Observer = SILENT) ->
         if done["settings"] != asdict(settings):
             raise ProxpoError(f"{out} holds a warm start with other settings: choose another --out")
         return done
+    _refuse_used(out)
     with hold_folder(out, on_notice=observer.on_notice):
         run = WarmupRun(settings, out, observer)
         with stop_on_signal(signal.SIGTERM, signal.SIGINT) as stop:
             return run.make(stop)
 
 
+def _refuse_used(out: Path) -> None:
+    """Refuses a folder with a model, a run or anything else in which no warm start was begun."""
+    found = set(os.listdir(out)) - {LOCK} if out.is_dir() else set()
+    if found and (CHECKPOINTS not in found or RUN_CONFIG in found):
+        raise ProxpoError(f"{out} holds something else: choose another --out")
+
+
 class WarmupRun:
     """A warm start after loading: the learner, the encoded solutions and the losses so far."""
 
     def __init__(self, settings: WarmupSettings, out: Path, observer: Observer) -> None:
-        self.settings, self.checkpoints, self.out = settings, out / "checkpoints", out
+        self.settings, self.checkpoints, self.out = settings, out / CHECKPOINTS, out
         self.observer = observer
         task = make_task(settings.task, **settings.task_options)
         problems = solved(task, settings.problems)

@@ -337,7 +337,20 @@ def pair_of(left, right, *, arms=(), chosen=()):
     ],
 )  # fmt: skip
 def test_runs_that_differ_beyond_the_arms_get_no_verdict(other, line):
-    found = pair_of(config_of(), other)
+    check_no_verdict(pair_of(config_of(), other), line)
+    assert pair_of(other, other).pair("a", "b").winner == "a"
+
+
+def test_runs_that_read_other_files_under_one_path_get_no_verdict():
+    runs = [
+        replace(run_of(name, s, [0.5, end + s / 100], config=config_of()), files={"model.name": f})
+        for name, end, f in (("a", 0.8, "12ab"), ("b", 0.6, "34cd"))
+        for s in range(3)
+    ]
+    check_no_verdict(compared(*runs), "files.model.name: 12ab (a), 34cd (b)")
+
+
+def check_no_verdict(found, line):
     assert not claims(found)
     first, *lines = setting_warnings(found)
     assert first.startswith("Not comparable")
@@ -345,7 +358,6 @@ def test_runs_that_differ_beyond_the_arms_get_no_verdict(other, line):
     assert "Nothing is claimed between a and b: their settings differ in" in said(found)
     assert "Read this first" in (page := comparison_page(found, []))
     assert page.index("Not comparable") < page.index("What the runs show") < page.index("Ranking")
-    assert pair_of(other, other).pair("a", "b").winner == "a"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,17 @@ def test_settings_take_effect_in_order(tmp_path):
     assert (config.out, config.task.name) == (None, "gsm8k")
 
 
+@pytest.mark.parametrize(
+    ("flag", "setting"), [("seed", "seed=2"), ("method", "method=isopo"), ("model", "model.name=x")]
+)
+def test_an_option_and_another_setting_contradict_each_other(flag, setting):
+    value = {"seed": 1, "method": "grpo", "model": "tiny"}[flag]
+    message = f"--{flag} {value} and --set {setting} contradict each other"
+    with pytest.raises(ProxpoError, match=message):
+        load_config(None, [setting], {flag: value})
+    assert load_config(None, [f"{flag}={value}"], {flag: value})
+
+
 def test_pairs_work_as_text_does():
     assert load_config(sets=[("lr", 1e-5)]) == load_config(sets=["lr=1e-5"])
 
@@ -186,6 +197,11 @@ BAD_FILES = {
     "unknown inner key": ("train: {lrr: 1}", "unknown setting 'train.lrr'; did you mean"),
     "twice": ("seed: 1\nseed: 2", "run.yaml:2: 'seed' is given twice"),
     "twice inside": ("train:\n  lr: 1\n  lr: 2", "run.yaml:3: 'lr' is given twice"),
+    "twice by two names": ("lr: 1e-5\ntrain: {lr: 3e-5}", "'train.lr' is given twice, as 1e-05"),
+    "a recipe's twice": (
+        "method: grpo\nclip_low: 0.1\nrecipe: {clip_low: 0.2}",
+        "'recipe.clip_low' is given twice, as 0.1 and as 0.2",
+    ),
     "not yaml": ("train: [", "run.yaml:"),
     "a list": ("- 1", "expected settings as 'name: value' lines"),
     "odd key": ("1: 2", "expected settings as 'name: value' lines"),

@@ -42,6 +42,38 @@ def run(finished, tmp_path) -> Path:
     return out
 
 
+def test_a_run_without_a_checkpoint_begins_anew_with_its_own_settings(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").unlink()
+    before, text = rows_of(run)[-1]["reward"], (run / "config.yaml").read_text()
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert "has no checkpoint: it begins anew with its own settings" in capsys.readouterr().out
+    assert rows_of(run)[-1]["reward"] == before
+    apart = set(text.splitlines()) ^ set((run / "config.yaml").read_text().splitlines())
+    assert all(line.startswith("out:") for line in apart)
+
+
+def test_a_folder_without_a_run_is_not_continued(tmp_path, capsys):
+    assert main(["train", "--resume", "--out", str(tmp_path / "typo")]) == 2
+    assert "typo holds no run to continue" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_run_does_not_go_on_with_other_files(tmp_path):
+    problems, out = tmp_path / "problems.jsonl", tmp_path / "run"
+    lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(100, 140)]
+    problems.write_text("\n".join(lines))
+    given = {**GRPO, "task": str(problems)}
+    sets = ("checkpoint.every=1", "task.reward=exact")
+    train(config_of(out, "steps=1", *sets, **given))
+    config = config_of(out, "steps=2", *sets, **given)
+    problems.write_text("\n".join(reversed(lines)))
+    with pytest.raises(ProxpoError, match=r"task\.name: .*problems\.jsonl has changed"):
+        train(config, resume=True)
+    problems.write_text("\n".join(lines))
+    assert train(config, resume=True)["steps"] == 2
+
+
 # Another value for every setting -------------------------------------------------------------
 
 OTHER = {

@@ -77,6 +77,16 @@ def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "plan.yaml", "config.yaml"])
+def test_a_folder_with_something_else_stays_as_it_is(file, tmp_path):
+    (tmp_path / file).write_text("mine")
+    if file == "config.yaml":
+        (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ProxpoError, match="holds something else: choose another --out"):
+        warmup.warm_up(settings(), tmp_path)
+    assert (tmp_path / file).read_text() == "mine"
+
+
 def test_column_sums_carry():
     assert column_addition([97, 5, 801]).splitlines() == [
         "7 + 5 + 1 = 13, write 3, carry 1",

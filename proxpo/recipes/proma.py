@@ -29,6 +29,9 @@ def proma(
     Departures: solver="exact" is the paper's orthogonal projection; the ridge and the bound ρ are
     the released code's. The later simultaneous sweep, which diverges, is not offered.
 
+    dim, intra_sigma, bases: rank and share of what intra removes; bases by a randomised range
+        finder ("random") or by SVD ("exact")
+
     Reference: Abrahamsen, arXiv:2601.10498.
     """
     options = {"variant": variant, "solver": solver, "sigma": sigma, "rho": rho, "ridge": ridge}

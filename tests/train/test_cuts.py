@@ -144,7 +144,9 @@ def test_a_cut_by_tokens_gives_the_metrics_and_the_gradient_of_the_whole(tmp_pat
     job.close()
     assert cut_metrics.keys() == metrics.keys()
     for name, value in metrics.items():
-        assert float(cut_metrics[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-5), name
+        # All ratios are 1 but for rounding, which decides which of them lie above P3O's cap of 1.
+        atol = 0.1 if (slug, name) == ("p3o", "trust/clipped") else 1e-5
+        assert float(cut_metrics[name]) == pytest.approx(float(value), rel=1e-3, abs=atol), name
     atol = 1e-4 * float(gradient.abs().max())
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-3, atol=atol)
     for name, value in batch.items():  # what stages read after the step is in the rows' order

@@ -212,7 +212,7 @@ def test_samples_on_a_gpu_are_those_of_the_cpu(make_sampler, monkeypatch, long):
 
 
 def test_kernels_give_the_plain_numbers():
-    """On a GPU, or under Triton's interpreter in vLLM's environment, which brings Triton."""
+    """On a GPU, or under Triton's interpreter in vLLM's environment, which has Triton."""
     gpu = torch.cuda.is_available()
     python = sys.executable if gpu else os.environ.get("PROXPO_VLLM_PYTHON")
     if not python or not Path(python).exists():

@@ -28,7 +28,7 @@ FREE = (
     "evaluate.every",  # runs are compared at steps that all were evaluated at
 )
 SAMPLES = "samples a step"
-FILES = "files"  # what lay under the paths that a run was given
+FILES = "files"  # contents of the local files that a run read, by their paths
 ARM = ("method", "recipe")  # settings that arms are compared for in any case
 # Settings that no arm may be compared for: they change the score or the budget.
 FIXED = ("task", "evaluate", "model.name", "train.steps", SAMPLES, FILES)
@@ -40,7 +40,7 @@ def settings_of(run: Run) -> Settings:
         return {path: _text(value) for path, value in run.config.items()}
     tree = {**_defaults(), **_flat(run.config)}
     tree[SAMPLES] = _product(tree["rollout.prompts_per_step"], tree["rollout.samples_per_prompt"])
-    tree |= {f"{FILES}.{name}": str(digest)[:12] for name, digest in run.files.items()}
+    tree |= {f"{FILES}.{one_line(name)}": str(digest)[:12] for name, digest in run.files.items()}
     return {path: _text(value) for path, value in tree.items() if affects_numbers(path)}
 
 
@@ -60,13 +60,13 @@ def undeclared_differences(
     """Paths of the settings that forbid a verdict between two arms with these distinct settings.
 
     A setting that an arm is compared for may differ between the arms, unless it is FIXED, but not
-    between the runs of one arm.
+    between the runs of one arm. Of a file, the runs that recorded it are compared.
     """
     both = [*a, *b]
     return [
         path
-        for path in (both[0] if both else ())
-        if all(path in settings for settings in both)
+        for path in dict.fromkeys(path for settings in both for path in settings)
+        if (_within(path, (FILES,)) or all(path in settings for settings in both))
         and len(_values(both, path)) > 1
         and (
             not any(_names(key, path) for key in declared)
@@ -96,7 +96,7 @@ def difference_lines(arms: Mapping[str, Sequence[Settings]], paths: Sequence[str
     for path in paths:
         holders: dict[str, list[str]] = {}
         for name, known in arms.items():
-            for value in _values([settings for settings in known if path in settings], path):
+            for value in _values(known, path):
                 holders.setdefault(value, []).append(name)
         words = [f"{value} ({', '.join(names)})" for value, names in holders.items()]
         lines.append(f"{path}: {', '.join(words)}")
@@ -104,7 +104,7 @@ def difference_lines(arms: Mapping[str, Sequence[Settings]], paths: Sequence[str
 
 
 def _values(settings: Sequence[Settings], path: str) -> list[str]:
-    return list(dict.fromkeys(each[path] for each in settings))
+    return list(dict.fromkeys(each[path] for each in settings if path in each))
 
 
 def _text(value: Any) -> str:

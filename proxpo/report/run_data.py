@@ -32,7 +32,7 @@ class Run:
     folder: str = ""  # relative to the comparison
     command: str = ""  # repeats it
     config: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, Any] = field(default_factory=dict)  # fingerprints of what it read
+    files: Mapping[str, Any] = field(default_factory=dict)  # fingerprints of local files, by path
     rows: tuple[Row, ...] = ()  # one per step; a metric that was not measured is absent
     # the first step at which a metric was logged as NaN, infinity, text or beyond float32
     broken: Mapping[str, float] = field(default_factory=dict)

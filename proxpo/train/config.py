@@ -7,7 +7,7 @@ it belongs to the method, as everywhere else (`clip_high=0.28`, `ratio=kalman`, 
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.recipes import Method, Procedure, method
 from proxpo.runs.files import write_whole
 from proxpo.runs.yaml_file import dump_yaml, read_yaml
-from proxpo.settings import parse_setting
+from proxpo.settings import parse_setting, parse_value
 from proxpo.train._schema import SECTIONS, Config
 from proxpo.train._settings import (
     Change,
@@ -84,14 +84,32 @@ def _refuse_contradictions(
     """Refuses one setting with two values in a file, or by an option and by --set."""
     of_file: dict[str, Any] = {}
     for key, value in read:
-        path = ".".join(place(key, options))
-        if of_file.setdefault(path, value) != value:
-            raise ProxpoError(f"'{path}' is given twice, as {of_file[path]} and as {value}")
-    by_flag = {".".join(place(key, options)): (key, value) for key, value in flags}
-    for key, value in sets:
-        flag, other = by_flag.get(".".join(place(key, options)), (key, value))
-        if str(other) != str(value):
+        for path, leaf in _spread(".".join(place(key, options)), value):
+            if _differ(path, of_file.setdefault(path, leaf), leaf):
+                raise ProxpoError(f"'{path}' is given twice, as {of_file[path]} and as {leaf}")
+    by_set = {".".join(place(key, options)): (key, value) for key, value in sets}  # the last counts
+    for flag, other in flags:
+        path = ".".join(place(flag, options))
+        key, value = by_set.get(path, (flag, other))
+        if _differ(path, other, value):
             raise ProxpoError(f"--{flag} {other} and --set {key}={value} contradict each other")
+
+
+def _spread(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values inside a block, each with its path; any other value as it is."""
+    if not (isinstance(value, Mapping) and value):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _spread(f"{path}.{key}", inner)
+
+
+def _differ(path: str, a: Any, b: Any) -> bool:
+    """True for two values that do not come to the same: 1 and 1.0 do, and two spellings do."""
+    if path == "method":
+        return _method(a) != _method(b)
+    a, b = (parse_value(value) if isinstance(value, str) else value for value in (a, b))
+    return a != b
 
 
 def task_name(entries: Iterable[tuple[str, Any]]) -> str:

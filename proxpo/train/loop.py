@@ -28,7 +28,8 @@ from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import finish_run
 from proxpo.train.job import Examined, Job, StepWatch, restore, save
 from proxpo.train.observer import SILENT, Observer
-from proxpo.train.sources import check_sources, write_sources
+from proxpo.train.resume import begin_anew
+from proxpo.train.sources import check_sources, fingerprints, write_sources
 
 
 class _Stopped(Exception):
@@ -44,26 +45,31 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     out = Path(config.folder)
     check_sinks(config.log.sinks)
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
-        resumed = _resumed(out, config, resume=resume, observer=observer)
+        files = fingerprints(config)
+        resumed = _resumed(out, config, files, resume=resume, observer=observer)
         job = build_job(config)
         job.observe(observer)
         try:
             if resumed is not None:
                 restore(job, *resumed)
                 at.saved = job.step
-            return _finished(_ActiveRun(job, out, at, observer))
+            return _finished(_ActiveRun(job, out, at, observer, files))
         finally:
             job.close()
 
 
 @dataclass
 class _ActiveRun:
-    """A run after loading: its job, folder, position and observer, and the stop that was asked."""
+    """A run after loading: its job, folder, position and observer, and the stop that was asked.
+
+    files: fingerprints of the local files that it reads
+    """
 
     job: Job
     out: Path
     at: Progress
     observer: Observer
+    files: dict[str, str]
     stop: StopRequest | None = None
 
     @property
@@ -133,7 +139,7 @@ def _trained(run: _ActiveRun) -> Examined | None:
         on_notice(line)
     write_config(job.config, out / "config.yaml", lines)
     if fresh:
-        write_sources(job.config, out)
+        write_sources(run.files, out)
     # The row of a step whose evaluation is still due is written after it.
     resume_at = None if fresh else job.step - (job.unwritten is not None)
     drawn = None if fresh else job.sampled - 1  # samples of these are written
@@ -209,7 +215,7 @@ def _step(run: _ActiveRun, samples: JsonLines) -> dict[str, float]:
 
 
 def _resumed(
-    out: Path, config: Config, *, resume: bool, observer: Observer
+    out: Path, config: Config, files: dict[str, str], *, resume: bool, observer: Observer
 ) -> tuple[Checkpoint, list[Change]] | None:
     """The checkpoint to continue from and the settings that change there, if there is one."""
     checkpoint = load_latest(out / "checkpoints")
@@ -218,6 +224,8 @@ def _resumed(
             raise ProxpoError(
                 f"{out} holds a finished run without checkpoints: choose another --out"
             )
+        if resume:
+            begin_anew(out, config, observer.on_notice)
         return None
     if not resume:
         raise ProxpoError(f"{out} already holds a run: --resume continues it, --out starts another")
@@ -230,7 +238,7 @@ def _resumed(
         )
     earlier = build_config(checkpoint.info["config"])
     changed = check_resume(earlier, config, step=checkpoint.step, where=checkpoint.path)
-    check_sources(config, out)
+    check_sources(files, out)
     for change in changed:
         if change.path not in ("train.steps", "out"):
             observer.on_notice(f"setting changed since the checkpoint: {change}")

@@ -8,7 +8,14 @@ from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import DAMAGE, checkpoints, read_info, verify
 from proxpo.runs.jsonlines import OnNotice
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.train.config import build_config, find, write_config
+from proxpo.train.config import (
+    Config,
+    build_config,
+    differences,
+    find,
+    load_config,
+    write_config,
+)
 
 
 def own_config(
@@ -16,23 +23,18 @@ def own_config(
 ) -> tuple[str | None, dict[str, Any]]:
     """CONFIG and overrides of `--resume`: a run's own settings where no others are given.
 
-    `--out DIR` alone takes DIR/config.yaml, also where the run has no checkpoint and begins anew; a
-    folder without a run is refused, unless a method says what to begin. A config.yaml beside
-    checkpoints stands for its folder, whatever `out` it was started with, so that a run can be
-    moved.
+    `--out DIR` alone takes DIR/config.yaml, with checkpoints or without; a folder without a run is
+    refused, unless a method says what to begin. A config.yaml beside checkpoints stands for its
+    folder, whatever `out` it was started with, so that a run can be moved.
     """
     changed = dict(overrides)
     if source is None and "out" in changed:
         own = Path(changed["out"]) / "config.yaml"
-        saved = checkpoints(own.parent / "checkpoints")
-        if not saved and not own.is_file():
-            if changed.get("method") is None:
-                raise ProxpoError(f"{own.parent} holds no run to continue")
-            return None, changed
-        if not saved:
-            on_notice(f"{own.parent} has no checkpoint: it begins anew with its own settings")
-        _restore_config(own, on_notice)
-        source = str(own)
+        if own.is_file() or checkpoints(own.parent / "checkpoints"):
+            _restore_config(own, on_notice)
+            source = str(own)
+        elif "method" not in changed:
+            raise ProxpoError(f"{own.parent} holds no run to continue")
     elif source is not None and "out" not in changed:
         own = find(source)
         if checkpoints(own.parent / "checkpoints"):
@@ -58,6 +60,25 @@ def _restore_config(path: Path, on_notice: OnNotice) -> None:
         write_config(config, path)
         on_notice(f"{reason}; written anew from {folder.name}")
         return
+    raise ProxpoError(f"{reason}, and no checkpoint beside it is intact")
 
 
-__all__ = ["own_config"]
+def begin_anew(out: Path, config: Config, on_notice: OnNotice) -> None:
+    """Reports that a run without a checkpoint begins anew; refuses a run of something else."""
+    path = out / "config.yaml"
+    if not path.is_file():
+        return
+    try:
+        changed = differences(load_config(path), config)
+    except ProxpoError:  # it cannot be read, and the settings come from elsewhere
+        changed = []
+    fixed = [str(change) for change in changed if change.resume == "fixed"]
+    if fixed:
+        raise ProxpoError(
+            f"{out} does not fit these settings ({'; '.join(fixed)}): a run keeps what it was "
+            "started with; --out DIR begins a new one"
+        )
+    on_notice(f"{out} has no checkpoint: it begins anew")
+
+
+__all__ = ["begin_anew", "own_config"]

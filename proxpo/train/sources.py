@@ -5,60 +5,83 @@ A path is not enough to know a run by: other weights may lie under it later.
 
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, fold
 from proxpo.runs.files import read_object, write_whole
-from proxpo.train._schema import Config
+from proxpo.train._schema import Config, TaskConfig
 
 SOURCES = "sources.json"
+SHIPPED = ("tiny", "smollm2")  # models that are no folder, whatever lies under their name
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 WHOLE = 64 << 20  # bytes of a file that is read whole
 PART = 1 << 20  # bytes at the beginning, middle and end of a larger one
 
 
 def fingerprints(config: Config) -> dict[str, str]:
-    """SHA-256 of what each setting names, where that is a file or a folder of weights here."""
-    named = {
-        "model.name": sorted(Path(config.model.name).glob("*.safetensors")),
-        "task.name": [Path(config.task.name)],
-        "task.reward": [Path(str(config.task.reward).rpartition(":")[0])],
-    }
-    local = {key: [path for path in paths if path.is_file()] for key, paths in named.items()}
-    return {key: _digest(paths) for key, paths in local.items() if paths}
+    """SHA-256 of each local file that the settings name; a model of the hub has none."""
+    folder = model_folder(config.model.name)
+    paths = [path for glob in WEIGHTS for path in sorted(folder.glob(glob))] if folder else []
+    files = {f"{config.model.name}/{path.name}": path for path in paths}
+    files |= {str(path): path for path in (*_problem_files(config.task), _reward(config.task))}
+    return {name: _digest(path) for name, path in files.items() if path.is_file()}
 
 
-def write_sources(config: Config, folder: Path) -> None:
+def write_sources(files: Mapping[str, str], folder: Path) -> None:
     """Records the fingerprints at the start of a run; without local files there is no record."""
     (folder / SOURCES).unlink(missing_ok=True)
-    if found := fingerprints(config):
-        write_whole(folder / SOURCES, json.dumps(found, indent=1).encode())
+    if files:
+        write_whole(folder / SOURCES, json.dumps(files, indent=1).encode())
 
 
-def check_sources(config: Config, folder: Path) -> None:
-    """Refuses to go on with other files than those that the run began with."""
-    recorded = read_object(folder / SOURCES) or {}
-    present = fingerprints(config)
-    for key in recorded.keys() & present.keys():
-        if recorded[key] != present[key]:
-            section, name = key.split(".")
-            path = getattr(getattr(config, section), name)
-            raise ProxpoError(f"{key}: {path} has changed since the run in {folder} began")
+def check_sources(files: Mapping[str, str], folder: Path) -> None:
+    """Refuses to go on with other files than those that the run began with.
+
+    A run without a record goes on. A file that is missing is left to the code that reads it.
+    """
+    recorded = read_object(folder / SOURCES)
+    if recorded is None:
+        return
+    for name, digest in files.items():
+        if recorded.get(name) != digest:
+            raise ProxpoError(f"{name} has changed since this run began; --out DIR begins another")
 
 
-def _digest(paths: Iterable[Path]) -> str:
-    total = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        total.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            if size <= WHOLE:
-                total.update(file.read())
-                continue
-            for start in (0, size // 2, size - PART):
-                file.seek(start)
-                total.update(file.read(PART))
+def model_folder(name: str) -> Path | None:
+    """Folder of a local model; None for a model that ships with proxpo and for one of the hub."""
+    folder = Path(name).expanduser()
+    return folder if name not in SHIPPED and folder.is_dir() else None
+
+
+def _problem_files(task: TaskConfig) -> list[Path]:
+    """The files of problems that a task names, whether they are there or not."""
+    head, _, rest = task.name.partition(":")
+    if re.search(r"\.jsonl?$|[/\\]", head):
+        return [Path(task.name), Path(str(task.options.get("test") or ""))]
+    if fold(head) != "gsm8k":
+        return []
+    path = Path(str(task.options.get("path") or rest))
+    return [path, path / "train.jsonl", path / "test.jsonl"]
+
+
+def _reward(task: TaskConfig) -> Path:
+    return Path(str(task.options.get("reward") or task.reward).rpartition(":")[0])
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file; of a large one, of its size and of three parts."""
+    total, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        if size <= WHOLE:
+            total.update(file.read())
+            return total.hexdigest()
+        total.update(f"{size}\n".encode())
+        for start in (0, size // 2, size - PART):
+            file.seek(start)
+            total.update(file.read(PART))
     return total.hexdigest()
 
 
-__all__ = ["SOURCES", "check_sources", "fingerprints", "write_sources"]
+__all__ = ["SOURCES", "check_sources", "fingerprints", "model_folder", "write_sources"]

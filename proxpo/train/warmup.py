@@ -8,7 +8,6 @@ takes, and warmup.json: settings and losses. A run that was stopped continues fr
 
 import json
 import math
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from proxpo.ops.streams import generator
 from proxpo.optimizers import make_optimizer
 from proxpo.recipes import method
 from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
-from proxpo.runs.checkpoint import load_latest, save_checkpoint
+from proxpo.runs.checkpoint import DAMAGE, checkpoints, load_latest, read_info, save_checkpoint
 from proxpo.runs.files import read_object, write_whole
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.lock import LOCK
@@ -40,11 +39,11 @@ from proxpo.train.experience import Experience
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.rollouts import fill_weights, restore_optimizer
 from proxpo.train.scoring import Learner, LogpOptions, forward, in_micro_batches
+from proxpo.train.sources import model_folder
 from proxpo.train.tasks import Lazy, Problem, Task, make_task
 from proxpo.train.update import set_learning_rate
 
 SUMMARY, CHECKPOINTS = "warmup.json", "checkpoints"
-RUN_CONFIG = "config.yaml"  # a sign of a training run
 PASS = LogpOptions(temperature=1.0, micro_batch=None)
 
 
@@ -116,6 +115,9 @@ def warm_up(settings: WarmupSettings, out: Path, observer: Observer = SILENT) ->
     A folder with the finished model of the same settings is left as it is. After a stop signal
     {"stopped", "steps"} is returned and the same call continues.
     """
+    model = model_folder(settings.model)
+    if model is not None and model.resolve() == out.resolve():
+        raise ProxpoError(f"{out} is the folder of the model itself: choose another --out")
     done = read_object(out / SUMMARY)
     if done is not None:
         if done["settings"] != asdict(settings):
@@ -130,9 +132,19 @@ def warm_up(settings: WarmupSettings, out: Path, observer: Observer = SILENT) ->
 
 def _refuse_used(out: Path) -> None:
     """Refuses a folder with a model, a run or anything else in which no warm start was begun."""
-    found = set(os.listdir(out)) - {LOCK} if out.is_dir() else set()
-    if found and (CHECKPOINTS not in found or RUN_CONFIG in found):
-        raise ProxpoError(f"{out} holds something else: choose another --out")
+    saved = checkpoints(out / CHECKPOINTS)
+    others = {path.name for path in out.glob("*")} - {LOCK, CHECKPOINTS}
+    begun = (out / SUMMARY).exists() or any(map(_is_own, saved))
+    if (saved or others) and not begun:
+        raise ProxpoError(f"{out} holds something other than a warm start: choose another --out")
+
+
+def _is_own(checkpoint: Path) -> bool:
+    """True for a checkpoint of a warm start, false for one of a run."""
+    try:
+        return "losses" in read_info(checkpoint)
+    except DAMAGE:
+        return False
 
 
 class WarmupRun:

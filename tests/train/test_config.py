@@ -81,6 +81,14 @@ def test_an_option_and_another_setting_contradict_each_other(flag, setting):
     with pytest.raises(ProxpoError, match=message):
         load_config(None, [setting], {flag: value})
     assert load_config(None, [f"{flag}={value}"], {flag: value})
+    assert load_config(None, [setting, f"{flag}={value}"], {flag: value}), "the last --set counts"
+
+
+def test_two_spellings_of_one_value_contradict_nothing(tmp_path):
+    assert load_config(None, ["method=GRPO", "seed=1.0"], {"method": "grpo", "seed": 1}).seed == 1
+    assert load_config(written(tmp_path, "lr: '1e-5'\ntrain: {lr: 0.00001}")).train.lr == 1e-5
+    assert load_config(written(tmp_path, "seed: 1"), ["seed=2"]).seed == 2, "not of one level"
+    assert load_config(written(tmp_path, "seed: 1"), (), {"seed": 2}).seed == 2
 
 
 def test_pairs_work_as_text_does():
@@ -201,6 +209,10 @@ BAD_FILES = {
     "a recipe's twice": (
         "method: grpo\nclip_low: 0.1\nrecipe: {clip_low: 0.2}",
         "'recipe.clip_low' is given twice, as 0.1 and as 0.2",
+    ),
+    "an option twice": (
+        "task.options.held_out: 64\ntask: {options: {held_out: 32}}",
+        "'task.options.held_out' is given twice, as 64 and as 32",
     ),
     "not yaml": ("train: [", "run.yaml:"),
     "a list": ("- 1", "expected settings as 'name: value' lines"),

@@ -15,6 +15,7 @@ from train.train_runs import config_of, job_of, rows_of
 
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
+from proxpo.models import TINY
 from proxpo.optimizers import NAMES
 from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.train.config import as_dict, build_config, check_resume, differences, explain
@@ -22,6 +23,7 @@ from proxpo.train.job import restore, save
 from proxpo.train.language import LanguageJob as Job
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
+from proxpo.train.sources import SOURCES, fingerprints
 
 pytestmark = pytest.mark.long
 GRPO = {"method": "grpo"}
@@ -47,10 +49,33 @@ def test_a_run_without_a_checkpoint_begins_anew_with_its_own_settings(run, capsy
     (run / "summary.json").unlink()
     before, text = rows_of(run)[-1]["reward"], (run / "config.yaml").read_text()
     assert main(["train", "--resume", "--out", str(run)]) == 0
-    assert "has no checkpoint: it begins anew with its own settings" in capsys.readouterr().out
+    assert "has no checkpoint: it begins anew" in capsys.readouterr().out
     assert rows_of(run)[-1]["reward"] == before
     apart = set(text.splitlines()) ^ set((run / "config.yaml").read_text().splitlines())
     assert all(line.startswith("out:") for line in apart)
+
+
+@pytest.mark.parametrize(
+    "words", ["--method isopo", "--set seed=3", "--set out=", "--set task=arithmetic:hard"]
+)
+def test_a_run_without_a_checkpoint_keeps_what_it_is(words, run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").unlink()
+    where = (
+        ["--set", f"out={run}"] if words == "--set out=" else ["--out", str(run), *words.split()]
+    )
+    kept = {f: f.read_bytes() for f in run.rglob("*") if f.is_file() and f.name != ".lock"}
+    assert main(["train", "--resume", *where]) == 2
+    told = capsys.readouterr().err
+    assert "a run keeps what it was started with" in told
+    assert told.count("\n") == 1
+    assert {f: f.read_bytes() for f in kept} == kept
+
+
+def test_an_empty_config_without_a_checkpoint_is_not_continued(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("")
+    assert main(["train", "--resume", "--out", str(tmp_path)]) == 2
+    assert "config.yaml is empty, and no checkpoint beside it" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_not_continued(tmp_path, capsys):
@@ -59,19 +84,83 @@ def test_a_folder_without_a_run_is_not_continued(tmp_path, capsys):
     assert not (tmp_path / "typo").exists()
 
 
-def test_a_run_does_not_go_on_with_other_files(tmp_path):
-    problems, out = tmp_path / "problems.jsonl", tmp_path / "run"
+@pytest.fixture(scope="module")
+def local_files(tmp_path_factory) -> Path:
+    """A model, problems and a reward in files, and a run of one step that read them."""
+    folder = tmp_path_factory.mktemp("local")
+    shutil.copytree(TINY, folder / "model")
     lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(100, 140)]
-    problems.write_text("\n".join(lines))
-    given = {**GRPO, "task": str(problems)}
-    sets = ("checkpoint.every=1", "task.reward=exact")
-    train(config_of(out, "steps=1", *sets, **given))
-    config = config_of(out, "steps=2", *sets, **given)
-    problems.write_text("\n".join(reversed(lines)))
-    with pytest.raises(ProxpoError, match=r"task\.name: .*problems\.jsonl has changed"):
-        train(config, resume=True)
-    problems.write_text("\n".join(lines))
-    assert train(config, resume=True)["steps"] == 2
+    (folder / "problems.jsonl").write_text("\n".join(lines))
+    reward = "def score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+    (folder / "reward.py").write_text(reward)
+    train(local_config(folder, "steps=1"))
+    return folder
+
+
+def local_config(folder: Path, steps: str):
+    given = {**GRPO, "task": str(folder / "problems.jsonl"), "model": str(folder / "model")}
+    reward = f"task.reward={folder / 'reward.py'}:score"
+    return config_of(folder / "run", steps, "checkpoint.every=1", reward, **given)
+
+
+@pytest.mark.parametrize("file", ["model/model.safetensors", "problems.jsonl", "reward.py"])
+def test_a_run_does_not_go_on_with_other_files(file, local_files):
+    path, run = local_files / file, local_files / "run"
+    before = path.read_bytes()
+    assert list(json.loads((run / SOURCES).read_text())) == [
+        str(local_files / name)
+        for name in ("model/model.safetensors", "problems.jsonl", "reward.py")
+    ]
+    kept = {f: f.read_bytes() for f in run.rglob("*") if f.is_file() and f.name != ".lock"}
+    try:
+        path.write_bytes(before + b"\n")
+        with pytest.raises(ProxpoError, match=f"^{path} has changed since this run began;"):
+            train(local_config(local_files, "steps=2"), resume=True)
+    finally:
+        path.write_bytes(before)
+    assert {f: f.read_bytes() for f in kept} == kept
+
+
+def test_a_run_goes_on_with_the_same_files_and_without_a_record(local_files, tmp_path):
+    sources = local_files / "run" / SOURCES
+    recorded = sources.read_bytes()
+    assert train(local_config(local_files, "steps=2"), resume=True)["steps"] == 2
+    assert sources.read_bytes() == recorded
+    sources.unlink()
+    assert train(local_config(local_files, "steps=3"), resume=True)["steps"] == 3
+    sources.write_bytes(recorded)
+
+
+def test_the_files_of_a_run_are_found_by_its_settings(tmp_path, monkeypatch):
+    for name in ("model/a.safetensors", "tiny/a.safetensors", "gsm8k/train.jsonl", "test.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = lambda *sets, **given: list(fingerprints(config_of(tmp_path, *sets, **given)))  # noqa: E731
+    assert names(model="tiny") == []
+    assert names(model="~/model") == ["~/model/a.safetensors"]
+    assert names(task="gsm8k:gsm8k") == ["gsm8k/train.jsonl"]
+    assert names("task.options.path=gsm8k", task="gsm8k") == ["gsm8k/train.jsonl"]
+    assert names("task.options.test=test.jsonl", task="./test.jsonl") == ["test.jsonl"]
+
+
+def test_a_large_file_is_known_by_its_size_and_three_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("proxpo.train.sources.WHOLE", 80)
+    monkeypatch.setattr("proxpo.train.sources.PART", 10)
+    model, config = tmp_path / "model", config_of(tmp_path, model=str(tmp_path / "model"))
+    model.mkdir()
+
+    def digest(size: int, at: int | None = None) -> str:
+        data = bytearray(size)
+        if at is not None:
+            data[at] = 1
+        (model / "a.safetensors").write_bytes(data)
+        return fingerprints(config)[f"{model}/a.safetensors"]
+
+    assert len({digest(100), digest(101), digest(100, 5), digest(100, 55), digest(100, 95)}) == 5
+    assert digest(100) == digest(100, 30), "between the parts"
+    assert digest(80) != digest(80, 30), "read whole"
 
 
 # Another value for every setting -------------------------------------------------------------

@@ -77,14 +77,24 @@ def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "plan.yaml", "config.yaml"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "plan.yaml", "config.yaml", "checkpoints/step-1/info.json"]
+)
 def test_a_folder_with_something_else_stays_as_it_is(file, tmp_path):
-    (tmp_path / file).write_text("mine")
-    if file == "config.yaml":
-        (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ProxpoError, match="holds something else: choose another --out"):
+    (tmp_path / "checkpoints/step-1").mkdir(parents=True)
+    (tmp_path / file).write_text('{"config": {}}')
+    with pytest.raises(ProxpoError, match="something other than a warm start: choose another"):
         warmup.warm_up(settings(), tmp_path)
-    assert (tmp_path / file).read_text() == "mine"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ProxpoError, match="is the folder of the model itself"):
+        warmup.warm_up(settings(f"model={tmp_path}/model"), tmp_path / "model")
+
+
+def test_a_warm_start_that_was_killed_early_begins_again(tmp_path):
+    (tmp_path / ".lock").write_text("process 1 on a\n")
+    (tmp_path / "checkpoints/.unfinished-1").mkdir(parents=True)
+    assert warmup.warm_up(settings(), tmp_path)["steps"]
 
 
 def test_column_sums_carry():

@@ -30,8 +30,8 @@ def floating(out: Any) -> list[Tensor]:
     return tensors
 
 
+def with_floating(out: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     """Replaces the floating tensors in what a module returned; objects are copied."""
-    """What a module returned, with its floating tensors replaced; objects are copied."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -35,6 +35,8 @@ def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 def _checked(thing: Any) -> Any:
     if isinstance(thing, FunctionType):
+        if "triton" in thing.__globals__:  # a kernel of Triton, which compiles the function itself
+            return thing
         return _wrapped(thing, _known_checks)
     if dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
         thing.__init__ = _wrapped(thing.__init__, _checks_of)

@@ -1,6 +1,7 @@
 """Annotations are checked in every test that is not marked `long`."""
 
 from dataclasses import dataclass
+from types import FunctionType
 
 import pytest
 import torch
@@ -48,3 +49,8 @@ def test_what_annotations_allow_passes():
     assert torch.equal(Pair(a, y=a).y, a)
     mask = torch.ones(2, 3, dtype=torch.bool)
     assert masked_mean(torch.ones(2, 3), mask) == 1
+
+
+def test_a_kernel_stays_the_function_that_triton_compiles():
+    kernel = FunctionType((lambda x: x).__code__, {"triton": None})
+    assert checked(kernel) is kernel

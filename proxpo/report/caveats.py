@@ -7,6 +7,7 @@ from typing import Any
 from proxpo.report.analysis import Analysis, ArmPair
 from proxpo.report.findings import format_number, settings_text, unit
 from proxpo.report.text import plural
+from proxpo.runs.jsonlines import CUT_TOKENS
 
 MOST_PAIRS = 6  # of arms in a sentence
 
@@ -44,6 +45,7 @@ def caveats(analysis: Analysis) -> list[str]:
             "seed: without spread there is no interval, and nothing is claimed."
         )
     lines += _barred_lines(analysis)
+    lines += _cuts_that_differ(analysis)
     lines += _judged_otherwise(analysis)
     lines += _choices_among_fewer(analysis)
     lines += _choices_in_doubt(analysis)
@@ -69,6 +71,21 @@ def _barred_lines(analysis: Analysis) -> list[str]:
         f"Nothing is claimed between {_pair_names(pairs)}: {reason}."
         for reason, pairs in sorted(reasons.items())
     ]
+
+
+def _cuts_that_differ(analysis: Analysis) -> list[str]:
+    """A line for each arm that depends on its micro-batches, where memory cut them unlike."""
+    lines: list[str] = []
+    for result in analysis.arms:
+        rows = [row for one in result.runs for row in one.run.rows]
+        tokens = sorted({row[CUT_TOKENS] for row in rows if CUT_TOKENS in row})
+        if len(tokens) > 1:
+            lines.append(
+                f"{result.arm.name} looks at each micro-batch by itself, and memory cut them at "
+                f"{tokens[0]:,.0f} to {tokens[-1]:,.0f} tokens in its runs: a number for "
+                "train.micro_batch, or fewer --jobs on a GPU, makes them alike."
+            )
+    return lines
 
 
 def _judged_otherwise(analysis: Analysis) -> list[str]:

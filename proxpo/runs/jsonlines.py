@@ -14,6 +14,7 @@ from proxpo.errors import ProxpoError
 from proxpo.runs.files import parse_json, write_whole
 
 METRICS = "metrics.jsonl"
+CUT_TOKENS = "proxpo/micro_batch_tokens"  # the most of a micro-batch that memory cut
 LARGEST_METRIC = 3.4028234663852886e38  # float32's: no metric of a training run is larger
 OnNotice = Callable[[str], None]
 
@@ -150,6 +151,7 @@ def _has_step(row: Mapping[str, Any]) -> bool:
 
 
 __all__ = [
+    "CUT_TOKENS",
     "METRICS",
     "JsonLines",
     "as_number",

@@ -18,6 +18,7 @@ from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.rewards import RewardPool
+from proxpo.runs.jsonlines import CUT_TOKENS
 from proxpo.sampler import (
     Backend,
     Sampler,
@@ -35,7 +36,7 @@ from proxpo.train.evaluate import Examination, evaluate
 from proxpo.train.experience import Experience
 from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
-from proxpo.train.refusals import check_fields, check_thoughts, remarks
+from proxpo.train.refusals import check_fields, check_thoughts, depends_on_cut, remarks
 from proxpo.train.rollouts import RolloutJob
 from proxpo.train.scoring import Learner
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
@@ -130,7 +131,9 @@ class LanguageJob(RolloutJob):
 
     def update(self, rollout: Experience) -> dict[str, float]:
         gap = self._sampler_gap(rollout)
-        return update(self, rollout, on_batch=self._on_batch()) | gap
+        metrics = update(self, rollout, on_batch=self._on_batch()) | gap
+        cut = depends_on_cut(self.config, self.learner.recipe)
+        return metrics | ({CUT_TOKENS: float(self.learner.budget.tokens)} if cut else {})
 
     def _on_batch(self) -> Callable[[dict[str, Tensor]], None] | None:
         """Writes the batch of the step that is being made, where one is due."""

@@ -88,15 +88,20 @@ def remarks(config: Config, recipe: Recipe) -> list[str]:
 
 def _cut_dependence(config: Config, recipe: Recipe) -> list[str]:
     """A line for a method that depends on the cut into micro-batches, where memory decides it."""
-    local = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
-    local += [f"gradient={recipe.gradient.name}"] if recipe.gradient is not None else []
-    if config.train.micro_batch != "auto" or not local:
-        return []
-    return [
+    local = depends_on_cut(config, recipe)
+    return local and [
         f"{recipe.name}: {' and '.join(local)} looks at each micro-batch by itself, so the cut of "
         "train.micro_batch=auto, which follows lengths and memory, is part of the method; a number "
         "fixes it"
     ]
+
+
+def depends_on_cut(config: Config, recipe: Recipe) -> list[str]:
+    """Parts of the method that look at each micro-batch by itself, where memory cuts them."""
+    if config.train.micro_batch != "auto":
+        return []
+    local = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
+    return local + ([f"gradient={recipe.gradient.name}"] if recipe.gradient is not None else [])
 
 
 def check_fields(recipe: Recipe, task: Task, *, thoughts: int = 0) -> None:
@@ -155,4 +160,4 @@ def _refuse(recipe: Recipe, stage: Stage, name: str, reason: str) -> None:
     )
 
 
-__all__ = ["check_fields", "check_thoughts", "check_used", "remarks", "unused"]
+__all__ = ["check_fields", "check_thoughts", "check_used", "depends_on_cut", "remarks", "unused"]

@@ -23,6 +23,7 @@ from proxpo.report.findings import (
 )
 from proxpo.report.read_runs import read_comparison
 from proxpo.report.run_data import Run
+from proxpo.runs.jsonlines import CUT_TOKENS
 
 
 def test_numbers_of_one_run_by_hand():
@@ -204,6 +205,18 @@ def test_a_choice_at_an_end_of_what_was_tried_is_named():
     assert [line for line in caveats(found) if "tried" in line] == [said]
     few = [replace(choice, scores=scores[1:]) for choice in chosen]
     assert not any("tried" in line for line in caveats(compared(*runs, chosen=tuple(few))))
+
+
+def test_micro_batches_that_memory_cut_unlike_are_named_where_the_method_depends_on_them():
+    def cut(name, seed, *tokens):
+        run = run_of(name, seed, [0.4, 0.5 + 0.1 * seed, 0.9])
+        later = zip(run.rows[1:], tokens)
+        return replace(run, rows=(run.rows[0], *({**row, CUT_TOKENS: n} for row, n in later)))
+
+    alike = [cut("a", seed, 8192.0, 8192.0) for seed in range(2)]
+    unlike = [cut("b", 0, 8192.0, 8192.0), cut("b", 1, 8192.0, 2048.0)]
+    (said,) = [line for line in caveats(compared(*alike, *unlike)) if "micro-batch" in line]
+    assert said.startswith("b looks at each micro-batch by itself, and memory cut them at 2,048 to")
 
 
 def test_a_short_tuning_run_shortens_no_budget():

@@ -14,6 +14,7 @@ from train.train_runs import config_of, job_of, options_of, rows_of, sample
 from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.models import Policy
 from proxpo.replay.passes import token_bytes
+from proxpo.runs.jsonlines import CUT_TOKENS
 from proxpo.settings import at_length
 from proxpo.train import cuts, evaluate, minibatch, scoring
 from proxpo.train.batch import TrainingBatch
@@ -282,6 +283,7 @@ def test_a_run_that_is_resumed_is_cut_alike(tmp_path, monkeypatch):
     train(config_of(tmp_path / "again", *sets, "steps=2", method="isopo"))
     train(config_of(tmp_path / "again", *sets, "steps=4", method="isopo"), resume=True)
     assert curve(tmp_path / "whole") == curve(tmp_path / "again")
+    assert curve(tmp_path / "again")[-1][CUT_TOKENS] == 60  # ISOPO depends on the cut
     assert same_weights(tmp_path / "whole", tmp_path / "again", 4)
 
 
@@ -295,6 +297,7 @@ def test_a_run_goes_on_after_a_lack_of_memory_and_says_so_once(tmp_path, monkeyp
     assert len([line for line in notices if "out of memory" in line]) == 1
     for one, other in zip(curve(tmp_path / "plenty"), curve(tmp_path / "little"), strict=True):
         assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
+        assert CUT_TOKENS not in other  # GRPO does not depend on it
 
 
 def test_evaluation_repeats_a_pass_that_did_not_fit(tmp_path, monkeypatch):

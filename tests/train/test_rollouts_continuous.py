@@ -240,5 +240,5 @@ def test_kernels_give_the_plain_numbers():
     assert drawn["logp"] < 1e-5
     assert gaps.pop("half") < (0.3 if gpu else 0.01)  # bfloat16, float16
     assert gaps.pop("norm_half") < 2.0**-6  # two roundings of bfloat16
-    assert gaps.pop("pieces_half") < (2.0**-8 if gpu else 2.0**-10)
+    assert gaps.pop("pieces_half") < (2.0**-6 if gpu else 2.0**-10)  # two roundings, and a sum
     assert max(gaps.values()) < (1e-4 if gpu else 1e-5), gaps

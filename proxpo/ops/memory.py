@@ -9,6 +9,8 @@ import torch
 _NO_MEMORY = re.compile(
     r"out of memory|not enough memory|can(?:'t|not) allocate memory|alloc_failed|bad_alloc", re.I
 )
+_CUDNN = re.compile(r"cudnn|mha_graph", re.I)
+_WORKSPACE = 256 << 20
 
 
 def free_memory(device: torch.device) -> int:
@@ -25,12 +27,22 @@ def free_memory(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for a lack of memory of GPU or CPU, whose allocator has only a message for it."""
+    """True for a lack of memory of GPU or CPU, whose allocator has only a message for it.
+
+    cuDNN does not name its cause: on a GPU that is full, its errors are taken for a lack of memory.
+    """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+    if not isinstance(error, RuntimeError):
+        return False
+    return bool(_NO_MEMORY.search(str(error)) or (_CUDNN.search(str(error)) and _is_full()))
+
+
+def _is_full() -> bool:
+    """True where the current GPU has less left than a workspace of cuDNN takes."""
+    return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _WORKSPACE
 
 
 __all__ = ["free_memory", "is_out_of_memory"]

@@ -18,6 +18,7 @@ from fault_runs import at_phase, command, config_of, rows_of, same_run, weights_
 import proxpo.train.update as update_module
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
+from proxpo.ops.memory import is_out_of_memory
 from proxpo.runs.checkpoint import load_latest
 from proxpo.runs.folder import hold_folder
 from proxpo.sampler._vllm import _explained
@@ -173,6 +174,16 @@ def test_out_of_memory_names_the_phase_and_the_knobs(phase, word, ask, tmp_path)
     assert record["reason"] in error
     assert load_latest(out / "checkpoints").step == 1
     assert not (out / "summary.json").exists()
+
+
+@pytest.mark.parametrize(("free", "lacks"), [(30 << 20, True), (4 << 30, False)])
+def test_an_error_of_cudnn_on_a_full_gpu_is_a_lack_of_memory(monkeypatch, free, lacks):
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
+    assert not is_out_of_memory(error)  # no GPU is in use
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 140 << 30))
+    assert is_out_of_memory(error) is lacks
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
 
 
 def test_knobs_that_are_at_their_end_are_not_offered():

@@ -98,6 +98,11 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return key.strip(), parse_value(value.strip())
 
 
+def contradiction(option: str, key: str, value: Any) -> ProxpoError:
+    """The refusal of a setting that an option gives another value."""
+    return ProxpoError(f"{option} and --set {key}={value} contradict each other")
+
+
 def parse_value(text: str) -> Any:
     """The number, truth value, None, [list] or {name: value} that the text spells; else the text.
 
@@ -302,6 +307,7 @@ __all__ = [
     "TASK_OPTIONS",
     "apply_swaps",
     "at_length",
+    "contradiction",
     "lengths",
     "make_method",
     "make_recipe",

@@ -17,7 +17,7 @@ from proxpo.compare.request import (
     Request,
     overridden,
     parse_arm,
-    parse_axis,
+    parse_axes,
     tune_best_decides,
     with_arms,
 )
@@ -25,7 +25,7 @@ from proxpo.compare.runner import Pool, open_comparison, run_plan
 from proxpo.compare.state import planned_state
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError, resolve
-from proxpo.settings import parse_setting
+from proxpo.settings import contradiction, parse_setting
 from proxpo.train.config import task_name
 from proxpo.train.domains import domain_of
 
@@ -169,7 +169,13 @@ def _plan(options: CompareOptions) -> Plan:
 def request_of(options: CompareOptions) -> Request:
     """The comparison that the arguments describe."""
     pairs = [("model", options.model), ("task", options.task)]
-    sets = [*((k, v) for k, v in pairs if v is not None), *map(parse_setting, options.settings)]
+    given = {name: value for name, value in pairs if value is not None}
+    settings = [*map(parse_setting, options.settings)]
+    for key, value in settings:
+        flag = key.removesuffix(".name")
+        if given.get(flag, value) != value:
+            raise contradiction(f"--{flag} {given[flag]}", key, value)
+    sets = [*given.items(), *settings]
     if options.study is None:
         shared = PRESET if domain_of(task_name(sets)).name == "language" else None
         request = Request(arms=[parse_arm(text) for text in options.methods], config=shared)
@@ -180,8 +186,8 @@ def request_of(options: CompareOptions) -> Request:
     request = overridden(
         request,
         base=sets,
-        sweep=dict(parse_axis(text, option="--sweep") for text in options.sweep),
-        vary=dict(parse_axis(text, option="--vary") for text in options.vary),
+        sweep=parse_axes(options.sweep, option="--sweep"),
+        vary=parse_axes(options.vary, option="--vary"),
     )
     request = replace(
         request,

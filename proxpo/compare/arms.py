@@ -27,8 +27,7 @@ def make_arm(name: str | None, slug: str, settings: Mapping[str, Any]) -> Arm:
     values = {key: scalar(value, f"{chosen}: '{key}'") for key, value in settings.items()}
     label = name or " ".join([chosen, *(f"{k}={set_text(v)}" for k, v in values.items())])
     arm = Arm(name=label, method=chosen, settings=values, family=label)
-    for key in values:
-        place_of(key, arm)
+    refuse_same_place(values, arm)
     return arm
 
 
@@ -59,6 +58,19 @@ def place_of(key: str, arm: Arm) -> list[str]:
 def parts_of(key: str) -> list[str]:
     """The settings in a key: two in `clip_low+clip_high`; `weights+` is one, which adds a stage."""
     return [key] if key.endswith("+") else key.split("+")
+
+
+def refuse_same_place(keys: Iterable[str], arm: Arm) -> None:
+    """Refuses two keys for one setting, as lr and train.lr, and those that the arm does not have.
+
+    Keys that add a stage (`weights+`) may share their place.
+    """
+    taken: dict[str, str] = {}
+    for key in keys:
+        for part in parts_of(key):
+            path = ".".join(place_of(part, arm))
+            if taken.setdefault(path, key) != key and not part.endswith("+"):
+                raise ProxpoError(f"{arm.name}: {taken[path]} and {key} are one setting")
 
 
 def fits(key: str, arm: Arm) -> bool:

@@ -22,6 +22,7 @@ from proxpo.compare.arms import (
     paths_by_arm,
     place_of,
     places_of,
+    refuse_same_place,
     scalar,
     split_settings,
     swept_settings,
@@ -360,6 +361,7 @@ def _check_names(arms: list[Arm]) -> None:
 
 
 def _refuse_twice(arm: Arm, axes: Iterable[str], what: str) -> None:
+    refuse_same_place((key for key in axes if fits(key, arm)), arm)
     own = {tuple(place_of(key, arm)) for key in arm.settings}
     for key in axes:
         if any(tuple(place_of(part, arm)) in own for part in parts_of(key) if fits(key, arm)):

@@ -1,7 +1,7 @@
 """A comparison as a command line or a study describes it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +97,8 @@ def parse_arm(text: str) -> tuple[None, str, Settings]:
         raise ProxpoError(f"'{text}': expected METHOD:KEY=VALUE")
     for part in re.split(r",(?=[^,=]+=)", rest) if rest else []:
         key, value = parse_setting(part)
+        if key in settings:
+            raise ProxpoError(f"'{text}' sets {key} twice")
         settings[key] = value
     return None, name, settings
 
@@ -110,11 +112,23 @@ def parse_axis(text: str, *, option: str) -> tuple[str, tuple[Any, ...]]:
     return key.strip(), parsed
 
 
+def parse_axes(texts: Iterable[str], *, option: str) -> dict[str, tuple[Any, ...]]:
+    """The axes of an option that may be repeated, each key once."""
+    axes: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        key, values = parse_axis(text, option=option)
+        if key in axes:
+            raise ProxpoError(f"{option} {key} is given twice: write all its values in one")
+        axes[key] = values
+    return axes
+
+
 __all__ = [
     "Request",
     "foreign_options",
     "overridden",
     "parse_arm",
+    "parse_axes",
     "parse_axis",
     "tune_best_decides",
     "with_arms",

@@ -365,10 +365,16 @@ def isopo(
         path=resolve(path, PATHS, what="path of isopo"),
         scope=resolve(scope, ("layer", "head"), what="scope of isopo"),
     )
+    if not (p or q or r):
+        refuse_unused(isopo, {"reg": reg, "eps": eps}, "while p, q and r are 0", "p=-1")
+    if not (p or r):
+        refuse_unused(isopo, {"overlap": drawn}, "while p and r are 0", "p=-1")
     if not (q or r):
         refuse_unused(isopo, {"norm": rule.norm}, "while q and r are 0", "q=-1")
     if rule.norm == "exact":
         refuse_unused(isopo, {"sketch": sketch}, "with norm=exact", "norm=sketch")
     if not rule.regularised:
         refuse_unused(isopo, {"history": rule.history}, "on lengths without reg", "reg=1")
+        for name in strengths:  # 0, or the exponent is
+            refuse_unused(isopo, {"reg": reg}, f"beside {name}=0", f"{name}=none")
     return Transform(rule, seed=seed)

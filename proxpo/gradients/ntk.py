@@ -98,7 +98,7 @@ class Ntk(KernelRule):
         keys = [f"{handle.name}/trace" for handle in handles]
         known = [session.averages.get(key) for key in keys]
         means = None
-        if session.padded is not None:  # rows of padding have no part in the mean
+        if session.may_be_empty:  # rows of padding have no part in the mean
             means = kernels.diagonal(dim1=2, dim2=3).sum((1, 2)) / session.count
         averages = _averages(known, means, kernels.device)
         weights, own = self.solve(kernels, session.advantages, averages, session.groups)

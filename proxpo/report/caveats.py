@@ -74,18 +74,28 @@ def _barred_lines(analysis: Analysis) -> list[str]:
 
 
 def _cuts_that_differ(analysis: Analysis) -> list[str]:
-    """A line for each arm that depends on its micro-batches, where memory cut them unlike."""
-    lines: list[str] = []
+    """A line on arms that depend on their micro-batches, where memory cut them unlike."""
+    cuts: dict[str, set[float]] = {}
     for result in analysis.arms:
-        rows = [row for one in result.runs for row in one.run.rows]
-        tokens = sorted({row[CUT_TOKENS] for row in rows if CUT_TOKENS in row})
-        if len(tokens) > 1:
-            lines.append(
-                f"{result.arm.name} looks at each micro-batch by itself, and memory cut them at "
-                f"{tokens[0]:,.0f} to {tokens[-1]:,.0f} tokens in its runs: a number for "
-                "train.micro_batch, or fewer --jobs on a GPU, makes them alike."
-            )
-    return lines
+        runs = [{row.get(CUT_TOKENS, 0.0) for row in one.run.rows[1:]} for one in result.runs]
+        if found := set[float]().union(*runs):
+            cuts[result.arm.name] = found
+    cuts = {name: found for name, found in cuts.items() if any(found)}
+    if len(set[float]().union(*cuts.values())) < 2:
+        return []
+    words = [f"{name} at {_token_range(found)}" for name, found in cuts.items()]
+    return [
+        f"Memory cut micro-batches unlike, and these arms look at each by itself: "
+        f"{'; '.join(words)}. A number for train.micro_batch, or fewer --jobs on a GPU, makes them "
+        "alike."
+    ]
+
+
+def _token_range(cuts: set[float]) -> str:
+    """`2,048 to 8,192 tokens, in part not at all`."""
+    sizes = sorted({cut for cut in cuts if cut})
+    ends = " to ".join(f"{size:,.0f}" for size in dict.fromkeys((sizes[0], sizes[-1])))
+    return f"{ends} tokens{'' if all(cuts) else ', in part not at all'}"
 
 
 def _judged_otherwise(analysis: Analysis) -> list[str]:

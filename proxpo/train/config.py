@@ -17,7 +17,7 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.recipes import Method, Procedure, method
 from proxpo.runs.files import write_whole
 from proxpo.runs.yaml_file import dump_yaml, read_yaml
-from proxpo.settings import parse_setting, parse_value
+from proxpo.settings import contradiction, parse_setting, parse_value
 from proxpo.train._schema import SECTIONS, Config
 from proxpo.train._settings import (
     Change,
@@ -92,7 +92,7 @@ def _refuse_contradictions(
         path = ".".join(place(flag, options))
         key, value = by_set.get(path, (flag, other))
         if _differ(path, other, value):
-            raise ProxpoError(f"--{flag} {other} and --set {key}={value} contradict each other")
+            raise contradiction(f"--{flag} {other}", key, value)
 
 
 def _spread(path: str, value: Any) -> Iterator[tuple[str, Any]]:

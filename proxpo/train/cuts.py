@@ -86,10 +86,12 @@ class TokenBudget:
     The budget is halved where memory runs out, and stays so for the rest of the run.
 
     most: tokens of rows that are left whole because a cut would make them run twice
+    cut_at: the budget by which the last mini-batch was cut; 0 where it was left whole
     """
 
     tokens: int = CPU_TOKENS
     most: int = 0
+    cut_at: int = 0
     on_notice: Callable[[str], None] = lambda line: None
 
     def cut(self, rows: Rows, *, runs_twice: Callable[[], bool] = lambda: False) -> Cut:

@@ -132,8 +132,9 @@ class LanguageJob(RolloutJob):
     def update(self, rollout: Experience) -> dict[str, float]:
         gap = self._sampler_gap(rollout)
         metrics = update(self, rollout, on_batch=self._on_batch()) | gap
-        cut = depends_on_cut(self.config, self.learner.recipe)
-        return metrics | ({CUT_TOKENS: float(self.learner.budget.tokens)} if cut else {})
+        cut_at = self.learner.budget.cut_at
+        told = cut_at and depends_on_cut(self.config, self.learner.recipe)
+        return metrics | ({CUT_TOKENS: float(cut_at)} if told else {})
 
     def _on_batch(self) -> Callable[[dict[str, Tensor]], None] | None:
         """Writes the batch of the step that is being made, where one is due."""

@@ -45,7 +45,7 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     out = Path(config.folder)
     check_sinks(config.log.sinks)
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
-        files = fingerprints(config)
+        files = fingerprints(config.model.name, config.task)
         resumed = _resumed(out, config, files, resume=resume, observer=observer)
         job = build_job(config)
         job.observe(observer)

@@ -57,6 +57,7 @@ def gradients(
     data = _trained_rows(recipe, data)
 
     def work(parts: Cut) -> tuple[Metrics, Batch]:
+        learner.budget.cut_at = learner.budget.tokens if len(parts) > 1 else 0
         return _accumulated(learner, recipe, data, parts, options, ctx, seed, rescale)
 
     return in_micro_batches(
@@ -151,7 +152,8 @@ def _rescaled(
 ) -> Metrics:
     """Measures the gradient of `rescale.loss` in a second pass and scales the policy's gradient."""
     parameters = [p for p in learner.policy.model.parameters() if p.requires_grad]
-    gradient = [p.grad for p in parameters]
+    # A copy: recorded passes write the next gradient into the memory of this one.
+    gradient = [None if p.grad is None else p.grad.clone() for p in parameters]
     for p in parameters:
         p.grad = None
     for number, part in enumerate(parts):

@@ -8,10 +8,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from proxpo.errors import ProxpoError, fold
 from proxpo.runs.files import read_object, write_whole
-from proxpo.train._schema import Config, TaskConfig
+from proxpo.train._schema import TaskConfig
 
 SOURCES = "sources.json"
 SHIPPED = ("tiny", "smollm2")  # models that are no folder, whatever lies under their name
@@ -20,12 +21,12 @@ WHOLE = 64 << 20  # bytes of a file that is read whole
 PART = 1 << 20  # bytes at the beginning, middle and end of a larger one
 
 
-def fingerprints(config: Config) -> dict[str, str]:
+def fingerprints(model: str, task: TaskConfig) -> dict[str, str]:
     """SHA-256 of each local file that the settings name; a model of the hub has none."""
-    folder = model_folder(config.model.name)
+    folder = model_folder(model)
     paths = [path for glob in WEIGHTS for path in sorted(folder.glob(glob))] if folder else []
-    files = {f"{config.model.name}/{path.name}": path for path in paths}
-    files |= {str(path): path for path in (*_problem_files(config.task), _reward(config.task))}
+    files = {f"{model}/{path.name}": path for path in paths}
+    files |= {str(path): path for path in (*_problem_files(task), _reward(task))}
     return {name: _digest(path) for name, path in files.items() if path.is_file()}
 
 
@@ -42,11 +43,15 @@ def check_sources(files: Mapping[str, str], folder: Path) -> None:
     A run without a record goes on. A file that is missing is left to the code that reads it.
     """
     recorded = read_object(folder / SOURCES)
-    if recorded is None:
-        return
-    for name, digest in files.items():
-        if recorded.get(name) != digest:
-            raise ProxpoError(f"{name} has changed since this run began; --out DIR begins another")
+    changed = changed_file(files, recorded)
+    if changed:
+        raise ProxpoError(f"{changed} has changed since this run began; --out DIR begins another")
+
+
+def changed_file(files: Mapping[str, str], recorded: Mapping[str, Any] | None) -> str:
+    """The first file that is not as it was recorded; "" for none, and without a record."""
+    known = files if recorded is None else recorded
+    return next((name for name, digest in files.items() if known.get(name) != digest), "")
 
 
 def model_folder(name: str) -> Path | None:
@@ -84,4 +89,11 @@ def _digest(path: Path) -> str:
     return total.hexdigest()
 
 
-__all__ = ["SOURCES", "check_sources", "fingerprints", "model_folder", "write_sources"]
+__all__ = [
+    "SOURCES",
+    "changed_file",
+    "check_sources",
+    "fingerprints",
+    "model_folder",
+    "write_sources",
+]

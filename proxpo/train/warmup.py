@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
@@ -31,15 +31,15 @@ from proxpo.runs.files import read_object, write_whole
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.lock import LOCK
 from proxpo.runs.stop import StopRequest, stop_on_signal
-from proxpo.settings import TASK_OPTIONS, parse_setting
+from proxpo.settings import TASK_OPTIONS, contradiction, parse_setting
 from proxpo.stages._options import bind
-from proxpo.train._schema import Optimizer
+from proxpo.train._schema import Optimizer, TaskConfig
 from proxpo.train.cuts import Cut, fitted_budget
 from proxpo.train.experience import Experience
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.rollouts import fill_weights, restore_optimizer
 from proxpo.train.scoring import Learner, LogpOptions, forward, in_micro_batches
-from proxpo.train.sources import model_folder
+from proxpo.train.sources import changed_file, fingerprints, model_folder
 from proxpo.train.tasks import Lazy, Problem, Task, make_task
 from proxpo.train.update import set_learning_rate
 
@@ -65,7 +65,7 @@ class WarmupSettings:
     batch: int = 64
     lr: float = 2e-4
     weight_decay: float = 0.01
-    grad_clip: float = 1.0
+    grad_clip: float | None = 1.0
     optimizer: Optimizer = "adamw"
     max_prompt: int = 512
     max_tokens: int = 512
@@ -77,10 +77,14 @@ class WarmupSettings:
 
     def __post_init__(self) -> None:
         least = {"problems": 1, "epochs": 1, "batch": 1, "max_prompt": 1, "max_tokens": 1}
-        for name, low in {**least, "save_every": 0, "lr": 0.0, "grad_clip": 0.0}.items():
+        for name, low in {**least, "save_every": 0, "lr": 0.0}.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ProxpoError(f"warmup: {name} is at least {low}, got {value}")
+        if self.grad_clip is not None and not self.grad_clip > 0:
+            raise ProxpoError(
+                f"warmup: grad_clip is above 0, or none for no limit, got {self.grad_clip}"
+            )
 
     def rate_factor(self, step: int, steps: int) -> float:
         """Factor on the learning rate in a step, counted from 0."""
@@ -101,7 +105,12 @@ def load_warmup(sets: Iterable[str] = (), **common: Any) -> WarmupSettings:
             for block in blocks:
                 place = place.setdefault(block, {})
             place[name] = value
+        elif key == "task.reward":
+            options["reward"] = value
         elif key in known:
+            if common.get(key) not in (None, value):
+                option = f"task {common[key]}" if key == "task" else f"--{key} {common[key]}"
+                raise contradiction(option, key, value)
             values[key] = value
         else:
             raise ProxpoError(f"unknown setting of warmup '{key}'{nearest(key, known)}")
@@ -120,14 +129,30 @@ def warm_up(settings: WarmupSettings, out: Path, observer: Observer = SILENT) ->
         raise ProxpoError(f"{out} is the folder of the model itself: choose another --out")
     done = read_object(out / SUMMARY)
     if done is not None:
-        if done["settings"] != asdict(settings):
-            raise ProxpoError(f"{out} holds a warm start with other settings: choose another --out")
+        _refuse_other(settings, out, done)
         return done
     _refuse_used(out)
     with hold_folder(out, on_notice=observer.on_notice):
         run = WarmupRun(settings, out, observer)
         with stop_on_signal(signal.SIGTERM, signal.SIGINT) as stop:
             return run.make(stop)
+
+
+def _refuse_other(settings: WarmupSettings, out: Path, begun: Mapping[str, Any]) -> None:
+    """Refuses to go on with other settings, or other files under the same names."""
+    if begun["settings"] != asdict(settings):
+        raise ProxpoError(f"{out} holds a warm start with other settings: choose another --out")
+    changed = changed_file(_files(settings), begun.get("files"))
+    if changed:
+        raise ProxpoError(
+            f"{changed} has changed since the warm start in {out} began: choose another --out"
+        )
+
+
+def _files(settings: WarmupSettings) -> dict[str, str]:
+    """Fingerprints of the local files that a warm start reads."""
+    task = TaskConfig(name=settings.task, options=settings.task_options)
+    return fingerprints(settings.model, task)
 
 
 def _refuse_used(out: Path) -> None:
@@ -153,7 +178,9 @@ class WarmupRun:
     def __init__(self, settings: WarmupSettings, out: Path, observer: Observer) -> None:
         self.settings, self.checkpoints, self.out = settings, out / CHECKPOINTS, out
         self.observer = observer
-        task = make_task(settings.task, **settings.task_options)
+        self.files = _files(settings)
+        rewarded = {"reward": "exact"} if Path(settings.task).is_file() else {}  # none is asked
+        task = make_task(settings.task, **{**rewarded, **settings.task_options})
         problems = solved(task, settings.problems)
         self.policy = load_policy(settings.model, device=settings.device, dtype=settings.dtype)
         self.learner = make_learner(settings, self.policy)
@@ -170,7 +197,8 @@ class WarmupRun:
             set_learning_rate(learner.optimizer, settings.rate_factor(step, self.steps))
             rows = self._batch(step)
             self.losses.append(gradient(learner, rows))
-            norm = torch.nn.utils.clip_grad_norm_(learner.trainable(), settings.grad_clip)
+            limit = math.inf if settings.grad_clip is None else settings.grad_clip
+            norm = torch.nn.utils.clip_grad_norm_(learner.trainable(), limit)
             if not math.isfinite(float(norm)):
                 raise ProxpoError(
                     f"warmup: the gradient of step {step + 1} is not finite: lower lr"
@@ -199,17 +227,14 @@ class WarmupRun:
         model = self.policy.model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parts = {"weights": trained, "optimizer": self.learner.optimizer.state_dict()}
-        info = {"settings": asdict(self.settings), "losses": self.losses}
+        info = {"settings": asdict(self.settings), "files": self.files, "losses": self.losses}
         save_checkpoint(self.checkpoints, len(self.losses), parts, info, keep_last=1)
 
     def _resume(self) -> None:
         checkpoint = load_latest(self.checkpoints)
         if checkpoint is None:
             return
-        if checkpoint.info["settings"] != asdict(self.settings):
-            raise ProxpoError(
-                f"{self.out} holds a warm start with other settings: choose another --out"
-            )
+        _refuse_other(self.settings, self.out, checkpoint.info)
         fill_weights(self.policy.model, checkpoint.parts["weights"])
         restore_optimizer(self.learner.optimizer, checkpoint.parts["optimizer"])
         self.losses = list(checkpoint.info["losses"])
@@ -220,6 +245,7 @@ class WarmupRun:
         tenth = max(1, len(self.losses) // 10)
         summary = {
             "settings": asdict(self.settings),
+            "files": self.files,
             "solutions": len(self.rows),
             "tokens": sum(len(response) for _, response in self.rows),
             "steps": self.steps,

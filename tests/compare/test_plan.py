@@ -278,6 +278,18 @@ BAD = [
     (["grpo:lr=1e-4", "--sweep", "lr=1e-5"], "sets lr itself, so it cannot be swept"),
     (["grpo", "--vary", "temperature=-1"], "rollout.temperature is above 0"),
     (["grpo", "grpo"], "'grpo' is compared with itself"),
+    (["grpo", "--sweep", "lr=1e-5,2e-5", "--sweep", "lr=1e-4"], "--sweep lr is given twice"),
+    (["grpo", "--vary", "lr=1e-5", "--vary", "train.lr=1e-4"], "lr and train.lr are one setting"),
+    (
+        ["grpo", "--sweep", "clip_low+clip_high=0.1,0.2", "--sweep", "clip_low=0.3"],
+        "clip_low+clip_high and clip_low are one setting",
+    ),
+    (["grpo:clip_low=0.1,clip_low=0.3"], "sets clip_low twice"),
+    (["grpo:lr=1e-3,train.lr=1e-4"], "lr and train.lr are one setting"),
+    (
+        ["grpo", "--task", "arithmetic", "--set", "task=chain"],
+        "--task arithmetic and --set task=chain contradict each other",
+    ),
     (["grpo", "--seeds", "0"], "at least one seed"),
     (["grpo", "--first-seed", "-1"], "the first seed is 0 or more, got -1"),
     (["grpo", "--set", "stepz=3"], "unknown setting 'stepz'; did you mean 'steps'?"),

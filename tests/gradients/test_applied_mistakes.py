@@ -3,12 +3,10 @@
 import re
 
 import pytest
-import slow
 import torch
 from blocks import LENGTHS, A, assert_same, backward
 from models import VOCAB, hf, nll, packed, padded
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import active_handle, isopo, isopo_ntk
@@ -192,21 +190,28 @@ def test_a_list_is_no_tensor(tiny, batch, name):
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-@pytest.mark.parametrize("transform", [lambda: isopo(overlap="all", q=-0.5), isopo_ntk])
-def test_any_row_may_be_padding_alone(tiny, batch, row, transform):
-    """It is a sequence whose gradient is 0, the last row too."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: isopo(overlap="all", q=-0.5),
+        lambda: isopo(overlap="all", reg=1.0),
+        lambda: isopo(overlap="all", scale="mean"),
+        isopo_ntk,
+    ],
+)
+def test_a_row_of_padding_alone_changes_nothing(tiny, batch, row, make):
+    """The last row too, and no average that the next block reads."""
     ids, seq = batch
-    seq = torch.where(torch.arange(3)[:, None] == row, -1, seq)
-    objective = lambda: nll(tiny(ids, seq), ids, seq).sum()  # noqa: E731
-    grads = slow.position_gradients(tiny, objective, seq.numel())
-    actual = backward(tiny, ids, seq, transform())
-    overlap_set = (seq.flatten() >= 0).nonzero()[:, 0]
-    for name, value in grads.items():
-        if transform is isopo_ntk:
-            want = slow.ntk(value, seq.flatten(), A)
-        else:
-            want = slow.isopo(value, seq.flatten(), A, overlap_set, q=-0.5)
-        assert_close(actual[name], want, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: n + m)
+    others = torch.arange(3) != row
+    empty = torch.where(others[:, None], seq, -1)
+    kept = torch.where(seq[others] >= 0, torch.arange(2)[:, None], -1)
+    transform, fewer = make(), make()
+    for _ in range(2):
+        found = backward(tiny, ids, empty, transform)
+        want = backward(tiny, ids[others], kept, fewer, advantages=A[others])
+        assert_same(found, want, rtol=1e-9, atol=1e-11)
+        transform.step()
+        fewer.step()
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (7, 3), (21,), (2, 7)])
@@ -284,6 +289,9 @@ def test_groups_are_asked_for(tiny, batch):
         (lambda: isopo(sketch=1.5), "sketch must be a whole number >= 1, got 1.5"),
         (lambda: isopo(sketch=8, q=-1.0), "sketch=8 has no effect with norm=exact"),
         (lambda: isopo(norm="sketch"), "norm=sketch has no effect while q and r are 0"),
+        (lambda: isopo(p=0.0, reg=1.0), "reg=1.0 has no effect while p, q and r are 0"),
+        (lambda: isopo(reg=1.0, overlap_reg=0.0), "reg=1.0 has no effect beside overlap_reg=0"),
+        (lambda: isopo(p=0.0, q=-1.0, overlap=9), "overlap=9 has no effect while p and r are 0"),
         (lambda: isopo(history="own"), "history=own has no effect on lengths without reg"),
         (lambda: isopo(history="own", overlap_reg=0.0, reg=1.0), "history=own has no effect"),
         (lambda: isopo(preset="figure4", p=-2.0), "preset=figure4 sets p to 0, so p=-2 has no"),

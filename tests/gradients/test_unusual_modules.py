@@ -1,6 +1,7 @@
 """Layers with weights that are computed, recurrent, convolved or used by the module above."""
 
 import warnings
+from contextlib import nullcontext
 
 import peft
 import pytest
@@ -110,6 +111,16 @@ def test_a_weight_that_is_no_parameter_is_refused_with_the_reason(make, reason):
         pass
 
 
+def test_an_embedding_that_rescales_its_rows_is_refused_with_the_reason():
+    model, (_, seq) = made(nn.Identity()), padded(LENGTHS, 13)
+    model.embed.max_norm = 1.0
+    with (
+        pytest.raises(ProxpoError, match=r"embed \(Embedding\) rescales its rows in its forward"),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        pass
+
+
 class GatedNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +129,41 @@ class GatedNorm(nn.Module):
     def forward(self, states: Tensor, gate: Tensor | None = None) -> Tensor:
         x = states if gate is None else states * gate
         return self.weight * x / x.norm(dim=-1, keepdim=True)
+
+
+class LayerNorm(GatedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight)
+
+
+class MeanNorm(GatedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.abs().mean() * x / x.norm(dim=-1, keepdim=True)
+
+
+class UnitNorm(GatedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight / self.weight.norm()
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, MeanNorm, UnitNorm])
+def test_a_norm_that_reads_its_vector_as_a_whole_keeps_its_numbers(kind):
+    assert_plain(model := made(kind()), model, ["middle.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_eps_of_an_rms_norm_that_names_none(dtype):
+    norm, x = nn.RMSNorm(32).to(dtype), (0.05 * torch.randn(1, 4, 32)).to(dtype)
+    slope, one = torch.randn(1, 4, 32).to(dtype), torch.zeros(1, 4, dtype=torch.long)
+    block = isopo(preset="reinforce").applied(norm, sequences=one, advantages=torch.ones(1))
+    grads = []
+    for context in (nullcontext(), block):
+        leaf = x.clone().requires_grad_()
+        norm.zero_grad()
+        with context:
+            (norm(leaf) * slope).sum().backward()
+        grads.append([norm.weight.grad, leaf.grad])
+    assert_close(*grads, rtol=0.02, atol=0.02)
 
 
 def by_name(model: nn.Module, call) -> dict[str, Tensor]:

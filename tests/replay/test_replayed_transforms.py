@@ -9,7 +9,7 @@ from replay.test_prefix import SHAPE, make_rows
 from torch import nn
 from torch.testing import assert_close
 from train.test_cuts import trained
-from train.train_runs import job_of, options_of
+from train.train_runs import job_of, options_of, sample
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from proxpo import gradients
@@ -239,6 +239,25 @@ def test_a_mini_batch_in_recorded_passes_is_that_of_the_modules(tmp_path):
         assert_close(*outcomes, rtol=1e-3, atol=1e-5)
     assert {run.recorded for run in graphs._runs.values()} == {True}
     job.close()
+
+
+def test_a_gradient_scaled_by_another_survives_recorded_passes(tmp_path):
+    """clipping_bias measures a second gradient before it scales the first."""
+    found = []
+    for recorded in (False, True):
+        sets = ("schedule=clipping_bias", "updates_per_rollout=2", "optimizer=sgd", "lr=0.1")
+        job = job_of(tmp_path, *sets, method="grpo")
+        if recorded:
+            job.learner.graphs = PolicyGraphs(job.policy, record=record)
+        rows = sample(job).experience
+        rows.rewards.copy_(torch.arange(len(rows.rewards)) % 4)
+        metrics = job.update(rows)
+        found.append((metrics, [p.detach().clone() for p in job.learner.trainable()]))
+        job.close()
+    (metrics, weights), (ours, own) = found
+    assert metrics["grad_norm"] > 0
+    assert ours == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+    assert_close(own, weights, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

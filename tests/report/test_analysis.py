@@ -210,13 +210,22 @@ def test_a_choice_at_an_end_of_what_was_tried_is_named():
 def test_micro_batches_that_memory_cut_unlike_are_named_where_the_method_depends_on_them():
     def cut(name, seed, *tokens):
         run = run_of(name, seed, [0.4, 0.5 + 0.1 * seed, 0.9])
-        later = zip(run.rows[1:], tokens)
-        return replace(run, rows=(run.rows[0], *({**row, CUT_TOKENS: n} for row, n in later)))
+        cuts = [{CUT_TOKENS: n} for n in tokens] + [{}] * (len(run.rows) - 1 - len(tokens))
+        later = (row | own for row, own in zip(run.rows[1:], cuts))
+        return replace(run, rows=(run.rows[0], *later))
+
+    def said(*runs):
+        found = compared(*runs, *(run_of("c", seed, [0.4, 0.5, 0.6]) for seed in range(2)))
+        return [line for line in caveats(found) if "micro-batch" in line]
 
     alike = [cut("a", seed, 8192.0, 8192.0) for seed in range(2)]
-    unlike = [cut("b", 0, 8192.0, 8192.0), cut("b", 1, 8192.0, 2048.0)]
-    (said,) = [line for line in caveats(compared(*alike, *unlike)) if "micro-batch" in line]
-    assert said.startswith("b looks at each micro-batch by itself, and memory cut them at 2,048 to")
+    unlike = [cut("b", 0, 8192.0, 8192.0), cut("b", 1, 2048.0)]
+    assert not said(*alike)
+    (line,) = said(*alike, *unlike)
+    words = "a at 8,192 tokens; b at 2,048 to 8,192 tokens, in part not at all. A number for"
+    assert words in line
+    (line,) = said(*alike, *(cut("b", seed, 2048.0, 2048.0) for seed in range(2)))
+    assert "a at 8,192 tokens; b at 2,048 tokens." in line
 
 
 def test_a_short_tuning_run_shortens_no_budget():

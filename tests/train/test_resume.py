@@ -131,13 +131,17 @@ def test_a_run_goes_on_with_the_same_files_and_without_a_record(local_files, tmp
     sources.write_bytes(recorded)
 
 
+def files_of(config) -> list[str]:
+    return list(fingerprints(config.model.name, config.task))
+
+
 def test_the_files_of_a_run_are_found_by_its_settings(tmp_path, monkeypatch):
     for name in ("model/a.safetensors", "tiny/a.safetensors", "gsm8k/train.jsonl", "test.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    names = lambda *sets, **given: list(fingerprints(config_of(tmp_path, *sets, **given)))  # noqa: E731
+    names = lambda *sets, **given: files_of(config_of(tmp_path, *sets, **given))  # noqa: E731
     assert names(model="tiny") == []
     assert names(model="~/model") == ["~/model/a.safetensors"]
     assert names(task="gsm8k:gsm8k") == ["gsm8k/train.jsonl"]
@@ -156,7 +160,7 @@ def test_a_large_file_is_known_by_its_size_and_three_parts(tmp_path, monkeypatch
         if at is not None:
             data[at] = 1
         (model / "a.safetensors").write_bytes(data)
-        return fingerprints(config)[f"{model}/a.safetensors"]
+        return fingerprints(config.model.name, config.task)[f"{model}/a.safetensors"]
 
     assert len({digest(100), digest(101), digest(100, 5), digest(100, 55), digest(100, 95)}) == 5
     assert digest(100) == digest(100, 30), "between the parts"

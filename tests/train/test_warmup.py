@@ -21,6 +21,31 @@ def settings(*sets: str, task: str = "arithmetic:mixed"):
     return warmup.load_warmup([*SETS, *sets], task=task)
 
 
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        ("grad_clip=0", "grad_clip is above 0, or none for no limit, got 0"),
+        ("task=gsm8k", "task arithmetic:mixed and --set task=gsm8k contradict each other"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(sets, reason):
+    with pytest.raises(ProxpoError, match=reason):
+        settings(sets)
+
+
+def test_a_warm_start_does_not_go_on_with_another_file(tmp_path):
+    """Nor does one that is finished answer for it. A reward is not asked for."""
+    problems, request = tmp_path / "own.jsonl", StopRequest(requested=True, by="SIGTERM")
+    problems.write_text(12 * '{"prompt": "1+1=", "answer": "2", "solution": "2"}\n')
+    chosen = settings("batch=4", "task.options.solution_field=solution", task=str(problems))
+    warmup.WarmupRun(chosen, tmp_path / "cut", Observer()).make(request)
+    warmup.warm_up(chosen, tmp_path / "whole")
+    problems.write_text(12 * '{"prompt": "1+2=", "answer": "3", "solution": "3"}\n')
+    for folder in ("cut", "whole"):
+        with pytest.raises(ProxpoError, match=r"own.jsonl has changed since the warm start in"):
+            warmup.warm_up(chosen, tmp_path / folder)
+
+
 def test_the_loss_is_the_cross_entropy_of_the_solutions():
     chosen = settings("dtype=float64")
     policy = load_policy("tiny", dtype="float64", device="cpu")

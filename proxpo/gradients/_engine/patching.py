@@ -2,7 +2,8 @@
 
 A module is recognised by what its forward computes, never by a model's name:
     nn.Linear, GPT-2's Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm
-    any other *Norm* whose parameters are vectors as long as the last axis of its input
+    any other *Norm* whose parameters are vectors as long as the last axis of its input, if a trial
+    on random numbers shows that each position reads them by itself
     banks of experts (3-D weights, one slice per expert), see `experts.py`
     matrices and vectors that a module multiplies or adds itself (routers), see `proxies.py`
 Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a second time in the
@@ -13,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -216,6 +217,11 @@ def _refuse(module: nn.Module, name: str, *, layer: bool) -> None:
             )
     if isinstance(module, nn.RNNBase) and not module.batch_first:
         raise ProxpoError(f"{where} has positions before sequences; build it with batch_first=True")
+    if isinstance(module, nn.Embedding) and module.max_norm is not None and trainable(module):
+        raise ProxpoError(
+            f"{where} rescales its rows in its forward (max_norm); rescale them after each "
+            "optimizer step instead, and build it with max_norm=None"
+        )
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
         raise ProxpoError(
             f"{where} mixes the sequences of a micro-batch in its statistics, so no gradient "
@@ -247,12 +253,61 @@ def _builder(module: nn.Module) -> Callable[[TrainedModule], Forward]:
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    """True for a norm by name that has vectors only and no children: elementwise in them."""
+    """True for a norm by name that has vectors only, no children, and applies them by position."""
     mixing = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
     vectors = all(value is None or value.dim() == 1 for value in module._parameters.values())
     leaf = not any(module.children())
     named = "norm" in type(module).__name__.lower()
-    return named and vectors and leaf and not isinstance(module, mixing)
+    usual = named and vectors and leaf and not isinstance(module, mixing)
+    return usual and _applies_vectors_by_position(module)
+
+
+@torch.no_grad()
+def _applies_vectors_by_position(module: nn.Module) -> bool:
+    """True where a trial shows that vectors repeated for every position give the same output.
+
+    A forward that reads their shape or a sum over them (`F.layer_norm(x, self.weight.shape, ...)`)
+    fails it. Tensors are passed for all arguments without a default. The trial changes neither the
+    module nor the state of random generators.
+    """
+    own = {name: value for name, value in module._parameters.items() if value is not None}
+    first = next(iter(own.values()))
+    kind = torch.promote_types(first.dtype, torch.float32)
+    draws = torch.Generator().manual_seed(0)
+    required = [each for each in _positional(module.forward) if each.default is each.empty]
+    inputs = max(1, len(required))
+    numbers = torch.randn(inputs + len(own), 2, 3, len(first), generator=draws)
+    x, *others = numbers.to(first.device, kind)
+    others, rows = others[: inputs - 1], others[inputs - 1 :]
+    vectors = {name: 1 + row[0, 0] / 4 for name, row in zip(own, rows)}
+    repeated = {name: vector.expand_as(x).clone() for name, vector in vectors.items()}
+    moved = {name: value.clone() for name, value in repeated.items()}
+    for value in moved.values():
+        value[0, 0] += 1
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    cards = [x.device] if x.is_cuda else []
+    outputs: list[Tensor] = []
+    with torch.random.fork_rng(devices=cards), torch.autocast(x.device.type, enabled=False):
+        try:
+            for values in (vectors, repeated, moved):
+                module._parameters.update(values)  # type: ignore[arg-type]
+                outputs.append(module.forward(x.clone(), *others))
+        except Exception:  # it wants other arguments, or vectors alone
+            return False
+        finally:
+            module._parameters.update(own)
+            for name, value in module.named_buffers():
+                value.copy_(buffers[name])
+    if not all(isinstance(y, Tensor) and y.shape == x.shape for y in outputs):
+        return False
+    plain, wide, other = (y.flatten(0, 1) for y in outputs)
+    return torch.allclose(plain, wide, rtol=1e-4, atol=1e-5) and torch.equal(wide[1:], other[1:])
+
+
+def _positional(call: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function that are passed by their place."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each for each in inspect.signature(call).parameters.values() if each.kind in kinds]
 
 
 def _linear(target: TrainedModule, *, transposed: bool) -> Forward:
@@ -291,12 +346,25 @@ def _fused_norm(target: TrainedModule) -> Forward:
                 if value is not None:
                     out = out * value if own == "weight" else out + value
             return out
-        small = torch.finfo(input.dtype).eps if eps is None else eps
+        small = _default_eps(input) if eps is None else eps
         derivative = partial(_DERIVATIVES[isinstance(module, nn.LayerNorm)], eps=small)
         norm = NormCall(apply, derivative, VectorCall(session, handles, input.shape[:-1]))
         return norm(input, module.weight, getattr(module, "bias", None))
 
     return forward
+
+
+def _default_eps(x: Tensor) -> float:
+    """The eps of `F.rms_norm` where none is given: that of x, or of float32 in later torch."""
+    return _measured_eps(x.dtype, x.device, torch.is_autocast_enabled(x.device.type))
+
+
+@cache
+def _measured_eps(kind: torch.dtype, device: torch.device, autocast: bool) -> float:
+    small = torch.full((1, 2), 1e-2, dtype=kind, device=device)
+    kept = bool(F.rms_norm(small, (2,)).mean() > 0.5)  # 0.1 with the eps of bfloat16
+    wide = torch.promote_types(kind, torch.float32)
+    return torch.finfo(wide if kept else kind).eps
 
 
 def _elementwise(target: TrainedModule) -> Forward:

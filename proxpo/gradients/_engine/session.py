@@ -272,6 +272,7 @@ class Session:
         self._known: tuple[Tensor | None, int] = (None, 0)
         self._last_input: _LastInput | None = None
         self.calls: list[Any] = []  # of compiled layers
+        self._filled = 1  # sequences of the block that have a position
         self._drawing = 0  # parameters with a row in the table of overlap sets
 
     def open(
@@ -296,6 +297,7 @@ class Session:
             single = shard is None and max(self.layout.lengths, default=0) <= 1
             self.shape = SequenceShape(tuple(sequences.shape), single=single)
             count = advantages.numel()
+            self._filled = max(1, sum(map(bool, self.layout.whole.lengths)))
             self.groups = Groups.whole(count) if groups is None else Groups.of(groups)
         self.advantages = advantages
         self.observer = observer
@@ -453,8 +455,13 @@ class Session:
 
     @property
     def count(self) -> int | Float[Tensor, ""]:
-        """Number of sequences, without rows of padding."""
-        return self.layout.count if self.padded is None else self.padded.count
+        """Number of sequences, without those that have no position."""
+        return self._filled if self.padded is None else self.padded.count
+
+    @property
+    def may_be_empty(self) -> bool:
+        """True where a sequence of the block may have no position."""
+        return self.padded is not None or self._filled < self.layout.count
 
     def collect(self, key: str, squares: Float[Tensor, "*any"], *, mean: bool = False) -> None:
         """Keeps x² of some sequences, or their mean, for the trailing averages."""
@@ -462,7 +469,7 @@ class Session:
 
     def collected(self) -> list[Collected]:
         """The lengths of this block, for the trailing averages."""
-        fill = 1 if self.padded is None else self.padded.fill
+        fill = self._filled / self.layout.count if self.padded is None else self.padded.fill
         return [
             Collected((key,), squares, (1 if mean else squares.numel() * fill,))
             for key, squares, mean in self._lengths

@@ -89,6 +89,14 @@ def _warn_left_out(recipe: Recipe) -> None:
         _WARNED.add(line)
 
 
+def check_advantages_come(recipe: Recipe) -> None:
+    """Refuses a loss of advantages that has no stage for them, for batches without the field."""
+    if recipe.advantage is None and recipe.trust.gives == "loss":
+        raise ProxpoError(
+            f"{recipe.name} has no advantage stage, so it needs the batch field 'advantages'"
+        )
+
+
 def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Prepared:
     """Computes what is fixed for all updates on a rollout: mask, advantages, denominators.
 
@@ -109,6 +117,7 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
             batch = batch.replace(mask=batch.mask & keep)
         if batch.advantages is None:
             advantages = batch.logp.new_zeros(batch.logp.shape)
+            check_advantages_come(recipe)
             if recipe.advantage is not None:
                 advantages = run("advantage", recipe.advantage, batch)
                 batch = refreshed(batch) if recipe.advantage.live else batch
@@ -261,4 +270,12 @@ def require(recipe: Recipe, stage: Stage, batch: Batch) -> None:
         batch.require(name, by=f"{recipe.name or 'recipe'}: {stage.kind}={stage.name}")
 
 
-__all__ = ["Prepared", "count", "left_out", "loss_fn", "policy_loss", "prepare"]
+__all__ = [
+    "Prepared",
+    "check_advantages_come",
+    "count",
+    "left_out",
+    "loss_fn",
+    "policy_loss",
+    "prepare",
+]

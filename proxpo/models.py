@@ -28,6 +28,7 @@ from torch import nn
 from proxpo.errors import ProxpoError, nearest
 from proxpo.logp import bare_model
 
+SHIPPED = ("tiny", "smollm2")  # models that are no folder, whatever lies under their name
 TINY = Path(__file__).parent / "data" / "tiny"
 SUMS = "SHA256SUMS"  # written beside the model's files, in the form that `sha256sum -c` reads
 _ROOM = 1 << 20  # for models that know no limit to their context
@@ -152,6 +153,12 @@ def _transformers() -> tuple[Any, Any]:
         raise ProxpoError("models need the train extra: pip install 'proxpo[train]'") from None
 
 
+def check_name(name: str) -> None:
+    """Refuses a name that is no model in the box, no folder and no id of the hub."""
+    if name not in SHIPPED and "/" not in name and not Path(name).expanduser().is_dir():
+        raise ProxpoError(f"unknown model '{name}'{nearest(name, SHIPPED)}")
+
+
 def _source(name: str) -> str:
     """Folder of the model's files, or the id that Hugging Face resolves."""
     if name == "tiny":
@@ -167,8 +174,7 @@ def _source(name: str) -> str:
         return str(folder)
     if looks_like_a_path:
         raise ProxpoError(f"model '{name}': no such folder")
-    if "/" not in name:
-        raise ProxpoError(f"unknown model '{name}'{nearest(name, ['tiny', 'smollm2'])}")
+    check_name(name)
     _check_hub(name)
     return name
 

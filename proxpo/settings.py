@@ -45,9 +45,13 @@ def make_method(name: str, settings: Settings = ()) -> Recipe | Procedure:
             if _is_stage(key):
                 raise ProxpoError(f"{entry.slug} has no stages, so '{key}' cannot be set")
         return recipe
+    swaps = [(key, value) for key, value in pairs if _is_stage(key)]
     for option in options:
         _check_effect(entry, options, recipe, option)
-    return apply_swaps(recipe, [(key, value) for key, value in pairs if _is_stage(key)])
+    swapped = apply_swaps(recipe, swaps)
+    for option in options if swaps else ():
+        _check_kept(entry, options, recipe, option, swaps)
+    return swapped
 
 
 def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
@@ -177,14 +181,28 @@ def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, opt
     )
 
 
-def _matters(entry: Method, options: Mapping[str, Any], option: str) -> bool:
+def _check_kept(
+    entry: Method, options: Mapping[str, Any], recipe: Recipe, option: str, swaps: Swaps
+) -> None:
+    """Refuses an option of the method whose stages have all been swapped for others."""
+    if recipe.options[option] == entry.defaults[option] or not _matters(entry, options, option):
+        return
+    if not _matters(entry, options, option, swaps):
+        shown = " and ".join(f"{key}={value}" for key, value in swaps)
+        raise ProxpoError(
+            f"{entry.slug}: option '{option}'={recipe.options[option]} has no effect beside {shown}"
+        )
+
+
+def _matters(entry: Method, options: Mapping[str, Any], option: str, swaps: Swaps = ()) -> bool:
     """True if the recipe with these options differs from the recipe without this option."""
     try:
-        recipe = entry.make(**options)
+        recipe = apply_swaps(entry.make(**options), swaps)
     except ProxpoError:
         return False
     try:
-        without = entry.make(**{name: v for name, v in options.items() if name != option})
+        others = {name: value for name, value in options.items() if name != option}
+        without = apply_swaps(entry.make(**others), swaps)
     except ProxpoError:  # what cannot be left out has an effect
         return True
     return not _same(recipe, without)

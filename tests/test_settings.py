@@ -171,6 +171,16 @@ REFUSED = {
         {"gradient": "isopo"},
         "gradient=isopo takes the advantages before the forward pass, but advantage=",
     ),
+    "an option of a stage that is swapped": (
+        "grpo",
+        {"trust": "ess_cap", "clip_high": 0.9},
+        "grpo: option 'clip_high'=0.9 has no effect beside trust=ess_cap",
+    ),
+    "an option given twice": (
+        "grpo",
+        {"scale": "batch", "advantage.scale": "group"},
+        "grpo: option 'scale'=batch has no effect beside advantage.scale=group",
+    ),
     "ESS of no ratio": ("reinforce", {"regularisers": "ess_kl_from_old"}, "gives no ratio"),
 }
 

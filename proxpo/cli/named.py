@@ -39,10 +39,19 @@ def named_recipes(names: Sequence[str], settings: Sequence[str]) -> dict[str, Re
 
 
 def read_method_file(path: Path) -> tuple[str, dict[str, Any]]:
-    """(slug, settings) from YAML: `method: NAME`, then options and stages as in `--set`."""
+    """(slug, settings) from YAML: `method: NAME`, then options and stages as in `--set`.
+
+    Of a config of `proxpo train`, its method and the settings under `recipe`.
+    """
     from proxpo.runs.yaml_file import read_yaml
+    from proxpo.train._schema import SECTIONS
 
     tree = read_yaml(path)
+    if tree.keys() & {"recipe", "seed", "out", *SECTIONS}:
+        from proxpo.train.config import load_config
+
+        config = load_config(path)
+        return config.method, dict(config.recipe)
     if not isinstance(tree.get("method"), str):
         raise ProxpoError(f"{path}: expected 'method: NAME' and its settings at the top level")
     return tree.pop("method"), _parse_texts(tree)

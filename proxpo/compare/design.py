@@ -41,10 +41,12 @@ from proxpo.compare.plan import (
 )
 from proxpo.compare.request import Request, tune_best_decides
 from proxpo.errors import ProxpoError
+from proxpo.models import check_name
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import leaves
 from proxpo.train.config import Config, as_dict, find, load_config
+from proxpo.train.domains import domain_of
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
 LONGEST = 200  # characters of an arm's name
@@ -60,6 +62,8 @@ def make_plan(request: Request) -> Plan:
         raise ProxpoError("a sweep needs at least one tuning seed")
     arms, pairs = _with_shared(request, [make_arm(*arm) for arm in request.arms])
     base = _base(request.config, pairs, arms)
+    if domain_of(base["task"]["name"]).name == "language":
+        check_name(base["model"]["name"])
     arms, notes = _with_file_recipe(request.config, arms)
     sweep, vary = _axes(request.sweep, "--sweep"), _axes(request.vary, "--vary")
     _refuse_set(pairs, arms, sweep, "swept")

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from proxpo.compose import check_advantages_come
 from proxpo.errors import ProxpoError
 from proxpo.recipes import Procedure
 from proxpo.settings import lengths
@@ -114,6 +115,7 @@ def check_fields(recipe: Recipe, task: Task, *, thoughts: int = 0) -> None:
             f"{recipe.name}: schedule=transition_buffer fits a critic to observations, and tokens "
             "have none; it is for tasks such as digits: or mixture:"
         )
+    check_advantages_come(recipe)
     thinks = "latent" in recipe.needs()
     for _, stage in recipe.stages():
         for name in stage.needs:

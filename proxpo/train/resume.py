@@ -67,6 +67,7 @@ def begin_anew(out: Path, config: Config, on_notice: OnNotice) -> None:
     """Reports that a run without a checkpoint begins anew; refuses a run of something else."""
     path = out / "config.yaml"
     if not path.is_file():
+        on_notice(f"{out} holds no run to continue: a new one begins")
         return
     try:
         changed = differences(load_config(path), config)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold
+from proxpo.models import SHIPPED
 from proxpo.runs.files import read_object, write_whole
 from proxpo.train._schema import TaskConfig
 
 SOURCES = "sources.json"
-SHIPPED = ("tiny", "smollm2")  # models that are no folder, whatever lies under their name
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 WHOLE = 64 << 20  # bytes of a file that is read whole
 PART = 1 << 20  # bytes at the beginning, middle and end of a larger one

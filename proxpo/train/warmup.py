@@ -44,6 +44,7 @@ from proxpo.train.tasks import Lazy, Problem, Task, make_task
 from proxpo.train.update import set_learning_rate
 
 SUMMARY, CHECKPOINTS = "warmup.json", "checkpoints"
+NO_REWARD = "proxpo.rewards.answers:exact"  # of a file of problems: a warm start asks for none
 PASS = LogpOptions(temperature=1.0, micro_batch=None)
 
 
@@ -179,8 +180,8 @@ class WarmupRun:
         self.settings, self.checkpoints, self.out = settings, out / CHECKPOINTS, out
         self.observer = observer
         self.files = _files(settings)
-        rewarded = {"reward": "exact"} if Path(settings.task).is_file() else {}  # none is asked
-        task = make_task(settings.task, **{**rewarded, **settings.task_options})
+        unasked = {"reward": NO_REWARD} if Path(settings.task).is_file() else {}
+        task = make_task(settings.task, **{**unasked, **settings.task_options})
         problems = solved(task, settings.problems)
         self.policy = load_policy(settings.model, device=settings.device, dtype=settings.dtype)
         self.learner = make_learner(settings, self.policy)

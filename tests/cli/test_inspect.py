@@ -276,6 +276,12 @@ def test_wrong_yaml(refused, tmp_path, text, expected):
     assert expected in refused("inspect", path, "--batch", "sample")
 
 
+def test_the_config_of_a_run_names_its_method(inspect, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 3\nmethod: grpo\nrecipe: {clip_high: 0.4}\ntrain: {steps: 5}\n")
+    assert inspect(path) == inspect("grpo", "--set", "clip_high=0.4")
+
+
 def test_nothing_is_written_when_something_is_wrong(refused, tmp_path):
     page = tmp_path / "page.html"
     refused("inspect", "grpo", "grpp", "--batch", "sample", "--html", page)

@@ -285,6 +285,7 @@ BAD = [
         "clip_low+clip_high and clip_low are one setting",
     ),
     (["grpo:clip_low=0.1,clip_low=0.3"], "sets clip_low twice"),
+    (["grpo", "--model", "tinny"], "unknown model 'tinny'; did you mean 'tiny'?"),
     (["grpo:lr=1e-3,train.lr=1e-4"], "lr and train.lr are one setting"),
     (
         ["grpo", "--task", "arithmetic", "--set", "task=chain"],

@@ -23,6 +23,7 @@ from proxpo.train.job import restore, save
 from proxpo.train.language import LanguageJob as Job
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
+from proxpo.train.resume import begin_anew
 from proxpo.train.sources import SOURCES, fingerprints
 
 pytestmark = pytest.mark.long
@@ -81,6 +82,9 @@ def test_an_empty_config_without_a_checkpoint_is_not_continued(tmp_path, capsys)
 def test_a_folder_without_a_run_is_not_continued(tmp_path, capsys):
     assert main(["train", "--resume", "--out", str(tmp_path / "typo")]) == 2
     assert "typo holds no run to continue" in capsys.readouterr().err
+    notices: list[str] = []  # of settings that say what to begin
+    begin_anew(tmp_path / "typo", config_of(tmp_path / "typo"), notices.append)
+    assert notices == [f"{tmp_path / 'typo'} holds no run to continue: a new one begins"]
     assert not (tmp_path / "typo").exists()
 
 

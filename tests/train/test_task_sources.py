@@ -147,8 +147,9 @@ def test_a_problem_has_one_identity_wherever_it_comes():
 def test_a_pool_holds_different_problems(tmp_path):
     pool = take_pool(make_task("calculator"), 50).train
     assert len({problem.id for problem in pool}) == len(pool) == 50
-    path = jsonl(tmp_path, *({"prompt": word} for word in "aabbccdd"))
-    task = make_task(path, reward="exact", test=jsonl(tmp_path, {"prompt": "x"}, name="t.jsonl"))
+    path = jsonl(tmp_path, *({"prompt": word, "answer": 1} for word in "aabbccdd"))
+    test = jsonl(tmp_path, {"prompt": "x", "answer": 1}, name="t.jsonl")
+    task = make_task(path, reward="exact", test=test)
     assert [p.prompt for p in take_pool(task, 3).train] == ["a", "b", "c"]
     assert [p.prompt for p in take_pool(task, 9).train] == ["a", "b", "c", "d"]
 
@@ -217,7 +218,7 @@ def test_the_split_does_not_depend_on_the_order_of_lines(tmp_path_factory, promp
     folder = tmp_path_factory.mktemp("split")
     splits = []
     for order in (prompts, prompts[::-1]):
-        path = jsonl(folder, *({"prompt": prompt} for prompt in order))
+        path = jsonl(folder, *({"prompt": prompt, "answer": 1} for prompt in order))
         task = make_task(path, reward="exact", held_out=0.5)
         splits.append({p.prompt for p in task.test})
         assert task.train
@@ -228,7 +229,8 @@ def test_the_split_does_not_depend_on_the_order_of_lines(tmp_path_factory, promp
 
 
 def test_spellings_of_one_question_stay_on_one_side(tmp_path):
-    rows = [{"prompt": f"{word} {i}"} for i in range(60) for word in ("What is", "what  IS")]
+    words = ("What is", "what  IS")
+    rows = [{"prompt": f"{word} {i}", "answer": i} for i in range(60) for word in words]
     task = make_task(jsonl(tmp_path, *rows), reward="exact", held_out=0.3)
     assert task.overlap() == 0
     assert len(task.test) == 2 * len(task.held_out)
@@ -236,15 +238,20 @@ def test_spellings_of_one_question_stay_on_one_side(tmp_path):
 
 
 def test_problems_in_both_files_are_counted(tmp_path):
-    train = jsonl(tmp_path, *({"prompt": f"Say {i}"} for i in range(10)))
+    train = jsonl(tmp_path, *({"prompt": f"Say {i}", "answer": i} for i in range(10)))
     asked = ["say 3", "Say 4", "Say 4", "Say 99"]
-    test = jsonl(tmp_path, *({"prompt": text} for text in asked), name="test.jsonl")
+    test = jsonl(tmp_path, *({"prompt": text, "answer": 1} for text in asked), name="test.jsonl")
     task = make_task(train, reward="exact", test=test)
     assert (task.overlap(), len(task.held_out)) == (2, 3)
-    assert make_task(jsonl(tmp_path, {"prompt": "a"}), reward="exact").overlap() == 1
+    one = jsonl(tmp_path, {"prompt": "a", "answer": 1})
+    assert make_task(one, reward="exact").overlap() == 1
 
 
 BAD_FILES = {
+    "no answer": (
+        ['{"prompt": "a", "answer": "b"}', '{"prompt": "c"}'],
+        "reward=exact needs an answer, and it has none",
+    ),
     "empty": ([""], "is empty: expected one JSON object per line"),
     "not json": (['{"prompt": "a"}', "{'prompt'"], "data.jsonl:2: not JSON: "),
     "not an object": (["[1]"], "data.jsonl:1: expected a JSON object, got list"),

@@ -53,7 +53,8 @@ def group_relative(
                 filled, stats.scored[:, None], unbiased=unbiased, all_sum=ctx.all_sum
             )
             divisor = (variance.sqrt() + eps).expand_as(centred)
-        out = _single(centred / divisor, batch, stats, singleton).clamp(-bound, bound)
+        share = torch.where(divisor > 0, centred / divisor, 0.0)  # equal rewards with eps=0
+        out = _single(share, batch, stats, singleton).clamp(-bound, bound)
         return spread(out, batch.mask), {}
 
     return advantage

@@ -57,6 +57,8 @@ def own(
         ]
         for name, rows_ in (("train", enumerate(train_rows)), ("test", enumerate(test_rows)))
     }
+    if reward in BUILT_IN:
+        _refuse_unanswered(made, path, reward)
     return Task(
         name=path,
         train=made["train"],
@@ -64,6 +66,17 @@ def own(
         reward=reward_spec(reward, reward_kwargs or {}, path),
         template=template or {},
     )
+
+
+def _refuse_unanswered(made: dict[str, list[Problem]], path: str, reward: str) -> None:
+    """Refuses a problem without an answer, which would count as wrong whatever the response."""
+    for name, problems in made.items():
+        for problem in problems:
+            if problem.answer is None:
+                raise ProxpoError(
+                    f"{path}, {name} problem {problem.index}: reward={reward} needs an answer, and "
+                    "it has none (task.options.answer_field names the field)"
+                )
 
 
 def reward_spec(where: str | None, kwargs: dict[str, Any], task: str) -> RewardSpec:

@@ -303,6 +303,11 @@ def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
     fitting = [stage for stage in stages if named is None or fold(stage.name) == fold(named)]
     if len(fitting) != 1:
         present = ", ".join(stage.name for stage in stages) or "none"
+        if named is not None and not fitting and fold(named) in map(fold, STAGES[kind]):
+            raise ProxpoError(
+                f"{recipe.name}: '{key}' needs the stage: {kind}+={named} adds it ({kind} stages: "
+                f"{present})"
+            )
         raise ProxpoError(
             f"{recipe.name}: '{key}' should read {kind}.STAGE.OPTION; {kind} stages: {present}"
         )

@@ -93,7 +93,8 @@ def check_advantages_come(recipe: Recipe) -> None:
     """Refuses a loss of advantages that has no stage for them, for batches without the field."""
     if recipe.advantage is None and recipe.trust.gives == "loss":
         raise ProxpoError(
-            f"{recipe.name} has no advantage stage, so it needs the batch field 'advantages'"
+            f"{recipe.name or 'the recipe'} has no advantage stage, so it needs the batch field "
+            "'advantages'"
         )
 
 

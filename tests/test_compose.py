@@ -60,6 +60,7 @@ def test_order_weights_regularisers_select() -> None:
 
 def test_filters_shrink_every_denominator() -> None:
     batch = make_batch(1)
+    batch = batch.replace(advantages=torch.ones_like(batch.logp))
     made = Recipe(
         filter=(not_truncated(),), advantage=None, ratio=none(), trust=score_function(),
         aggregate=token_mean(),
@@ -69,6 +70,12 @@ def test_filters_shrink_every_denominator() -> None:
     assert ready.ctx.counts.tokens == kept.sum() < batch.mask.sum()
     assert ready.ctx.counts.sequences == kept.any(1).sum()
     assert ready.ctx.counts.rows == 9
+
+
+def test_a_loss_of_advantages_without_any_is_refused() -> None:
+    made = proxpo.make_recipe("grpo", {"advantage": None})
+    with pytest.raises(ProxpoError, match="grpo has no advantage stage, so it needs the batch"):
+        proxpo.loss_fn(made)(make_batch(1))
 
 
 def test_counts() -> None:

@@ -96,11 +96,11 @@ def test_pairs_work_as_text_does():
 
 
 def test_another_method_leaves_the_files_recipe_behind(tmp_path):
-    path = written(tmp_path, "method: kpo\nrecipe: {q: 1e-4, ratio: {name: kalman, q: 1e-5}}")
-    assert load_config(path).recipe == {"q": 1e-4, "ratio": {"name": "kalman", "q": 1e-5}}
+    path = written(tmp_path, "method: kpo\nrecipe: {eps: 1e-4, ratio: {name: kalman, q: 1e-5}}")
+    assert load_config(path).recipe == {"eps": 1e-4, "ratio": {"name": "kalman", "q": 1e-5}}
     assert load_config(path, overrides={"method": "grpo"}).recipe == {}
     assert load_config(path, ["method=grpo", "clip_high=0.3"]).recipe == {"clip_high": 0.3}
-    assert load_config(path, overrides={"method": "KPO"}).recipe["q"] == 1e-4
+    assert load_config(path, overrides={"method": "KPO"}).recipe["eps"] == 1e-4
 
 
 def test_the_recipe_is_the_methods_with_its_settings():

@@ -153,7 +153,7 @@ def test_encoding_text_and_chat():
 
 
 def test_template_options_reach_the_template(tmp_path):
-    path = jsonl(tmp_path, {"prompt": [{"role": "user", "content": "hi"}]})
+    path = jsonl(tmp_path, {"prompt": [{"role": "user", "content": "hi"}], "answer": "yes"})
     task = make_task(path, reward="exact", template={"thinking": "yes"})
     chat = tokenizer(chat_template="{{ thinking }}")
     assert "".join(chr(32 + i) for i in task.encode(task.train[0], chat)) == "yes"
@@ -167,7 +167,7 @@ def test_a_tokenizer_without_chat_template_is_named():
 
 def test_long_prompts(tmp_path):
     rows = [{"prompt": "x" * n, "answer": ""} for n in (5, 9, 30, 6, 7, 8)]
-    path, test = jsonl(tmp_path, *rows), jsonl(tmp_path, {"prompt": "yy"}, name="test.jsonl")
+    path, test = jsonl(tmp_path, *rows), jsonl(tmp_path, *rows[:1], name="test.jsonl")
     task = make_task(path, reward="exact", test=test)
     with pytest.raises(ProxpoError, match=r"problem 2 has 30 tokens, the limit is 10: raise"):
         task.encode(task.train[2], tokenizer(), limit=10)

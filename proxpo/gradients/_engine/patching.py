@@ -292,7 +292,7 @@ def _applies_vectors_by_position(module: nn.Module) -> bool:
             for values in (vectors, repeated, moved):
                 module._parameters.update(values)  # type: ignore[arg-type]
                 outputs.append(module.forward(x.clone(), *others))
-        except Exception:  # it wants other arguments, or vectors alone
+        except Exception:  # any code may run here; the fallback, which warns, takes the module
             return False
         finally:
             module._parameters.update(own)

@@ -22,6 +22,8 @@ class UnknownFieldError(ProxpoError, AttributeError):
     """A name that is no field of a Batch."""
 
 
+MOST_NAMES = 100  # that an error lists
+
 # Names that options have elsewhere or had before, and what they are called here.
 OTHER_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "agg": (("average",),),
@@ -43,8 +45,11 @@ OTHER_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise."""
-    valid = sorted(valid)
+    """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise.
+
+    Of more than MOST_NAMES those that are most alike.
+    """
+    valid = sorted(set(valid))
     for names in OTHER_NAMES.get(fold(name), ()):
         if set(names) <= set(valid):
             return f"; did you mean {' and '.join(map(repr, names))}?"
@@ -53,6 +58,9 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         best = max(close, key=lambda candidate: _likeness(fold(name), candidate))
         return f"; did you mean '{folded[best]}'?"
+    if len(valid) > MOST_NAMES:
+        alike = difflib.get_close_matches(fold(name), list(folded), n=8, cutoff=0.0)
+        return f"; {len(valid)} are valid, among them {', '.join(folded[each] for each in alike)}"
     return f"; valid: {', '.join(valid)}" if valid else ""
 
 

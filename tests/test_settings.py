@@ -7,6 +7,7 @@ from helpers import close, loss_and_gradients, make_batch
 
 import proxpo
 from proxpo import Batch, ProxpoError, Recipe, Stage, make_recipe, methods
+from proxpo.errors import nearest
 from proxpo.recipes._registry import METHODS
 from proxpo.settings import make_method, parse_setting
 from proxpo.stages.ratio import kalman
@@ -296,3 +297,11 @@ def test_other_names_of_an_option_are_refused_with_its_own(method, old, new):
 )
 def test_lists_and_blocks_on_one_line(text, value):
     assert parse_setting(f"key={text}") == ("key", value)
+
+
+def test_many_valid_names_are_not_all_listed() -> None:
+    names = [f"game-{i}-v0" for i in range(300)]
+    said = nearest("zz", [*names, *names])
+    assert said.startswith("; 300 are valid, among them game-")
+    assert said.count("game-") == 8
+    assert nearest("zz", names[:2]) == "; valid: game-0-v0, game-1-v0"

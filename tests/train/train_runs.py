@@ -29,7 +29,8 @@ def config_of(out: Path, *sets: str, **overrides):
 
 
 def job_of(out: Path, *sets: str, **overrides) -> Job:
-    return build_language_job(config_of(out, *sets, **overrides))
+    """On the CPU, also on a machine with a GPU."""
+    return build_language_job(config_of(out, "model.device=cpu", *sets, **overrides))
 
 
 def options_of(job: Job, *, micro_batch: int) -> LogpOptions:

@@ -118,7 +118,23 @@ DIFFERENCES: dict[str, Difference] = {
         "`bnpo` with gradient accumulation",
         "averages the token means of the micro-batches",
         "divides by the tokens of the whole step",
-        "cutting a batch into micro-batches must not change its loss; `dapo` in TRL agrees",
+        "cutting a batch into micro-batches must not change its loss; `dapo` in TRL agrees where "
+        "a generation batch is one step",
+    ),
+    "trl-tokens-of-a-step": Difference(
+        "TRL 1.16",
+        "`dapo`, `cispo` with more than one optimizer step for a generation batch",
+        "divides a step by its share of the whole generation batch's tokens",
+        "by the step's own tokens",
+        "the token mean of what a step trains on; equal where `steps_per_generation` is "
+        "`gradient_accumulation_steps`",
+    ),
+    "trl-alone": Difference(
+        "TRL 1.16",
+        "`grpo`, one completion of a group alone has a reward, or `num_generations_eval=1`",
+        "advantage 0",
+        "the raw reward",
+        "as verl; `advantage.singleton=zero` gives TRL's",
     ),
     "trl-limit": Difference(
         "TRL 1.16",
@@ -132,7 +148,8 @@ DIFFERENCES: dict[str, Difference] = {
         "`entropy_coef` with `grpo`, `dr_grpo`, `luspo`",
         "adds the token mean of the entropy, whatever the loss's own average",
         "adds it per token, under the loss's average",
-        "one average for the whole loss; equal under a token mean (`dapo`, `bnpo`)",
+        "one average for the whole loss; equal under a token mean (`dapo`, `bnpo`), without "
+        "`top_entropy_quantile`, to whose tokens TRL restricts the bonus",
     ),
     "trl-entropy-selected": Difference(
         "TRL 1.16",

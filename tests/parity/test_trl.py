@@ -244,6 +244,18 @@ def test_token_means_of_micro_batches_are_averaged_in_trl():
     assert abs(evaluate(recipe, batch)[0] / theirs - 1) > 1e-3
 
 
+@shows("trl-tokens-of-a-step")
+def test_a_step_is_divided_by_its_share_of_all_tokens_in_trl():
+    """The first of three steps, each of one micro-batch."""
+    first, whole = slice(0, 4), make_batch(advantages="rows")
+    counts = {"current_gradient_accumulation_steps": 1, "steps_per_generation": 3}
+    theirs = trl_loss(rows=first, loss_type="dapo", **counts)[0]
+    part = whole.rows(first)
+    ours, _, _ = evaluate(compose(trust=CLIP), part)
+    close(ours * part.mask.sum() / (whole.mask.sum() / 3), theirs)
+    assert abs(ours / theirs - 1) > 1e-3
+
+
 @shows("trl-limit")
 def test_large_log_ratios():
     free = {"token": ratios.token(limit=math.inf), "sequence": ratios.sequence(limit=math.inf)}
@@ -276,6 +288,17 @@ def test_grpo_advantages(scale, missing):
         rewards[5] = math.nan
     theirs = trl_scores(scale_rewards=scale, rewards=rewards)["advantages"]
     close(our_advantages("grpo", {"scale": scale, "eps": 1e-4}, rewards=rewards), theirs)
+
+
+@shows("trl-alone")
+def test_a_completion_alone_has_no_advantage_in_trl():
+    rewards = make_fields()["rewards"]
+    rewards[1:4] = math.nan  # no reward function could score its siblings
+    theirs = trl_scores(rewards=rewards)["advantages"]
+    options = {"eps": 1e-4, "advantage.singleton": "zero"}
+    close(our_advantages("grpo", options, rewards=rewards), theirs)
+    assert theirs[0] == 0
+    assert our_advantages("grpo", {"eps": 1e-4}, rewards=rewards)[0] == rewards[0] != 0
 
 
 @shows("trl-eps")

@@ -92,6 +92,13 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
             "prompt of a batch is trained on (recipe_options={'prompts': None} says so)",
             stacklevel=4,
         )
+    factor = max((stage.options.get("prompt_factor", 1) for stage in recipe.prune), default=1)
+    if factor > 1:
+        warnings.warn(
+            f"recipe {recipe.name}: prune asks for {factor:g} times as many prompts, which TRL "
+            "does not draw; recipe_options={'prompt_factor': 1} says so",
+            stacklevel=4,
+        )
     corrects = bool(recipe.needs() & {"rollout_logp", "prox_logp"})
     if args.use_vllm and args.vllm_importance_sampling_correction and not corrects:
         warnings.warn(
@@ -149,6 +156,18 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
             f"recipe {recipe.name} compares the completions of a prompt with each other: "
             f"per_device_train_batch_size={args.per_device_train_batch_size} must be a multiple of "
             f"num_generations={args.num_generations}"
+        )
+
+
+def check_evaluated(recipe: Recipe, rows: int, group: int) -> None:
+    """Refuses to evaluate parts of groups where a recipe compares completions.
+
+    rows: of this process; group: completions that evaluation draws for a prompt
+    """
+    if rows % group and needs_whole_groups(recipe):
+        raise ProxpoError(
+            f"recipe {recipe.name} compares the completions of a prompt with each other: "
+            f"per_device_eval_batch_size must be a multiple of num_generations_eval={group}"
         )
 
 

@@ -47,6 +47,7 @@ from proxpo.adapters.trl._optimizer_step import (
 from proxpo.adapters.trl._passes import PolicyPasses
 from proxpo.adapters.trl._refusals import (
     check_engine,
+    check_evaluated,
     check_recipe,
     microbatch_dependence,
     needs_whole_groups,
@@ -177,6 +178,8 @@ class ProxpoTrainer(PolicyPasses):
         output[ROW] = torch.arange(first, first + rows, device=self.accelerator.device)
         fields = self._fields(output)
         size: Any = self.num_generations if mode == "train" else self.num_generations_eval
+        if mode == "eval":
+            check_evaluated(self.recipe, rows, size)
         rewards = weighted_rewards(self._scores, self.reward_weights)
         self._rollouts[mode] = [
             prepared(
@@ -415,6 +418,9 @@ class ProxpoTrainer(PolicyPasses):
         return self._per_iteration * self.num_iterations
 
     def _gather(self, x: Tensor) -> Tensor:
+        """All processes' rows; accelerate pads a bool to whole numbers, but only where it pads."""
+        if x.dtype == torch.bool:
+            return self._gather(x.to(torch.uint8)).bool()
         padded = self.accelerator.pad_across_processes(x, dim=1) if x.dim() > 1 else x
         return self.accelerator.gather(padded)
 

@@ -88,6 +88,7 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
     if estimator.startswith(PREFIX):
         recipe = _recipe_of_estimator(estimator, algorithm)
         check_lengths(estimator, recipe, config.data.max_response_length)
+        _check_penalty(estimator, recipe, config)
 
 
 def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
@@ -100,7 +101,7 @@ def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
     _check_divisor(recipe, actor, config.data.max_response_length)
     _check_estimator(recipe, options, config)
     _check_updates(recipe, config)
-    _check_bypass(recipe, algorithm)
+    _check_correction(recipe, algorithm)
     groups = algorithm.get("filter_groups", None)
     if recipe.prompts and not (groups and groups.get("enable", False)):
         names = ", ".join(stage.name for stage in recipe.prompts)
@@ -284,11 +285,49 @@ def _recipe_value(recipe: Recipe, key: str, default: Any) -> Any:
     return options.get(key, default)
 
 
-def _check_bypass(recipe: Recipe, algorithm: Any) -> None:
-    """Refuses settings without effect in bypass mode, where the sampler is the old policy."""
-    correction = algorithm.get("rollout_correction", None) or {}
-    if not correction.get("bypass_mode", False):
+def _check_penalty(estimator: str, recipe: Recipe, config: Any) -> None:
+    """Refuses a penalty for long responses that verl's reward manager has subtracted already."""
+    reward = config.get("reward", None) or {}
+    kwargs = reward.get("reward_kwargs", None) or {}
+    buffer = kwargs.get("overlong_buffer_cfg", None) or {}
+    dapo = (reward.get("reward_manager", None) or {}).get("name", None) == "dapo"
+    if not (dapo and buffer.get("enable", False)):
         return
+    if any(stage.name == "overlong_penalty" for stage in recipe.reward):
+        raise ProxpoError(
+            f"verl: adv_estimator={estimator} and reward.reward_kwargs.overlong_buffer_cfg would "
+            "both subtract the penalty for long responses: set +algorithm.options.reward=null or "
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=False"
+        )
+
+
+def _check_correction(recipe: Recipe, algorithm: Any) -> None:
+    """Refuses a sampler that is corrected for twice, or not at all in bypass mode.
+
+    There the sampler is the old policy.
+    """
+    correction = algorithm.get("rollout_correction", None) or {}
+    compares = [
+        f"{stage.kind}={stage.name}"
+        for _, stage in recipe.stages()
+        if {"old_logp", "rollout_logp"} <= set(stage.needs)
+    ]
+    if not correction.get("bypass_mode", False):
+        anchored = recipe.ratio is not None and "rollout_logp" in recipe.ratio.needs
+        weighs = any({"old_logp", "rollout_logp"} <= set(stage.needs) for stage in recipe.weights)
+        corrects = anchored or weighs or "prox_logp" in recipe.needs()
+        if corrects and correction.get("rollout_is", None) is not None:
+            raise ProxpoError(
+                f"verl: {recipe.name} corrects for the sampler itself, and algorithm."
+                f"rollout_correction.rollout_is={correction.get('rollout_is')} would do so again: "
+                "leave one of them out"
+            )
+        return
+    if compares:
+        raise ProxpoError(
+            f"verl: {recipe.name} compares the old policy with the sampler's ({compares[0]}), "
+            "which are the same under algorithm.rollout_correction.bypass_mode=True"
+        )
     for key in ("rollout_is", "rollout_rs"):
         if correction.get(key, None) is not None:
             raise ProxpoError(

@@ -72,9 +72,11 @@ def estimator(name: str, make: Make) -> Callable[..., tuple[Tensor, Tensor]]:
         ready = prepare(recipe.replace(value=None), batch, Context(clock=NO_CLOCK))
         advantages = ready.batch.advantages
         assert advantages is not None
-        if recipe.filter:
-            dropped = ", ".join(stage.name for stage in recipe.filter)
-            notify(f"{recipe.name}: what filter={dropped} drops gets advantage 0; verl counts it")
+        for stage in (*recipe.filter, *recipe.prune):
+            notify(
+                f"{recipe.name}: what {stage.kind}={stage.name} drops gets advantage 0; verl "
+                "counts it in its averages, and a KL term still acts on it"
+            )
         return advantages, advantages
 
     estimate.__name__ = estimate.__qualname__ = name
@@ -105,9 +107,11 @@ def reward_batch(
 
     Our token rewards come on top of the response's reward at its last token, so a recipe that
     does not ask for step rewards gets what verl's differ from that, and nothing where they do not.
+    A reward at a token that is not trained (verl rejected it, or a tool wrote it) counts at the
+    trained one before it, as verl's own estimators count all of a response's.
     """
-    rewards = torch.where(mask, token_level_rewards, 0.0)
-    total, steps = rewards.sum(dim=1), rewards
+    total = token_level_rewards.sum(dim=1)
+    steps = rewards = _at_trained_tokens(token_level_rewards, mask)
     if "token_rewards" not in recipe.needs():
         steps = rewards - torch.where(last_valid(mask), total[:, None], 0.0)
     return Batch(
@@ -117,6 +121,17 @@ def reward_batch(
         token_rewards=steps if bool(steps.any()) else None,
         group=None if index is None else prompt_numbers(index).to(mask.device),
     )
+
+
+def _at_trained_tokens(
+    rewards: Float[Tensor, "seq tok"], mask: Shaped[Tensor, "seq tok"]
+) -> Float[Tensor, "seq tok"]:
+    """Each reward at the last trained token up to its own, or at the first one; 0 elsewhere."""
+    token = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    before = torch.where(mask, token, -1).cummax(dim=1).values
+    first = mask.int().argmax(dim=1, keepdim=True)
+    place = torch.where(before < 0, first, before)
+    return torch.where(mask, torch.zeros_like(rewards).scatter_add(1, place, rewards), 0.0)
 
 
 def prompt_numbers(index: Any) -> Int[Tensor, " seq"]:

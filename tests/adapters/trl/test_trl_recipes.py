@@ -11,7 +11,7 @@ from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
 
 import proxpo
 from proxpo.adapters.trl._generation_batch import trained_tokens
-from proxpo.adapters.trl._refusals import PROVIDED
+from proxpo.adapters.trl._refusals import PROVIDED, check_evaluated
 from proxpo.batch_file import load_batch, saved_steps
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -268,6 +268,16 @@ def test_lengths_are_trls_unless_set(tmp_path):
 def test_what_trl_leaves_out_is_told(tmp_path):
     with pytest.warns(UserWarning, match="prompts=informative redraws prompts, which TRL does not"):
         trainer(tmp_path, "dapo")
+    with pytest.warns(UserWarning, match="asks for 2 times as many prompts, which TRL does not"):
+        trainer(tmp_path, "cppo")
+
+
+def test_groups_in_parts_are_not_evaluated():
+    recipe = proxpo.make_recipe("dpo")
+    check_evaluated(recipe, rows=4, group=2)
+    check_evaluated(proxpo.make_recipe("grpo"), rows=1, group=2)
+    with pytest.raises(ProxpoError, match="must be a multiple of num_generations_eval=2"):
+        check_evaluated(recipe, rows=1, group=2)
 
 
 def test_the_example(tmp_path):

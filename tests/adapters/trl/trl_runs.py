@@ -133,11 +133,12 @@ def seen(run: Any, name: str) -> list[float]:
 
 def canned(prompts: list[str], run: Any) -> dict[str, Any]:
     """A rollout_func: completions that depend on the row alone, log-probabilities of a sampler
-    that differs a little from the trainer."""
+    that differs a little from the trainer. Later rows are longer, so that processes differ."""
     tokenizer = run.processing_class
     drawn = torch.Generator().manual_seed(run.state.global_step)
     first = run.accelerator.process_index * len(prompts)
-    texts = [str(10 + 7 * (first + i) % 83)[: 1 + (first + i) % 2] for i in range(len(prompts))]
+    rows = range(first, first + len(prompts))
+    texts = [str(10 + 7 * i % 83)[: 1 + i % 2] * (1 + i // 4) for i in rows]
     ids = [[*tokenizer(t, add_special_tokens=False).input_ids, 2] for t in texts]
     return {
         "prompt_ids": [tokenizer(p).input_ids for p in prompts],

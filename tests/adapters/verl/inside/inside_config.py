@@ -225,6 +225,16 @@ def checked(*overrides: str) -> None:
             "rollout_is=token has no effect on gspo under bypass_mode=True",
         ),
         (
+            [
+                f"{MODE}=proxpo_dapo",
+                f"{ESTIMATOR}=proxpo_dapo",
+                LONGEST,
+                "reward.reward_manager.name=dapo",
+                "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+            ],
+            "would both subtract the penalty for long responses: set .*options.reward=null",
+        ),
+        (
             [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo", prefix("clip_ratio_low=0.2")],
             r"clip_ratio_low=0.2 is verl's default.*\+.*options.trust.clip_low=0.2 sets it",
         ),
@@ -238,6 +248,24 @@ def test_a_run_with_half_a_method_or_an_idle_setting_is_refused(overrides, reaso
     with pytest.raises(ValueError, match=f"verl: .*{reason}") as caught:
         checked(*overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("slug", "setting", "reason"),
+    [
+        ("tis", "rollout_is=token", "tis corrects for the sampler itself, .*leave one of them"),
+        ("decoupled_ppo", "rollout_is=token", "decoupled-ppo corrects for the sampler itself"),
+        ("tis", "bypass_mode=True", "the old policy with the sampler's .weights=tis., which are"),
+        ("decoupled_ppo", "bypass_mode=True", "tells the proximal policy from the sampler's"),
+    ],
+)
+def test_a_sampler_is_corrected_for_once(slug, setting, reason, monkeypatch):
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "proxpo")
+    whole = [f"{MODE}=proxpo_{slug}", f"{ESTIMATOR}=proxpo_{slug}"]
+    whole.append("actor_rollout_ref.rollout.calculate_log_probs=True")
+    checked(*whole)
+    with pytest.raises(ValueError, match=f"verl: .*{reason}"):
+        checked(*whole, f"algorithm.rollout_correction.{setting}")
 
 
 @pytest.mark.parametrize(

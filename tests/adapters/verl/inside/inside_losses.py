@@ -357,6 +357,24 @@ def test_verl_s_own_estimators(theirs, name, rtol):
     close(estimate(name, batch, options), estimate(theirs, batch) * batch.mask, rtol=rtol)
 
 
+def test_a_reward_at_a_token_that_is_not_trained_counts():
+    """verl rejects tokens before it computes advantages, and a tool may write the last one."""
+    rewards, mask = torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.long)
+    rewards[:, 2] = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    prompts = np.array(["a"] * 4, dtype=object)
+    for trained in ([1, 1, 0], [0, 0, 0]):
+        mask[0] = torch.tensor(trained)
+        given = {"token_level_rewards": rewards, "response_mask": mask, "index": prompts}
+        for theirs, ours in (("grpo", "proxpo_grpo"), ("opo", "proxpo_opo")):
+            wanted, _ = core_algos.get_adv_estimator_fn(theirs)(**given, config=None)
+            close(core_algos.get_adv_estimator_fn(ours)(**given)[0], wanted * mask)
+    mask[0] = torch.tensor([0, 1, 0])
+    steps = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
+    find = core_algos.get_adv_estimator_fn("proxpo_discounted_return")
+    found, _ = find(steps, mask[:2], config={"options": {"baseline": "none"}})
+    close(found, torch.tensor([[0.0, 7.0, 0.0], [7.0, 6.0, 4.0]]))
+
+
 def test_verl_s_estimators_for_what_it_alone_knows():
     """`gae` and `remax` stand for the advantages of ppo and remax, whose fields verl keeps."""
     batch = outcome_only(make_batch(holes=False)).replace(returns=None)

@@ -264,10 +264,11 @@ def adapt_task(settings: Settings) -> Task:
         correct_above=settings.correct_above,
         **settings.task_options,
     )
-    if task.tool is not None:
+    if task.tool is not None or task.environment is not None:
+        over = "calls a tool" if task.environment is None else "is answered"
         raise ProxpoError(
-            f"task {task.name} calls a tool over several turns; adapt takes tasks that are answered"
-            " in one"
+            f"task {task.name} {over} over several turns; adapt takes tasks that are answered in "
+            "one"
         )
     last = settings.first + settings.problems
     if last > len(task.test):

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from proxpo.adapt.run import OnRow, adapt, adapt_task, sign_test
-from proxpo.adapt.settings import Settings
+from proxpo.adapt.run import ROWS, OnRow, adapt, adapt_task, sign_test
+from proxpo.adapt.settings import CONFIG, Settings
 from proxpo.errors import ProxpoError
 from proxpo.runs.jsonlines import OnNotice
 from proxpo.runs.status import write_summary
@@ -36,6 +36,8 @@ def adapt_seeds(
         replace(settings, seed=k, first=settings.first + k * settings.problems)
         for k in range(seeds)
     ]
+    if any((folder / name).exists() for name in (ROWS, CONFIG)):
+        raise ProxpoError(f"{folder} already holds a run with one seed: --out starts another")
     adapt_task(blocks[-1])  # too few problems are refused before the first run
     summaries = [
         adapt(

@@ -1,5 +1,6 @@
 """Settings of an adaptation run, from `--set` and keyword arguments."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,10 +12,11 @@ from proxpo.adapt.types import Adaptation
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.recipes import method as method_entry
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.settings import TASK_OPTIONS, parse_setting
+from proxpo.settings import TASK_OPTIONS, contradiction, parse_setting
 from proxpo.stages._options import bind
 
 CONFIG = "config.yaml"
+MOST_TEMPERATURE = 1000
 ADAPTATIONS: dict[str, Callable[..., Adaptation]] = {
     "latentseek": make_latentseek,
     "rosa": make_rosa,
@@ -52,8 +54,13 @@ class Settings:
             )
         if self.first < 0:
             raise ProxpoError(f"adapt: first is a number of a problem from 0 on, got {self.first}")
-        if not self.temperature > 0:
-            raise ProxpoError(f"adapt: temperature is above 0, got {self.temperature}")
+        if not 0 < self.temperature <= MOST_TEMPERATURE:
+            raise ProxpoError(
+                f"adapt: temperature is above 0 and at most {MOST_TEMPERATURE:,}, got "
+                f"{self.temperature}"
+            )
+        if self.correct_above is not None and not math.isfinite(self.correct_above):
+            raise ProxpoError(f"adapt: task.correct_above is a number, got {self.correct_above}")
 
     @property
     def folder(self) -> str:
@@ -70,18 +77,24 @@ class Settings:
 
 
 def load_settings(
-    method: str, sets: Iterable[str | tuple[str, Any]] = (), **common: Any
+    method: str,
+    sets: Iterable[str | tuple[str, Any]] = (),
+    *,
+    stored: Mapping[str, Any] | None = None,
+    **common: Any,
 ) -> Settings:
     """Settings of a run; `sets` are options of the method or of the run, names checked.
 
     Options of the task are `task.options.NAME`, its reward `task.reward`, `task.correct_above`.
+    stored: values that stand where neither `sets` nor `common` gives another
     """
     method = _resolve(method)
     entry = method_entry(method)
     own = entry.defaults
     general = {f.name for f in fields(Settings)} - {"method", "options", "task_options"}
     spelt = {"task.reward": "task_reward", "task.correct_above": "correct_above"}
-    values: dict[str, Any] = {k: v for k, v in common.items() if v is not None}
+    flags = {k: v for k, v in common.items() if v is not None}
+    values: dict[str, Any] = {**(stored or {}), **flags}
     options: dict[str, Any] = {}
     task_options: dict[str, Any] = {}
     for setting in sets:
@@ -92,6 +105,8 @@ def load_settings(
         elif key in own:
             options[key] = value
         elif key in general:
+            if flags.get(key, value) != value:
+                raise contradiction(f"--{key} {flags[key]}", key, value)
             values[key] = value
         else:
             known = [*own, *sorted(general - {"task_reward"}), *spelt]
@@ -123,8 +138,7 @@ def resumed_settings(folder: Path, method: str, sets: Iterable[str], **common: A
     own += [(f"{TASK_OPTIONS}{k}", v) for k, v in stored.pop("task_options", {}).items()]
     if _resolve(method) != stored.pop("method", None):
         raise ProxpoError(f"{folder} is a run of another method; --out starts another")
-    values = stored | {k: v for k, v in common.items() if v is not None}
-    return load_settings(method, [*own, *sets], **values)
+    return load_settings(method, [*own, *sets], stored=stored, **common)
 
 
 __all__ = ["CONFIG", "Settings", "load_settings", "read_settings", "resumed_settings"]

@@ -13,6 +13,7 @@ from proxpo.adapt.settings import load_settings, resumed_settings
 from proxpo.errors import ProxpoError
 from proxpo.report.terminal import console
 from proxpo.report.text import plural
+from proxpo.settings import parse_setting
 
 LINE_EVERY = 10.0  # seconds at least between lines
 
@@ -28,7 +29,8 @@ def run_adaptation(
 ) -> None:
     """Adapts to problem after problem and prints every arm at equal tokens."""
     screen = console()
-    if seeds is not None and common.get("seed") is not None:
+    given = {parse_setting(setting)[0] for setting in settings}
+    if seeds is not None and (common.get("seed") is not None or "seed" in given):
         raise ProxpoError("adapt: --seeds K runs seeds 0 to K-1; leave --seed out")
     if resume and out is not None:
         folder = Path(out) if seeds is None else seed_folder(Path(out), 0)

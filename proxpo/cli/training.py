@@ -16,6 +16,7 @@ from typing import Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -52,8 +53,9 @@ def run_training(
     config = load_config(source, settings, overrides=overrides)
     _silence_libraries()
     console.print(
-        f"[bold]{config.method}[/bold] on {config.task.name}, model {config.model.name}, "
-        f"{config.train.steps} steps -> {config.folder}"
+        f"[bold]{config.method}[/bold] on {escape(config.task.name)}, model "
+        f"{escape(config.model.name)}, {config.train.steps} steps -> {escape(str(config.folder))}",
+        emoji=False,
     )
     with console.status("loading"):
         from proxpo.train.loop import train
@@ -68,15 +70,17 @@ def run_training(
 
 
 def _print_notice(console: Console, line: str) -> None:
-    console.print(line, style="dim", markup=False)
+    console.print(line, style="dim", markup=False, emoji=False)
 
 
 def _silence_libraries() -> None:
     """Hides what libraries print while loading."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", module="torch")
-    for library in ("transformers", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    for library in ("transformers", "huggingface_hub", "DeepSpeed"):
+        logger = logging.getLogger(library)
+        logger.setLevel(logging.ERROR)
+        logger.addFilter(lambda record: record.levelno >= logging.ERROR)  # DeepSpeed sets its level
 
 
 def explain_settings(source: str | None, settings: list[str], overrides: dict[str, Any]) -> None:
@@ -236,7 +240,8 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     asked = summary["config"]["log"]["pictures"]
     if not asked or not all(path.exists() for path in files.values()):  # without matplotlib
         files = {"metrics": out / "metrics.jsonl"}
-    console.print("   ".join(f"{name}: {path}" for name, path in files.items()))
+    lines = "   ".join(f"{name}: {path}" for name, path in files.items())
+    console.print(lines, markup=False, emoji=False)
 
 
 def _result(summary: dict[str, Any]) -> str:

@@ -47,6 +47,7 @@ from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import leaves
 from proxpo.train.config import Config, as_dict, find, load_config
 from proxpo.train.domains import domain_of
+from proxpo.types import Recipe
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
 LONGEST = 200  # characters of an arm's name
@@ -92,6 +93,7 @@ def make_plan(request: Request) -> Plan:
         score=request.score,
         notes=(*request.notes, *notes),
     )
+    plan = replace(plan, notes=(*plan.notes, *_equal_arms(plan)))
     return check_runs(replace(plan, runs=tuple(first_runs(plan))))
 
 
@@ -362,6 +364,25 @@ def _check_names(arms: list[Arm]) -> None:
             raise ProxpoError(
                 f"'{name}' is compared with itself: {names.count(name)} arms are equal"
             )
+
+
+def _equal_arms(plan: Plan) -> list[str]:
+    """A line for each arm that is another one under a second name, as `clip_low=0.2` of grpo."""
+    first: dict[str, str] = {}
+    lines = []
+    for arm in plan.arms:
+        if sum(other.method == arm.method for other in plan.arms) < 2:
+            continue
+        config = load_config(plan.base, arm.settings.items(), overrides={"method": arm.method})
+        made = config.make_method()
+        if not isinstance(made, Recipe):
+            continue
+        stages = [(place, stage.name, stage.options) for place, stage in made.stages()]
+        own = {key: value for key, value in as_dict(config).items() if key != "recipe"}
+        other = first.setdefault(repr((own, stages)), arm.name)
+        if other != arm.name:
+            lines.append(f"{arm.name} and {other} are one method: every setting is equal")
+    return lines
 
 
 def _refuse_twice(arm: Arm, axes: Iterable[str], what: str) -> None:

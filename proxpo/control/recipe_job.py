@@ -377,7 +377,7 @@ def build_recipe_job(
         transform=transform,
         state=recipe.init_state(),
     )
-    return kind(
+    job = kind(
         config=config,
         learner=learner,
         play=Play(environments=environments, memory=actor.start(count)),
@@ -385,6 +385,13 @@ def build_recipe_job(
         normaliser=Normaliser(environments.width) if options.normalise else None,
         segments=segments,
     )
+    if recipe.schedule is None and config.train.mini_batches > job.most_parts:
+        raise ProxpoError(
+            f"train.mini_batches={config.train.mini_batches} cuts a rollout into as many parts, "
+            f"and it has {job.most_parts}: rollout.prompts_per_step x rollout.samples_per_prompt "
+            "environments" + (" x rollout.max_tokens steps" if learner.by_step else "")
+        )
+    return job
 
 
 __all__ = ["ControlJob", "build_recipe_job", "step_fields"]

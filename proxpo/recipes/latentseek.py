@@ -1,3 +1,4 @@
+import math
 from typing import Literal
 
 from proxpo.errors import ProxpoError
@@ -49,8 +50,10 @@ def latentseek(
             f"latentseek: expected fraction in [0, 1], most and iterations of at least 1, got "
             f"{fraction}, {most}, {iterations}"
         )
-    if lr < 0 or sgd_lr < 0:
-        raise ProxpoError(f"latentseek: lr and sgd_lr are at least 0, got {lr} and {sgd_lr}")
+    if not (0 <= lr < math.inf and 0 <= sgd_lr < math.inf):
+        raise ProxpoError(
+            f"latentseek: lr and sgd_lr are finite and at least 0, got {lr} and {sgd_lr}"
+        )
     if not threshold < 0:
         raise ProxpoError(f"latentseek: threshold is below 0, the best reward, got {threshold}")
     if format_rule and judge == "task":

@@ -1,3 +1,4 @@
+import math
 from typing import Literal
 
 from proxpo.errors import ProxpoError
@@ -50,6 +51,8 @@ def rosa(
             f"rosa: expected beta > 0, damping >= 0 and cg_tolerance in [0, 1), got {beta}, "
             f"{damping}, {cg_tolerance}"
         )
+    if not 0 <= sgd_lr < math.inf:
+        raise ProxpoError(f"rosa: sgd_lr is finite and at least 0, got {sgd_lr}")
     if min(cg_iterations, turns, rank) < 1:
         raise ProxpoError(
             f"rosa: cg_iterations, turns and rank are at least 1, got {cg_iterations}, {turns}, "

@@ -91,7 +91,7 @@ def _refuse_contradictions(
     for flag, other in flags:
         path = ".".join(place(flag, options))
         key, value = by_set.get(path, (flag, other))
-        if _differ(path, other, value):
+        if path in by_set and _differ(path, other, value):
             raise contradiction(f"--{flag} {other}", key, value)
 
 

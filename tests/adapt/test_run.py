@@ -5,6 +5,7 @@ import json
 import pytest
 
 from proxpo.adapt.run import ROWS, adapt, sign_test
+from proxpo.adapt.seeds import adapt_seeds
 from proxpo.adapt.settings import load_settings, resumed_settings
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
@@ -100,6 +101,16 @@ def test_seeds_have_problems_of_their_own(tmp_path, capsys):
     assert "500 held-out problems; first=300" in capsys.readouterr().err
 
 
+def test_seeds_do_not_go_into_a_run_of_one(tmp_path):
+    settings = load_settings("latentseek", problems=1)
+    adapt(settings, out=tmp_path)
+    before = (tmp_path / "summary.json").read_bytes()
+    for resume in (False, True):
+        with pytest.raises(ProxpoError, match="already holds a run with one seed"):
+            adapt_seeds(settings, 2, out=tmp_path, resume=resume)
+    assert (tmp_path / "summary.json").read_bytes() == before
+
+
 def test_sign_test():
     assert sign_test(0, 0) == 1.0
     assert sign_test(5, 0) == pytest.approx(2 / 32)
@@ -125,6 +136,13 @@ REFUSED = {
     "judge=self asks the model in chat": ["latentseek", "--set", "judge=self"],
     "unknown model 'tinny'": ["rosa", "--model", "tinny"],
     "takes float32, float64": ["rosa", "--set", "dtype=3"],
+    "is answered over several turns": ["rosa", "--task", "arms"],
+    "--problems 3 and --set problems=2": ["rosa", "--problems", "3", "--set", "problems=2"],
+    "leave --seed out": ["rosa", "--seeds", "2", "--set", "seed=7"],
+    "finite and at least 0, got inf": ["latentseek", "--set", "lr=inf"],
+    "sgd_lr is finite": ["rosa", "--set", "sgd_lr=inf"],
+    "at most 1,000, got inf": ["rosa", "--set", "temperature=inf"],
+    "correct_above is a number": ["rosa", "--set", "task.correct_above=inf"],
 }
 
 

@@ -265,6 +265,12 @@ def test_what_differs_between_plans_is_named():
     assert "seeds.report: 0, 1 -> 0, 1, 2" in lines
 
 
+def test_an_arm_under_a_second_name_is_said():
+    (line,) = plan_of("grpo:clip_low=0.2", "grpo", "grpo:clip_low=0.3").notes
+    assert line == "grpo and grpo clip_low=0.2 are one method: every setting is equal"
+    assert plan_of("grpo:lr=1e-4", "grpo", "dapo").notes == ()
+
+
 BAD = [
     (["grpoo"], "unknown method 'grpoo'; did you mean 'grpo'?"),
     (["grpo:clp_high=0.4"], "unknown setting 'clp_high'; did you mean 'clip_high'?"),

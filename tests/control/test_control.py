@@ -317,6 +317,10 @@ REFUSED = {
         "model.options.distribution=tanh",
     ),
     "'ratio' cannot be set": (PENDULUM, "avg", "ratio=token"),
+    "mini_batches=8 cuts a rollout into as many parts, and it has 4: ": (
+        *(CARTPOLE, "grpo"),
+        *("prompts_per_step=2", "samples_per_prompt=2"),
+    ),
 }
 
 
@@ -349,10 +353,12 @@ def test_the_command_line(tmp_path: Path, capsys) -> None:
     assert "mean quality of feasible architectures 0.230 ->" in told
     assert "curves: " in told
     assert "metrics: " not in told
-    words[3:] = [str(tmp_path / "bare"), *("--set", "train.steps=1", "--set", "log.pictures=false")]
+    bare = str(tmp_path / "bare[/b][x]")  # no markup
+    words[3:] = [bare, *("--set", "train.steps=1", "--set", "log.pictures=false")]
     assert main(["train", *words]) == 0
     told = capsys.readouterr().out
-    assert "metrics: " in told
+    assert f"1 steps -> {bare}\n" in told
+    assert f"metrics: {bare}/metrics.jsonl" in told
     assert "curves: " not in told
     assert main(["methods", "avg"]) == 0
     assert "for control" in capsys.readouterr().out

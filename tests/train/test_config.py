@@ -89,6 +89,7 @@ def test_two_spellings_of_one_value_contradict_nothing(tmp_path):
     assert load_config(written(tmp_path, "lr: '1e-5'\ntrain: {lr: 0.00001}")).train.lr == 1e-5
     assert load_config(written(tmp_path, "seed: 1"), ["seed=2"]).seed == 2, "not of one level"
     assert load_config(written(tmp_path, "seed: 1"), (), {"seed": 2}).seed == 2
+    assert load_config(None, (), {"out": "nan"}).out == "nan"
 
 
 def test_pairs_work_as_text_does():

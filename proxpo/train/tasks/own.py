@@ -173,7 +173,8 @@ def _problem(
     prompt: Any = row.get(key)
     if not _is_prompt(prompt):
         raise ProxpoError(
-            f"{place}: '{key}' should be text or a list of messages with role and content"
+            f"{place}: '{key}' should be text or a list of messages with role and content, not "
+            "empty"
         )
     answer = answer_of(row, answer_field)
     for named in (answer_field, solution_field):

@@ -56,7 +56,8 @@ def minsr_weights(
     n = len(advantages)
     if centred:
         kernel, advantages = _centre(_centre(kernel).T), _centre(advantages)
-    return solve_psd(kernel + projection, advantages, shift=n * damping)
+    weights = solve_psd(kernel + projection, advantages, shift=n * damping)
+    return _centre(weights) if centred else weights  # rounding leaves a sum, which Jᵀ w would show
 
 
 def minsr_damping(kernel: Float[Tensor, "seq seq"], *, rho: float = 1.0) -> float:

@@ -30,7 +30,7 @@ import tutorial_pages
 from method_pages import cell as _cell
 
 from proxpo import fields, sparsity
-from proxpo.cli.choosing import choice_table
+from proxpo.cli.choosing import choice_table, short_table
 from proxpo.fields import CORE, FIELDS
 from proxpo.ops import kl
 from proxpo.recipes import methods
@@ -50,6 +50,7 @@ DOMAINS = {
 CHOOSE = ROOT / "docs/choose.md"
 FROM_TRL = ROOT / "docs/from-trl.md"
 LOSSES = "<!-- losses: written by scripts/build_docs.py -->", "<!-- end of losses -->"
+IN_SHORT = "<!-- in short: written by scripts/build_docs.py -->", "<!-- end of in short -->"
 CHOICES = "<!-- choices: written by scripts/build_docs.py -->", "<!-- end of choices -->"
 
 
@@ -107,7 +108,8 @@ def pages() -> dict[Path, str]:
     out[ROOT / "docs/methods/README.md"] = catalogue()
     out |= reference_pages.pages()
     out |= tutorial_pages.pages()
-    out[CHOOSE] = between(CHOOSE.read_text(), *CHOICES, choice_table())
+    short = between(CHOOSE.read_text(), *IN_SHORT, short_table())
+    out[CHOOSE] = between(short, *CHOICES, choice_table())
     out[FROM_TRL] = between(FROM_TRL.read_text(), *LOSSES, trl_losses())
     return out
 

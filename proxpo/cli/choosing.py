@@ -34,10 +34,18 @@ class Fact:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
-    """Meanings of the settings, measured facts, and methods made for a setting but not measured."""
+class Setting:
+    """A setting's meaning, and the advice that follows from its facts."""
 
-    settings: Mapping[str, str]
+    meaning: str
+    take: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """The settings, measured facts, and methods made for a setting but not measured."""
+
+    settings: Mapping[str, Setting]
     facts: tuple[Fact, ...]
     untried: Mapping[str, tuple[str, ...]]
 
@@ -50,8 +58,9 @@ def read_advice() -> Advice:
         Fact(settings=tuple(fact["for"]), **{k: v for k, v in fact.items() if k != "for"})
         for fact in tree["facts"]
     )
+    settings = {s: Setting(meaning=t["is"], take=t["take"]) for s, t in tree["settings"].items()}
     untried = {setting: tuple(slugs) for setting, slugs in tree["untried"].items()}
-    return Advice(settings=tree["settings"], facts=facts, untried=untried)
+    return Advice(settings=settings, facts=facts, untried=untried)
 
 
 def show_choice(text: str, *, as_json: bool) -> None:
@@ -64,8 +73,9 @@ def show_choice(text: str, *, as_json: bool) -> None:
     if as_json:
         facts = [asdict(fact) for fact in _together(advice, asked)]
         parts = {s: [asdict(fact) for fact in _facts(advice, s)] for s in asked}
+        take = {s: advice.settings[s].take for s in asked}
         untried = {s: list(advice.untried.get(s, ())) for s in asked}
-        print(json.dumps({"together": facts, "each": parts, "untried": untried}))
+        print(json.dumps({"take": take, "together": facts, "each": parts, "untried": untried}))
         return
     console().print(_shown(advice, asked))
 
@@ -74,8 +84,8 @@ def choice_table() -> str:
     """The facts as Markdown, by setting, for docs/choose.md."""
     advice = read_advice()
     lines: list[str] = []
-    for setting, meaning in advice.settings.items():
-        lines += [f"### {setting}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
+    for setting, words in advice.settings.items():
+        lines += [f"### {setting}", "", f"{_capital(words.meaning)}.", ""]
         facts, again = _facts(advice, setting), ""
         if len(facts) > MOST_ROWS:
             facts, again = _new_facts(advice, setting)
@@ -90,6 +100,18 @@ def choice_table() -> str:
             lines += ["", f"Made for it by their papers, not measured here: {slugs}."]
         lines.append("")
     return "\n".join(lines)
+
+
+def short_table() -> str:
+    """The advice of every setting as Markdown, for the head of docs/choose.md."""
+    lines = ["| setting | that is | take |", "| --- " * 3 + "|"]
+    for setting, words in read_advice().settings.items():
+        lines.append(f"| [{setting}](#{setting}) | {words.meaning} | {words.take} |")
+    return "\n".join([*lines, ""])
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
 
 
 def _facts(advice: Advice, setting: str) -> list[Fact]:
@@ -112,33 +134,42 @@ def _together(advice: Advice, asked: Sequence[str]) -> list[Fact]:
 
 def _shown(advice: Advice, asked: Sequence[str]) -> RenderableType:
     parts: list[RenderableType] = []
-    together = _together(advice, asked)
-    if len(asked) > 1:
-        parts += [Text(" and ".join(asked), "bold"), *_texts(together, asked), Text()]
     for setting in asked:
-        facts = [
-            fact for fact in _facts(advice, setting) if len(asked) == 1 or fact not in together
-        ]
-        heading = Text.assemble((setting, "bold"), f": {advice.settings[setting]}")
-        above = not facts and bool(together)  # all that is known stands there
-        if not above:
-            parts += [heading, *_texts(facts, [setting])]
+        words = advice.settings[setting]
+        parts += [Text.assemble((setting, "bold"), f": {words.meaning}"), _indented(words.take)]
+    together = _together(advice, asked)
+    parts += [Text(), _measured(asked), *_texts(together, asked)]
+    for setting in asked if len(asked) > 1 else []:
+        facts = [fact for fact in _facts(advice, setting) if fact not in together]
+        if facts:
+            parts += [Text(), _measured([setting]), *_texts(facts, [setting])]
+    for setting in asked:
         if setting in advice.untried:
-            parts += [heading] if above else []
             slugs = ", ".join(advice.untried[setting])
-            parts.append(
-                _indented(f"made for it by their papers, not measured here: {slugs}", "dim")
-            )
-        parts.append(Text())
-    return Group(*parts[:-1])
+            made = f"Made for {setting} by their papers, not measured here: {slugs}"
+            parts += [Text(), Text(made, "dim")]
+    return Group(*parts)
+
+
+def _measured(asked: Sequence[str]) -> Text:
+    return Text.assemble("Measured for ", (" and ".join(asked), "bold"))
 
 
 def _texts(facts: Sequence[Fact], asked: Sequence[str]) -> list[Padding]:
-    """The facts, those first that ask for the fewest further settings."""
+    """The facts by method, those first that ask for the fewest further settings."""
     ordered = sorted(facts, key=lambda fact: len(_further(fact, asked)))
-    return [text for fact in ordered for text in _fact_texts(fact, asked)] or [
-        _indented(NO_EVIDENCE)
-    ]
+    groups: dict[tuple[str, str], list[Padding]] = {}
+    for fact in ordered:
+        groups.setdefault(_head(fact, asked), []).extend(
+            [
+                _indented(fact.why, by=4),
+                _indented(f"{fact.seen}; docs/results/{fact.result}", "dim", by=4),
+            ]
+        )
+    texts = []
+    for (name, also), lines in groups.items():
+        texts += [_indented(Text.assemble((name, "cyan"), (also, "yellow"))), *lines]
+    return texts or [_indented(NO_EVIDENCE)]
 
 
 def _indented(text: str | Text, style: str = "", *, by: int = 2) -> Padding:
@@ -147,15 +178,11 @@ def _indented(text: str | Text, style: str = "", *, by: int = 2) -> Padding:
     )
 
 
-def _fact_texts(fact: Fact, asked: Sequence[str]) -> list[Padding]:
-    name = " ".join([method(fact.take).slug, *_sets(fact)])
+def _head(fact: Fact, asked: Sequence[str]) -> tuple[str, str]:
+    """A fact's method with its settings, and the further settings that it was measured in."""
     further = _further(fact, asked)
     also = f"  also: {', '.join(further)}" if further else ""
-    return [
-        _indented(Text.assemble((name, "cyan"), (also, "yellow"))),
-        _indented(fact.why, by=4),
-        _indented(f"{fact.seen}; docs/results/{fact.result}", "dim", by=4),
-    ]
+    return " ".join([method(fact.take).slug, *_sets(fact)]), also
 
 
 def _further(fact: Fact, asked: Sequence[str]) -> list[str]:
@@ -174,4 +201,4 @@ def _table_row(fact: Fact, setting: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-__all__ = ["choice_table", "read_advice", "show_choice"]
+__all__ = ["choice_table", "read_advice", "short_table", "show_choice"]

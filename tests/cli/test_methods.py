@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import proxpo as library
-from proxpo.cli.choosing import choice_table, read_advice
+from proxpo.cli.choosing import choice_table, read_advice, short_table
 from proxpo.recipes import method
 from proxpo.settings import make_method
 
@@ -67,12 +67,18 @@ def test_the_nearest_method_is_suggested(refused):
 
 def test_for_settings_prints_what_was_measured_and_says_where_nothing_was(proxpo):
     out = " ".join(proxpo("methods", "--for", "stale,agents").out.split())
-    assert "stale and agents no evidence yet" in out
+    assert out.startswith(
+        "stale: several updates on each rollout, or rollouts of an older policy GRPO"
+    )
+    assert "Measured for stale and agents no evidence yet" in out
     assert "grpo clip_low=0.2 clip_high=0.2 also: short of the clip ranges" in out
+    assert out.count("grpo also: short ") == 1, "one heading above its facts"
     assert "docs/results/p3o-clip" in out
     long = " ".join(proxpo("methods", "--for", "long,pretrained").out.split())
-    assert "long: answers of worked steps, tens to hundreds of tokens made for it by" in long
+    assert "Measured for long and pretrained" in long
+    assert "Made for long by their papers" in long
     both = json.loads(proxpo("methods", "--for", "hot,stale", "--json").out)
+    assert both["take"]["hot"] == read_advice().settings["hot"].take
     assert [fact["take"] for fact in both["together"]] == ["grpo", "cispo", "isopo", "p3o"]
     code, _, errors = proxpo("methods", "--for", "stail")
     assert code != 0
@@ -86,12 +92,16 @@ def test_every_fact_names_a_method_its_options_and_a_result_that_exist():
         assert (results / fact.result).exists(), fact
         assert set(fact.settings) <= advice.settings.keys(), fact
         assert len(fact.why.split()) <= 42, f"the page of the result has room for more: {fact.why}"
+    for setting in advice.settings.values():
+        assert 4 < len(setting.take.split()) <= 60, setting
     for setting, slugs in advice.untried.items():
         assert setting in advice.settings
         assert all(method(slug) for slug in slugs)
         measured = " ".join(f.take + f.why.lower() for f in advice.facts if setting in f.settings)
         assert not [slug for slug in slugs if slug in measured], f"measured under {setting}"
-    assert choice_table() in (results.parent / "choose.md").read_text()
+    page = (results.parent / "choose.md").read_text()
+    assert choice_table() in page
+    assert short_table() in page
 
 
 def test_filters_by_stage_and_field(proxpo, refused):

@@ -102,7 +102,8 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
     """Computes what is fixed for all updates on a rollout: mask, advantages, denominators.
 
     Groups must be whole in `batch`; ranks may hold different groups (`ctx.all_sum` adds over them).
-    Advantages given with the batch are used as they are. Numbers at valid tokens must be finite.
+    Advantages given with the batch are used as they are; a critic's targets are computed from the
+    recipe's rewards all the same. Numbers at valid tokens must be finite.
     """
     recipe, batch = _as_recipe(recipe), _as_batch(batch)
     run = _StageRunner(recipe, ctx)
@@ -110,7 +111,7 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
     check_rollout(batch.items(), batch.mask)
     earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
     with torch.no_grad():
-        if batch.advantages is None:
+        if batch.advantages is None or _makes_targets(recipe, batch):
             for stage in recipe.reward:
                 batch = run(f"reward.{stage.name}", stage, batch)
         for stage in recipe.filter:
@@ -133,6 +134,12 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
         batch = batch.replace(group_tokens=tokens_of_group(batch))
     counted = replace(ctx, denominators=count(batch, all_sum=ctx.all_sum))
     return Prepared(batch, counted, run.metrics)
+
+
+def _makes_targets(recipe: Recipe, batch: Batch) -> bool:
+    """True if the recipe has a critic whose targets the batch does not bring."""
+    critic = batch.values is not None or batch.old_values is not None
+    return recipe.value is not None and critic and batch.returns is None
 
 
 def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:

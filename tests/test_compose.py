@@ -31,6 +31,16 @@ def test_given_advantages_are_used_as_they_are() -> None:
     close(ready.advantages, tokens * batch.mask)
 
 
+@pytest.mark.parametrize(
+    ("slug", "options"), [("ppo", {"kl_coef": 0.1}), ("text2grad", {}), ("foldact", {})]
+)
+def test_given_advantages_leave_the_targets_of_the_critic(slug: str, options: dict) -> None:
+    made, batch = method(slug, **options), make_batch(1)
+    own = proxpo.prepare(made, batch).batch
+    given = proxpo.prepare(made, batch.replace(advantages=torch.ones(9).double())).batch
+    close(given.returns, own.returns)
+
+
 def test_no_gradient_flows_through_advantages() -> None:
     batch = make_batch(1)
     leaf = torch.ones(9).double().requires_grad_()

@@ -10,6 +10,7 @@ from rich.table import Table
 from proxpo.adapt.run import adapt, finding
 from proxpo.adapt.seeds import adapt_seeds, seed_folder
 from proxpo.adapt.settings import load_settings, resumed_settings
+from proxpo.cli.libraries import silence_libraries
 from proxpo.errors import ProxpoError
 from proxpo.report.terminal import console
 from proxpo.report.text import plural
@@ -37,6 +38,7 @@ def run_adaptation(
         chosen = resumed_settings(folder, method, settings, **common)
     else:
         chosen = load_settings(method, settings, **common)
+    silence_libraries()
     last = time.monotonic()
 
     def on_row(done: int, total: int, row: dict[str, Any]) -> None:

@@ -1,12 +1,9 @@
 """`proxpo train`: progress while the run lasts, its result at the end."""
 
-import logging
 import math
-import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +24,8 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+
+from proxpo.cli.libraries import silence_libraries
 
 LINE_EVERY = 30.0  # seconds at most between lines in a log
 SCORES = {
@@ -51,7 +50,7 @@ def run_training(
     if resume:
         source, overrides = own_config(source, overrides, on_notice=on_notice)
     config = load_config(source, settings, overrides=overrides)
-    _silence_libraries()
+    silence_libraries()
     console.print(
         f"[bold]{config.method}[/bold] on {escape(config.task.name)}, model "
         f"{escape(config.model.name)}, {config.train.steps} steps -> {escape(str(config.folder))}",
@@ -71,16 +70,6 @@ def run_training(
 
 def _print_notice(console: Console, line: str) -> None:
     console.print(line, style="dim", markup=False, emoji=False)
-
-
-def _silence_libraries() -> None:
-    """Hides what libraries print while loading."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.filterwarnings("ignore", module="torch")
-    for library in ("transformers", "huggingface_hub", "DeepSpeed"):
-        logger = logging.getLogger(library)
-        logger.setLevel(logging.ERROR)
-        logger.addFilter(lambda record: record.levelno >= logging.ERROR)  # DeepSpeed sets its level
 
 
 def explain_settings(source: str | None, settings: list[str], overrides: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from proxpo.cli.libraries import silence_libraries
 from proxpo.train.observer import Observer
 from proxpo.train.warmup import load_warmup, warm_up
 
@@ -19,6 +20,7 @@ def run_warmup(task: str, settings: list[str], *, out: str, **common: Any) -> No
     """Trains on worked solutions and prints the losses."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     chosen = load_warmup(settings, task=task, **common)
+    silence_libraries()
     start = last = time.monotonic()
 
     def on_step(step: int, metrics: dict[str, Any]) -> None:

@@ -130,6 +130,7 @@ def test_neutral_responses_and_one_sided_groups_have_no_conflict() -> None:
     same = [[1, 2], [1, 2], [1, 2]]
     close(weights(spoken(same, [1, 1, 1])), torch.ones(3, 2).double())
     close(weights(spoken(same, [1, 0, 0.5]))[2], f64([1, 1]))
+    close(weights(spoken(same, [0.2, 0, 0.1]))[2], f64([1, 1]))  # their mean is 0.1 + 1e-17
     neutral_only = spoken([[1, 2], [3, 4], [1, 2]], [1, 0, 0.5])
     close(weights(neutral_only), torch.ones(3, 2).double())
 

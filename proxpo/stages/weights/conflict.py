@@ -71,7 +71,9 @@ def conflict_weights(
         sign = row_mean(batch.advantages, batch.mask).sign()
     else:
         stats = group_stats(batch.rewards, batch.group)
-        sign = torch.where(stats.scored, batch.rewards - stats.mean, 0.0).sign()
+        gap = batch.rewards - stats.mean
+        apart = stats.scored & (gap.abs() > 1e-6 * stats.std)  # at the mean up to rounding: neutral
+        sign = torch.where(apart, gap, 0.0).sign()
     lead, trail = conflict_runs(batch.tokens, batch.mask, batch.group, sign)
     place, from_end = batch.mask.cumsum(1), batch.mask.flip(1).cumsum(1).flip(1)
     inside = torch.where(sign > 0, boost, 0.0).to(batch.logp.dtype)[:, None]

@@ -69,6 +69,8 @@ def fresh_enough(*, max_lag: float):
 
     max_lag: largest age of a token in policy versions
     """
+    if not max_lag >= 0:
+        raise ProxpoError(f"fresh_enough: max_lag must not be negative, got {max_lag:g}")
 
     def keep(batch: Batch, ctx: Context) -> Keep:
         oldest = row_max(batch.lag, batch.mask)

@@ -40,10 +40,10 @@ def kl_dual(
     statistic: "max" or "mean" of the KL over tokens
     kl: "exact" over the vocabulary, or "sampled"
     """
-    if coef < 0 or not radius > 0 or margin < 0:
+    if coef < 0 or not radius > 0 or margin < 0 or lr < 0:
         raise ProxpoError(
-            f"kl_dual: expected coef >= 0, radius > 0 and margin >= 0, got {coef}, {radius}, "
-            f"{margin}"
+            "kl_dual: expected coef >= 0, radius > 0, margin >= 0 and lr >= 0, got "
+            f"{coef}, {radius}, {margin}, {lr}"
         )
 
     def init() -> State:

@@ -57,7 +57,7 @@ def gradient_novelty(
     "printed" (eq. 12): f = 1 + λ r ν̄; for r = ±1 that adds λν̄ to both. "described" (the prose):
     f = 1 + λ ν̄, which enlarges rewards and penalties alike. "signed": f = 1 + λ(2ν̄ - 1), so that
     what is not new counts less. ν̄ is ν scaled to [0, 1] within the group; where novelties differ by
-    no more than `min_spread`, as in groups of one or two, rewards stay as they are.
+    no more than `min_spread`, as in groups of one or two, f = 1.
 
     strength: λ, the weight of the novelty
     reading: formula of the factor: "described", "printed" or "signed"
@@ -66,6 +66,8 @@ def gradient_novelty(
     """
     if not strength >= 0:
         raise ProxpoError(f"gradient_novelty: strength must not be negative, got {strength}")
+    if not clip > 0:
+        raise ProxpoError(f"gradient_novelty: clip must be positive, got {clip}")
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:
         r = batch.rewards.double()

@@ -56,6 +56,8 @@ def clipper(*, low: float, high: float, dual: float | None = None, cap: float | 
     if low < 0 or high < 0:
         raise ProxpoError(f"ppo_clip: the clip range must not be negative, got {low} and {high}")
     check_dual(dual, by="ppo_clip")
+    if cap is not None and cap <= 1:
+        raise ProxpoError(f"ppo_clip: cap must be above 1, got {cap}")
 
     def clipped_loss(ratio: Float[Tensor, "seq tok"], adv: Float[Tensor, "seq tok"]) -> Pair:
         return clip_between(ratio, adv, 1 - low, 1 + high, dual=dual, cap=cap)
@@ -136,6 +138,8 @@ def clip_cov(
     """
     if not 0 <= share <= 1:
         raise ProxpoError(f"clip_cov: share must be between 0 and 1, got {share}")
+    if not cov_low < cov_high:
+        raise ProxpoError(f"clip_cov: cov_low must be below cov_high, got {cov_low}, {cov_high}")
     clipped_loss = clipper(low=clip_low, high=clip_high)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:

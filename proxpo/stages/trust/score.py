@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
@@ -44,13 +45,23 @@ def clipped_weight(
     A < 0 with r < 1-mask_low.
 
     clip_low, clip_high: range of the weight below and above 1
-    absolute: `high` is the cap itself, not its distance from 1
+    absolute: clip_high is the cap itself, not its distance from 1
     """
-    ceiling = clip_high if absolute else 1 + clip_high
+    floor, ceiling = max(1 - clip_low, 0.0), clip_high if absolute else 1 + clip_high
+    if min(clip_low, clip_high, mask_low or 0.0, mask_high or 0.0) < 0:
+        raise ProxpoError(
+            "clipped_weight: clip_low, clip_high, mask_low and mask_high must not be negative, got "
+            f"{clip_low}, {clip_high}, {mask_low}, {mask_high}"
+        )
+    if not ceiling > 0 or floor > ceiling:
+        raise ProxpoError(
+            f"clipped_weight: the cap must be above 0 and not below the floor, got {ceiling:g} and "
+            f"{floor:g}"
+        )
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         r, adv = ratio.detach(), batch.advantages
-        weight = r.clamp(min=max(1 - clip_low, 0.0), max=ceiling)
+        weight = r.clamp(floor, ceiling)
         metrics = {"trust/clipped": masked_mean(weight != r, batch.mask)}
         if mask_low is not None or mask_high is not None:
             above = (adv > 0) & (r > 1 + (math.inf if mask_high is None else mask_high))

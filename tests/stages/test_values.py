@@ -1,0 +1,27 @@
+"""Values that would turn a stage's sign, silence it, or leave nothing to train on."""
+
+from typing import Any
+
+import pytest
+
+from proxpo import ProxpoError, make_stage
+
+REFUSED = [
+    ("trust", "clipped_weight", {"clip_high": -2.0}, "must not be negative, got inf, -2.0"),
+    ("trust", "clipped_weight", {"mask_low": -1.0}, "must not be negative, .* -1.0, None"),
+    ("trust", "clipped_weight", {"absolute": True, "clip_high": 0.0}, "cap must be above 0"),
+    ("trust", "clipped_weight", {"absolute": True, "clip_low": 0.1}, "not below the floor"),
+    ("trust", "ppo_clip", {"cap": -1.0}, "cap must be above 1, got -1.0"),
+    ("trust", "clip_cov", {"cov_low": 5.0, "cov_high": 1.0}, "cov_low must be below cov_high"),
+    ("filter", "fresh_enough", {"max_lag": -1.0}, "max_lag must not be negative, got -1"),
+    ("reward", "gradient_novelty", {"clip": 0.0}, "clip must be positive, got 0"),
+    ("regularisers", "kl_dual", {"lr": -0.1}, "lr >= 0, got 1.0, 0.2, 2.0, -0.1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "options", "message"), REFUSED)
+def test_a_value_without_sense_is_refused(
+    kind: str, name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProxpoError, match=f"^{name}: .*{message}"):
+        make_stage(kind, name, **options)

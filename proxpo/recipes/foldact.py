@@ -19,7 +19,7 @@ def foldact(
     consistency: Options = options_of(context_consistency, "estimator", "every"),
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    cap: float = 10.0,
+    cap: float | None = 10.0,
     kl_coef: float = 0.01,
     critic: bool = True,
     discounts: Options = options_of(episode_targets),

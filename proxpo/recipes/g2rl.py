@@ -28,10 +28,10 @@ def g2rl(
 
     Made for r = ±1; a reward of 0 stays 0. reading: eq. 12 as "printed", 1 + λ r ν̄, rewards novel
     mistakes; the prose, "described", punishes them more; "signed" also makes light of old ones.
-    Groups of equal rewards get a gradient too, unless skip_uniform. level="sequence": the ratio as
-    typeset in the paper.
+    Groups of equal rewards get a gradient too, unless skip_uniform. level="sequence": the ratio of
+    whole responses, as the paper writes it, not divided by their length.
 
-    level: ratio of a "token", or GSPO's of the "sequence"
+    level: ratio of a "token", or of the "sequence": the product over its tokens
     skip_uniform: leave out prompts whose rewards are all equal
 
     Departures: λ is not given in the paper; 1 is our choice. The divisor has δ outside the root.

@@ -188,7 +188,8 @@ def test_cap() -> None:
     batch = crafted([[2.4, 2.2]], [[-1.0, -1.0]], summary=[[False, True]], segment_draw=f64([0.9]))
     found = policy_gradient(method(SLUG, **PLAIN), batch)
     close(found, [[0.0, float(f64(2.2).exp())]])
-    assert policy_gradient(method(SLUG, **PLAIN, cap=100.0), batch)[0, 0] > 10
+    for cap in (100.0, None):
+        assert policy_gradient(method(SLUG, **PLAIN, cap=cap), batch)[0, 0] > 10
 
 
 @pytest.mark.checks(

@@ -68,7 +68,7 @@ def balanced_clip(
     low_from, low_to, low_step: lower bounds that are tried; none: the statistic's own
     high_from, high_to, high_step: upper bounds that are tried; none: the statistic's own
     dual: ceiling on the loss of tokens with A < 0, in units of |A|; none: no ceiling
-    scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
+    scope: "batch": balance of the whole optimizer step; "microbatch": of each micro-batch
     """
     default = SEARCHES[statistic]
     goal = default.target if target is None else target

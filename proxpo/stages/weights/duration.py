@@ -10,7 +10,7 @@ from proxpo.types import Batch, Context, PerToken
 
 @stage("weights", needs=("duration",))
 def by_duration(*, max_weight: float | None = None, min_duration: float = 0.0):
-    """w_i = Δt_i / mean(Δt), the mean over all responses of the step. arXiv:2509.01684.
+    """w_i = Δt_i / mean(Δt), the mean over the step's responses with tokens. arXiv:2509.01684.
 
     Where actions are collected asynchronously, one that runs for Δt is sampled about π/Δt times;
     the weight undoes that. Durations are raised to `min_duration` first, weights held below

@@ -28,6 +28,7 @@ from proxpo.train.tasks import Problem, Task, make_task
 
 ROWS = "problems.jsonl"
 MAY_CHANGE = ("problems", "device")  # when a run is resumed
+SIGNIFICANT = 0.05  # largest p of a sign test that names a winner
 Row = dict[str, Any]
 OnRow = Callable[[int, int, Row], None]  # rows done, rows in all, the latest
 
@@ -216,12 +217,17 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def finding(summary: dict[str, Any], baseline: str) -> str:
-    """One sentence on the method against a baseline with the same tokens."""
+    """One sentence on the method against a baseline with the same tokens.
+
+    It names a winner where the sign test has p <= 0.05.
+    """
     own, pair = summary["method"], summary["against"][baseline]
-    ahead = pair["only_method"] - pair["only_baseline"]
-    verdict = "solves as many as" if ahead == 0 else "wins over" if ahead > 0 else "loses to"
+    wins = pair["only_method"] > pair["only_baseline"]
+    verdict = f"{own} {'wins over' if wins else 'loses to'} {baseline} at equal tokens"
+    if pair["p"] > SIGNIFICANT:
+        verdict = f"no difference between {own} and {baseline} is shown at equal tokens"
     return (
-        f"{own} {verdict} {baseline} at equal tokens: solved only by {own} {pair['only_method']}, "
+        f"{verdict}: solved only by {own} {pair['only_method']}, "
         f"only by {baseline} {pair['only_baseline']} (sign test p = {pair['p']:.2g})"
     )
 

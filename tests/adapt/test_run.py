@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from proxpo.adapt.run import ROWS, adapt, sign_test
+from proxpo.adapt.run import ROWS, adapt, finding, sign_test
 from proxpo.adapt.seeds import adapt_seeds
 from proxpo.adapt.settings import load_settings, resumed_settings
 from proxpo.cli import main
@@ -109,6 +109,17 @@ def test_seeds_do_not_go_into_a_run_of_one(tmp_path):
         with pytest.raises(ProxpoError, match="already holds a run with one seed"):
             adapt_seeds(settings, 2, out=tmp_path, resume=resume)
     assert (tmp_path / "summary.json").read_bytes() == before
+
+
+def test_a_winner_is_named_where_the_sign_test_says_so():
+    def told(own, other):
+        pair = {"only_method": own, "only_baseline": other, "p": sign_test(own, other)}
+        return finding({"method": "rosa", "against": {"sgd": pair}}, "sgd")
+
+    assert told(6, 0).startswith("rosa wins over sgd at equal tokens: solved only by rosa 6, ")
+    assert told(0, 6).startswith("rosa loses to sgd at equal tokens")
+    for own, other in ((5, 0), (0, 0), (4, 7)):
+        assert told(own, other).startswith("no difference between rosa and sgd is shown")
 
 
 def test_sign_test():

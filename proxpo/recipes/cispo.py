@@ -18,7 +18,7 @@ def cispo(*, trust: Options = options_of(clipped_weight), eps: float = 1e-6) -> 
 
     Departures: the paper and verl cap at 1+clip_high, TRL at clip_high itself (absolute=True,
     clip_high=5). verl's default floors the weight at 0.8; the paper has no lower bound
-    (clip_low=inf).
+    (clip_low=inf). The paper also takes DAPO's length penalty: `--set reward=overlong_penalty`.
 
     Reference: MiniMax, arXiv:2506.13585 eqs 4-7.
     """

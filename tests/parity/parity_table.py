@@ -162,7 +162,7 @@ DIFFERENCES: dict[str, Difference] = {
         "TRL 1.16",
         "`cispo`",
         "caps the ratio at `epsilon_high`",
-        "at 1 + `high`",
+        "at 1 + `clip_high`",
         "eq. 5 of arXiv:2506.13585 (and verl); `absolute=true` gives TRL's",
     ),
     "trl-sapo-temperature": Difference(

@@ -7,8 +7,10 @@ make_recipe("grpo", {"ratio": {"name": "kalman", "q": 1e-6}}) the same from YAML
 """
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from proxpo.errors import ProxpoError, fold, nearest, resolve
@@ -64,6 +66,9 @@ def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
     for key, value in swaps:
         if "." in key:
             recipe = _adjust(recipe, key, value)
+    for key, value in swaps:
+        if "." in key:
+            _check_acting(recipe, key, value)
     return check_stages(recipe)
 
 
@@ -167,18 +172,25 @@ def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, opt
     near = variations(kinds[option], value)
     if any(_matters(entry, {**options, option: other}, option) for other in near):
         return
-    others = {name: recipe.options[name] for name in entry.defaults if name != option}
-    acting = (
-        f"{name}={str(other).lower() if isinstance(other, bool) else other}"
-        for name, present in others.items()
-        for other in variations(kinds[name], present)
-        if _matters(entry, {**options, name: other}, option)
-    )
-    where = next(acting, None)
+    others = {
+        name: variations(kinds[name], recipe.options[name])
+        for name in entry.defaults
+        if name != option
+    }
+    singly = [((name, other),) for name in others for other in others[name]]
+    few = [(name, other) for name in others for other in others[name][:3]]
+    where = ""
+    for chosen in itertools.chain(singly, itertools.combinations(few, 2)):
+        if _matters(entry, {**options, **dict(chosen)}, option):
+            where = "; it has one with " + " and ".join(_shown(*pair) for pair in chosen)
+            break
     raise ProxpoError(
-        f"{entry.slug}: option '{option}'={value} has no effect with these settings"
-        + (f"; it has one with {where}" if where else "")
+        f"{entry.slug}: option '{option}'={value} has no effect with these settings{where}"
     )
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name}={str(value).lower() if isinstance(value, bool | None) else value}"
 
 
 def _check_kept(
@@ -209,11 +221,18 @@ def _matters(entry: Method, options: Mapping[str, Any], option: str, swaps: Swap
 
 
 def _same(a: Recipe, b: Recipe) -> bool:
-    """True if two recipes have equal stages; unregistered stages are compared by id."""
+    """True if two recipes have stages that act alike; unregistered stages are compared by id."""
     return len(a.stages()) == len(b.stages()) and all(
-        x == y and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
+        (x[0], _acting(x[1])) == (y[0], _acting(y[1]))
+        and (x[1].apply is y[1].apply or x[1].name in STAGES[x[1].kind])
         for x, y in zip(a.stages(), b.stages())
     )
+
+
+def _acting(stage: Stage) -> Stage:
+    """The stage with those of its options that have an effect."""
+    acting = {name: value for name, value in stage.options.items() if name not in stage.idle}
+    return replace(stage, options=acting)
 
 
 def _is_stage(key: str) -> bool:
@@ -291,6 +310,26 @@ def _required(kind: str, name: str, swaps: Swaps) -> dict[str, Any]:
 
 
 def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
+    kind, option = key.split(".")[0], key.split(".")[-1]
+    stage, stages = _named(recipe, key), getattr(recipe, kind)
+    changed = _with_option(stage, option, value)
+    swapped = (
+        tuple(changed if each is stage else each for each in stages) if kind in MANY else changed
+    )
+    return recipe.replace(**{kind: swapped})
+
+
+def _check_acting(recipe: Recipe, key: str, value: Any) -> None:
+    """Refuses an option that the stage's other options leave without effect."""
+    stage = _named(recipe, key)
+    known = parameters(STAGES[stage.kind][stage.name])
+    option = resolve(key.split(".")[-1], known, what="option")
+    if option in stage.idle and stage.options[option] != known[option].default:
+        raise ProxpoError(f"{recipe.name}: {key}={value} has no effect beside {stage}")
+
+
+def _named(recipe: Recipe, key: str) -> Stage:
+    """The stage that KIND.OPTION or KIND.STAGE.OPTION means."""
     kind, *path = key.split(".")
     stages = getattr(recipe, kind)
     if kind not in MANY:
@@ -298,7 +337,7 @@ def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
             raise ProxpoError(
                 f"{recipe.name}: '{key}' should read {kind}.OPTION and needs a {kind} stage"
             )
-        return recipe.replace(**{kind: _with_option(stages, path[0], value)})
+        return stages
     named = path[0] if len(path) == 2 else None
     fitting = [stage for stage in stages if named is None or fold(stage.name) == fold(named)]
     if len(fitting) != 1:
@@ -311,9 +350,7 @@ def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
         raise ProxpoError(
             f"{recipe.name}: '{key}' should read {kind}.STAGE.OPTION; {kind} stages: {present}"
         )
-    changed = _with_option(fitting[0], path[-1], value)
-    swapped = tuple(changed if stage is fitting[0] else stage for stage in stages)
-    return recipe.replace(**{kind: swapped})
+    return fitting[0]
 
 
 def _at_length(stage: Stage, tokens: int) -> Stage:

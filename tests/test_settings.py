@@ -182,6 +182,31 @@ REFUSED = {
         {"scale": "batch", "advantage.scale": "group"},
         "grpo: option 'scale'=batch has no effect beside advantage.scale=group",
     ),
+    "an option beside another that replaces it": (
+        "mdpo",
+        {"tsallis": 1.5, "kl": "k3"},
+        "mdpo: option 'kl'=k3 has no effect with these settings; it has one with tsallis=none",
+    ),
+    "an option of another form": (
+        "remax",
+        {"gamma": 0.5},
+        "option 'gamma'=0.5 has no effect with these settings; it has one with form=official",
+    ),
+    "an option that two others leave out": (
+        "ppo",
+        {"kl_target": 1.0},
+        "it has one with kl_coef=1.0 and kl_controller=horizon",
+    ),
+    "an option of a stage without effect": (
+        "grpo",
+        {"advantage.eps": 0.1, "advantage.scale": "none"},
+        "grpo: advantage.eps=0.1 has no effect beside group_relative(scale=none, ",
+    ),
+    "an option of one of many stages without effect": (
+        "tis",
+        {"weights.tis.judge": "geometric"},
+        "tis: weights.tis.judge=geometric has no effect beside tis(mode=truncate, ",
+    ),
     "ESS of no ratio": ("reinforce", {"regularisers": "ess_kl_from_old"}, "gives no ratio"),
 }
 

@@ -39,6 +39,7 @@ class Parts(NamedTuple):
     takes: tuple[str, ...] | None = None
     whole_batch: bool | None = None
     acts: Callable[[Clock], bool] | None = None
+    idle: tuple[str, ...] | None = None
 
 
 def stage(
@@ -87,7 +88,8 @@ def stage(
     (see `proxpo.stages.schedule.Updates`). adds: the metrics that are divided by a count of the
     whole step, which micro-batches add up; see proxpo/ops/metering.py.
 
-    Where `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it.
+    Where `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it. It
+    also names the options that have no effect beside the others, as `idle`: settings refuse them.
     """
     declared: dict[str, Any] = {
         "needs": needs,

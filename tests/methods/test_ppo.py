@@ -79,7 +79,7 @@ CASES = {
     ),
     "ppo-raw": Case(
         "ppo",
-        {"whitening": False, "value_clip": None, "kl_controller": "doubling"},
+        {"whitening": False, "value_clip": None},
         lambda b: ppo(b, whiten=False, value_clip=math.inf),
     ),
 }
@@ -181,8 +181,22 @@ def test_value_clip_takes_the_larger_error() -> None:
     assert critic(-0.9) == pytest.approx((0.5 * 1.9**2, -1.9))
 
 
+def test_a_critic_learns_nothing_from_missing_rewards() -> None:
+    batch = make_batch(1)
+    missing = batch.replace(rewards=torch.full_like(batch.rewards, torch.nan))
+    close(proxpo.prepare(method("ppo"), missing).batch.returns, batch.old_values * batch.mask)
+    made = method("p3o-2019", advantage=None)
+    with pytest.raises(
+        proxpo.ProxpoError, match="value=value_loss needs the batch field 'rewards'"
+    ):
+        proxpo.loss_fn(made)(
+            batch.replace(rewards=None, token_rewards=None, advantages=batch.rewards)
+        )
+
+
 def adapted(kl: float, controller: str, coef: float = 0.1) -> float:
-    made = method("ppo", kl_coef=coef, kl_controller=controller, kl_target=0.1, kl_horizon=1000.0)
+    horizon = {"kl_horizon": 1000.0} if controller == "horizon" else {}
+    made = method("ppo", kl_coef=coef, kl_controller=controller, kl_target=0.1, **horizon)
     batch = outcome_only(make_batch(1))
     batch = batch.replace(ref_logp=batch.old_logp - kl)
     ready = proxpo.prepare(made, batch)

@@ -12,7 +12,7 @@ import proxpo
 from proxpo import Batch
 from proxpo.fields import find_field
 
-REWARD_ONLY = ("group_relative", "leave_one_out", "length_weighted_baseline")
+OTHER_REWARDS = ("attempts", "episode_gae", "group_process")  # those of turns and of steps
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -73,9 +73,13 @@ def test_missing_rewards(case: str) -> None:
     rewards[[1, 4]] = math.nan
     assert_finite(case, batch.replace(rewards=rewards))
     made = recipe(case)
-    if made.advantage is not None and made.advantage.name in REWARD_ONLY:
+    replaced = any(stage.name == "span_reward" for stage in made.reward)
+    if made.advantage is not None and made.advantage.name not in OTHER_REWARDS and not replaced:
         found = advantages(made, batch.replace(rewards=rewards))
         close(found[[1, 4]], 0.0 * batch.logp[[1, 4]], atol=0.0)
+        others = torch.tensor([0, 2, 3, 5, 6, 7, 8])
+        if made.advantage.name in ("discounted_return", "gae"):
+            close(found[others], advantages(made, batch.rows(others)))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case].slug != "dpo"])

@@ -138,6 +138,17 @@ def test_every_option_of_every_stage_has_an_effect(kind: str, name: str, option:
     assert has_effect(kind, name, option)
 
 
+@pytest.mark.parametrize(("kind", "name"), sorted({one[:2] for one in OPTIONS}))
+def test_idle_options_have_no_effect(kind: str, name: str) -> None:
+    places = list(watchers(kind, name))
+    checked: set[tuple[str, ...]] = {()}
+    for stage, watch in places:
+        for other in settings(stage, ""):
+            if other.idle not in checked:
+                checked.add(other.idle)
+                assert not [option for option in other.idle if sees(other, option, watch)]
+
+
 @pytest.mark.parametrize("slug", methods("language"))
 def test_every_option_of_every_method_changes_a_stage_or_is_refused(slug: str) -> None:
     """A refusal names a setting under which the option acts, and under that it does."""
@@ -149,12 +160,12 @@ def test_every_option_of_every_method_changes_a_stage_or_is_refused(slug: str) -
             try:
                 seen |= not _same(make_recipe(slug, {option: other}), default)
             except ProxpoError as error:
-                acting = re.search(r"; it has one with (\w+=\S+)$", str(error))
+                _, named, acting = str(error).partition("; it has one with ")
                 seen |= "has no effect" not in str(error)
-                if acting:
-                    key, chosen = parse_setting(acting[1])
-                    without = make_recipe(slug, {key: chosen})
-                    seen |= not _same(make_recipe(slug, {key: chosen, option: other}), without)
+                if named:
+                    chosen = dict(parse_setting(text) for text in acting.split(" and "))
+                    without = make_recipe(slug, chosen)
+                    seen |= not _same(make_recipe(slug, {**chosen, option: other}), without)
         assert seen, option
 
 

@@ -117,7 +117,12 @@ def entropy_modulated(
         return torch.where(batch.mask, final, 0.0), {"advantage/steps": n}
 
     needs = ("rewards", "group", "entropy")
-    return Parts(apply=advantage, needs=(*needs, "turn") if split == "turn" else needs)
+    return Parts(
+        apply=advantage,
+        needs=(*needs, "turn") if split == "turn" else needs,
+        idle=(("eps",) if scale == "none" else ())
+        + (("k_future", "bonus") if split == "response" else ()),  # no step follows
+    )
 
 
 def _steps(

@@ -9,7 +9,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.groups import GroupStats, group_stats
 from proxpo.ops.masked import moments, spread
 from proxpo.ops.shapes import Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, PerToken
 
 Singleton = Literal["raw", "zero"]
@@ -57,7 +57,7 @@ def group_relative(
         out = _single(share, batch, stats, singleton).clamp(-bound, bound)
         return spread(out, batch.mask), {}
 
-    return advantage
+    return Parts(apply=advantage, idle=("eps", "unbiased") if scale == "none" else ())
 
 
 @stage("advantage", needs=("rewards", "group"))
@@ -66,7 +66,7 @@ def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: Sing
 
     normalise=True also standardises over the batch, (A - mean)/(std + eps), as TRL offers.
 
-    normalise: divide by the group's std
+    normalise: centre and scale the advantages over the batch
     eps: added to the std
     singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
     """
@@ -81,7 +81,7 @@ def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: Sing
             out = torch.where(stats.scored, (out - mean) / (variance.sqrt() + eps), 0.0)
         return spread(out, batch.mask), {}
 
-    return advantage
+    return Parts(apply=advantage, idle=() if normalise else ("eps",))
 
 
 @stage("advantage", needs=("rewards", "group"))

@@ -26,6 +26,13 @@ def token_rewards(batch: Batch) -> Float[Tensor, "seq tok"]:
     return outcome + torch.where(batch.mask, batch.token_rewards, 0.0).to(outcome.dtype)
 
 
+def rewarded(batch: Batch) -> Bool[Tensor, "seq tok"]:
+    """Valid tokens of responses that have a reward: the others get no advantage."""
+    if batch.rewards is None:
+        return batch.mask
+    return batch.mask & ~batch.rewards.isnan()[:, None]
+
+
 def whiten(
     x: Float[Tensor, "seq tok"],
     mask: Bool[Tensor, "seq tok"],
@@ -57,7 +64,8 @@ def discounted_return(
     """A_it = Σ_{s≥t} γ^{s-t} ρ_is - b, then optionally whitened over all tokens.
 
     b = 0 ("none"), the mean reward of the batch, of the group, or of the group's other responses.
-    A group of one has b = 0 (singleton="raw", as verl) or A = 0 ("zero").
+    A group of one has b = 0 (singleton="raw", as verl) or A = 0 ("zero"). A response without a
+    reward gets 0 and is no part of what is whitened.
 
     gamma: discount from token to token
     baseline: mean reward that is subtracted: "none", of the batch, group or others
@@ -71,13 +79,15 @@ def discounted_return(
         offset = _baseline(batch, ctx, baseline, singleton).to(total.dtype)[:, None]
         out = torch.where(batch.mask & offset.isfinite(), total - offset, 0.0)
         if whitening:
-            out = whiten(out, batch.mask, unbiased=whiten_unbiased, all_sum=ctx.all_sum)
+            out = whiten(out, rewarded(batch), unbiased=whiten_unbiased, all_sum=ctx.all_sum)
         return out, {}
 
     return Parts(
         apply=advantage,
         needs=("rewards", "group") if baseline in ("group", "leave_one_out") else ("rewards",),
         instead={"rewards": "token_rewards"} if baseline == "none" else {},
+        idle=(() if whitening else ("whiten_unbiased",))
+        + (("singleton",) if baseline in ("none", "batch") else ()),
     )
 
 
@@ -138,10 +148,10 @@ def greedy_baseline(
                 f"advantage=greedy_baseline: greedy_rewards of response {row} is missing (NaN); "
                 "every prompt needs the reward of one greedy response"
             )
-        return batch.mask & ~batch.rewards.isnan()[:, None]
+        return rewarded(batch)
 
     if form == "framework":
-        return framework
+        return Parts(apply=framework, idle=("gamma", "reward_clip", "kl_coef"))
     anchors = ("old_logp", "ref_logp") if kl_coef else ()
     return Parts(apply=official, needs=("rewards", "greedy_rewards", *anchors))
 
@@ -159,7 +169,8 @@ def gae(
 
     Masked tokens are skipped: V_next and A_next are those of the next valid token, 0 after the
     last. holes="reset": a masked token ends the recursion, so that no credit crosses it. Values are
-    those at rollout time (`old_values`, else `values`).
+    those at rollout time (`old_values`, else `values`). A response without a reward gets 0 and is
+    no part of what is whitened.
 
     gamma: discount from token to token
     lam: GAE's λ, the discount of later TD errors
@@ -172,9 +183,9 @@ def gae(
         raw = raw_gae(batch, gamma=gamma, lam=lam, holes=holes)
         if not whitening:
             return raw, {}
-        return whiten(raw, batch.mask, unbiased=whiten_unbiased, all_sum=ctx.all_sum), {}
+        return whiten(raw, rewarded(batch), unbiased=whiten_unbiased, all_sum=ctx.all_sum), {}
 
-    return advantage
+    return Parts(apply=advantage, idle=() if whitening else ("whiten_unbiased",))
 
 
 def raw_gae(
@@ -184,9 +195,12 @@ def raw_gae(
     values, mask = rollout_values(batch, by="advantage=gae"), batch.mask
     if holes == "skip" or is_packed(mask):
         delta = token_rewards(batch) + gamma * next_valid(values, mask) - values
-        return suffix_sum(delta, mask, discount=gamma * lam)
-    following = torch.nn.functional.pad(values, (0, 1))[:, 1:]  # 0 where masked
-    return _sum_to_hole(token_rewards(batch) + gamma * following - values, mask, gamma * lam)
+        total = suffix_sum(delta, mask, discount=gamma * lam)
+    else:
+        following = torch.nn.functional.pad(values, (0, 1))[:, 1:]  # 0 where masked
+        delta = token_rewards(batch) + gamma * following - values
+        total = _sum_to_hole(delta, mask, gamma * lam)
+    return torch.where(rewarded(batch), total, 0.0)
 
 
 def _sum_to_hole(

@@ -194,7 +194,8 @@ def pairwise_logistic(
         value = per_pair(h).sum() + (mirrored - mirrored.detach()).sum()  # its gradient alone
         return value / pairs, metrics
 
-    return Parts(apply=aggregate, prepare=prepare)
+    idle = ("label_smoothing",) if form == "ipo" else ("ipo_mean",)
+    return Parts(apply=aggregate, prepare=prepare, idle=idle)
 
 
 def _count(n: Tensor, like: Tensor) -> Tensor:

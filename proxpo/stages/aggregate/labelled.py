@@ -110,7 +110,8 @@ def labelled_scores(
         rows = ctx.counts.sequences.clamp(min=1).to(x.dtype)
         return value.sum() / rows, {"score/agrees": (agree > 0).to(x.dtype).sum() / rows}
 
-    return Parts(apply=aggregate, prepare=prepare)
+    idle = () if score == "standardised" else ("eps",)
+    return Parts(apply=aggregate, prepare=prepare, idle=idle)
 
 
 __all__ = ["labelled_scores"]

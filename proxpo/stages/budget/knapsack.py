@@ -118,7 +118,10 @@ def knapsack(
         }
         return budget.replace(samples=samples.to(budget.samples.dtype)), metrics
 
-    return Parts(apply=apply, init=init, update=update)
+    idle = ("confidence",) if cost == "expectation" else ()
+    return Parts(
+        apply=apply, init=init, update=update, idle=idle if fallback else ("cost", "confidence")
+    )
 
 
 def _column(state: State, name: str, budget: Budget) -> Float[Tensor, " prompt"]:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.stages.ratio._scan import check_variances, filter_fixed, filter_log_ratio
 from proxpo.stages.ratio.token import check_limit
 from proxpo.types import Batch, Context, PerToken
@@ -41,7 +41,7 @@ def kalman(
     p0: variance before the first token
     mask_mode: a masked position counts as an observation of 0 ("zero"), or is passed over ("skip")
     clamp: hold the gains within [1e-6, 1-1e-6]
-    limit: bound on the log-ratio, in either direction
+    limit: upper bound on the log-ratio
     """
     check_variances(q=q, v=v, p0=p0)
     check_limit(limit, stage="kalman")
@@ -76,7 +76,7 @@ def ema(
     v: variance of an observed log-ratio
     p0: variance before the first token
     mask_mode: a masked position counts as an observation of 0 ("zero"), or is passed over ("skip")
-    limit: bound on the log-ratio, in either direction
+    limit: upper bound on the log-ratio
     """
     check_variances(q=q, v=v, p0=p0)
     if not 0 <= alpha <= 1:
@@ -91,4 +91,4 @@ def ema(
             rho = filter_log_ratio(z, batch.mask, q=q, v=v, p0=p0, mask_mode=mask_mode, clamp=False)
         return own_token_ratio(rho, batch, limit), {}
 
-    return ratio
+    return Parts(apply=ratio, idle=("q", "v", "p0") if mode == "fixed" else ("alpha",))

@@ -28,7 +28,7 @@ def sequence(
     anchor: policy in the denominator
     normalise: geometric mean over the tokens (true), or their product
     own_gradient: each token carries its own gradient alone
-    limit: bound on the log-ratio, in either direction
+    limit: upper bound on the log-ratio
     """
     check_limit(limit, stage="sequence")
 
@@ -80,4 +80,4 @@ def geometric_clip(
         clipped = masked_mean(kept.detach() != d.detach(), batch.mask)
         return exponent.clamp(max=math.log(1e30)).exp().expand_as(d), {"trust/clipped": clipped}
 
-    return ratio
+    return Parts(apply=ratio, idle=("clip_low", "clip_high") if per == "none" else ())

@@ -6,7 +6,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.kl import Estimator, kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -50,7 +50,7 @@ def kl_convex(
             "kl/base_share": base.new_full((), lam),
         }
 
-    return penalty
+    return Parts(apply=penalty, idle=() if share is None else ("hold", "every", "floor"))
 
 
 __all__ = ["base_share", "kl_convex"]

@@ -74,4 +74,9 @@ def mirror_kl(
         return kl / t, metrics
 
     exact = estimator == "exact" and tsallis is None
-    return Parts(apply=penalty, needs=("vocab_logp", "old_vocab_logp") if exact else ("old_logp",))
+    return Parts(
+        apply=penalty,
+        needs=("vocab_logp", "old_vocab_logp") if exact else ("old_logp",),
+        idle=(() if tsallis is None else ("estimator",))
+        + (("floor",) if anneal == "constant" else ()),
+    )

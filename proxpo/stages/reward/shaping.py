@@ -141,6 +141,8 @@ def kl_in_reward(
         kept = batch.replace(rewards=None)
         return batch.replace(token_rewards=token_rewards(kept) - beta * kl), metrics
 
+    fixed = ("target", "horizon") if controller == "fixed" else ()
+    idle = ("horizon",) if controller == "doubling" else fixed
     anchors = ("ref_kl",) if estimator == "full" else ("old_logp", "ref_logp")
     return Parts(
         apply=shape,
@@ -148,4 +150,5 @@ def kl_in_reward(
         update=update,
         needs=("rewards", *anchors) if coef else ("rewards",),
         instead={} if per == "sequence" else {"rewards": "token_rewards"},
+        idle=idle if coef else ("estimator", "per", "clamp", "controller", "target", "horizon"),
     )

@@ -70,7 +70,7 @@ def fast_slow(
             "schedule/entropy_z": z,
         }
 
-    return Parts(apply=schedule, init=init)
+    return Parts(apply=schedule, init=init, idle=("latch",) if trigger is None else ())
 
 
 def z_score(x: Float[Tensor, ""], past: Float[Tensor, " past"]) -> Float[Tensor, ""]:

@@ -258,7 +258,8 @@ def curvature_mask(
         }
         return weight, metrics
 
-    return Parts(apply=select, init=init, step=step)
+    idle = ("beta1", "beta2", "eps") if optimizer == "sgd" else ()
+    return Parts(apply=select, init=init, step=step, idle=idle)
 
 
 __all__ = [

@@ -21,7 +21,7 @@ def value_loss(
     """coef·½·max((V - R)², (V_clip - R)²), V_clip = clip(V, V_old ± clip), R = A_raw + V_old.
 
     clip=None: ½(V - R)². R uses the advantages before whitening, with their γ, λ and
-    holes. verl: clip 0.5; TRL: 0.2 with coefficient 0.1.
+    holes; R = V_old for a response without a reward. verl: clip 0.5; TRL: 0.2 with coefficient 0.1.
 
     coef: weight of the critic's loss
     clip: largest change of a value; none: unclipped
@@ -34,6 +34,8 @@ def value_loss(
         """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""
         if batch.returns is not None or (batch.values is None and batch.old_values is None):
             return {}
+        if batch.token_rewards is None:
+            batch.require("rewards", by="value=value_loss")
         raw = raw_gae(batch, gamma=gamma, lam=lam, holes=holes)
         return {"returns": raw + rollout_values(batch, by="value=value_loss")}
 

@@ -43,13 +43,12 @@ def tis(
 
     judge: the level whose ratio is held against the bounds, where it is not that of the weight:
     mode="mask", judge="geometric" keeps the token weights of responses whose mean is in bounds
-    (OpenRLHF). truncate_tokens=True bounds the tokens' ratios before they are pooled (verl's GMPO).
-
+    (OpenRLHF)
     mode: "truncate" w at the bounds, or "mask" tokens outside
     level: ratio of a token, of a whole sequence, or its geometric mean
     cap, floor: upper and lower bound of w
     normalise: divide by the batch mean of w
-    truncate_tokens: bound the tokens' ratios before they are pooled
+    truncate_tokens: bound the tokens' ratios before they are pooled (verl's GMPO)
     """
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
@@ -57,7 +56,8 @@ def tis(
         if truncate_tokens:
             q = q.exp().clamp(max(floor, 1e-10), cap).log()
         raw = level_log_ratio(q, batch.mask, level).clamp(-20.0, 20.0).exp()
-        judged = raw if judge is None else level_log_ratio(q, batch.mask, judge).exp()
+        apart = judge is not None and mode == "mask"
+        judged = level_log_ratio(q, batch.mask, judge).exp() if apart else raw
         outside = (judged < floor) | (judged > cap)
         w = raw.clamp(floor, cap) if mode == "truncate" else torch.where(outside, 0.0, raw)
         if normalise:
@@ -71,7 +71,7 @@ def tis(
         }
         return w, metrics
 
-    return weights
+    return Parts(apply=weights, idle=("judge",) if mode == "truncate" else ())
 
 
 @stage("weights")
@@ -104,7 +104,8 @@ def behaviour(
             "weights/bounded": masked_mean(over, batch.mask),
         }
 
-    return Parts(apply=weights, needs=proximal_needs(prox))
+    idle = ("mode",) if math.isinf(cap) else ()
+    return Parts(apply=weights, needs=proximal_needs(prox), idle=idle)
 
 
 @stage("weights", needs=("rollout_logp",))

@@ -86,10 +86,10 @@ def trpo_step(
 
 
 def row_weights(samples: ActionBatch, average: str = "token") -> Float[Tensor, "seq tok"]:
-    """w_t: 1/N over all valid tokens, or 1/n so that whole sequences are averaged."""
+    """w_t: 1/N over all valid tokens, or 1/n over the n sequences that have one."""
     average = resolve(average, ("token", "sequence"), what="average")
-    count = samples.mask.sum() if average == "token" else len(samples.mask)
-    return samples.mask.double() / torch.as_tensor(count).clamp(min=1)
+    counted = samples.mask if average == "token" else samples.mask.any(dim=1)
+    return samples.mask.double() / counted.sum().clamp(min=1)
 
 
 def surrogate_at(

@@ -35,6 +35,13 @@ def test_accepted_step_is_inside_and_better(policy, samples, advantages, average
     assert result.old_surrogate == pytest.approx(before)
 
 
+def test_sequences_without_tokens_have_no_weight(samples):
+    weights = row_weights(samples, "sequence")
+    twice = [torch.cat([x, x]) for x in (samples.inputs, samples.actions, samples.mask)]
+    twice[2][len(weights) :] = False
+    assert_close(row_weights(ActionBatch(*twice), "sequence")[: len(weights)], weights)
+
+
 @pytest.mark.checks("trpo", "conjugate gradients equal a dense solve")
 def test_cg_equals_a_dense_solve(policy, samples, advantages):
     fisher = fisher_exact(policy, samples)

@@ -54,12 +54,17 @@ def earned_of(b: Batch, invalid: float) -> dict[int, float]:
     return out
 
 
+def cluster(b: Batch, i: int) -> str:
+    """The state of a turn; all reflections of a group share one, whatever their `state`."""
+    return "reflection" if b.reflect[i] else str(int(b.state[i]))
+
+
 def gigpo(b: Batch, *, gammas: tuple[float, float], weight: float, scale: bool, invalid: float):
     g, e, out = returns_of(b, *gammas), earned_of(b, invalid), {}
     for members in groups(b).values():
         for i in members:
             of_group = [e[j] for j in members]
-            alike = [g[j] for j in members if b.state[j] == b.state[i]]
+            alike = [g[j] for j in members if cluster(b, j) == cluster(b, i)]
             first = e[i] - (mean(of_group) if len(of_group) > 1 else 0.0)
             second = g[i] - mean(alike)
             if scale:

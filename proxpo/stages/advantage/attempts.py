@@ -7,7 +7,7 @@ from proxpo.fields import declare_field
 from proxpo.ops.groups import group_stats, group_sum
 from proxpo.ops.masked import spread
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, PerToken
 
 PerTurn = Float[Tensor, " seq"]
@@ -113,8 +113,9 @@ def attempts(
 
     E: rewards of the turn's own attempt, less `invalid` for a void turn; 0 for a reflection. Its
     mean is over all turns of the group, 0 for a group of one turn.
-    G: cross-episode return; a cluster is the turns of the group in equal states, and a turn alone
-    has no part here. scale=True divides each part by its (unbiased std + eps), 1 + eps if alone.
+    G: cross-episode return; a cluster is the turns of the group in equal states, its reflections
+    are one more, and a turn alone has no part here. scale=True divides each part by its (unbiased
+    std + eps), 1 + eps if alone.
 
     gamma_step: discount from turn to turn within an attempt
     gamma_traj: discount from an attempt to the next
@@ -143,15 +144,16 @@ def attempts(
         played = torch.where(plays, rewards, 0.0)
         earned = torch.where(plays, group_sum(played, numbers(episode, batch.attempt)), 0.0)
         earned = earned - invalid * batch.void.to(earned.dtype)
+        state = numbers(torch.where(plays, batch.state, 0), batch.reflect.long())
         out = _centred(earned, group, scale, eps, alone="raw") + step_weight * _centred(
-            returns, numbers(group, batch.state), scale, eps, alone="zero"
+            returns, numbers(group, state), scale, eps, alone="zero"
         )
         return spread(out, batch.mask), {
             "attempts/return": returns.mean() if len(returns) else returns.sum(),
             "attempts/last": batch.attempt.to(returns.dtype).mean(),
         }
 
-    return advantage
+    return Parts(apply=advantage, idle=() if scale else ("eps",))
 
 
 def numbers(first: Int[Tensor, " seq"], second: Int[Tensor, " seq"]) -> Int[Tensor, " seq"]:

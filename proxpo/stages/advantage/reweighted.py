@@ -8,17 +8,21 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_sum_over_cuts, numbered
 from proxpo.ops.masked import row_mean, row_sum, spread
 from proxpo.ops.shapes import Float, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, PerToken
 
 WeightedBaseline = Literal["weighted", "self_normalised", "mean"]
 
 
 def capped_weight(batch: Batch, *, cap: float, level: str) -> Float[Tensor, " seq"]:
-    """min(Π_t r_t, cap) per response; level="token": the mean over tokens of min(r_t, cap)."""
+    """min(Π_t r_t, cap) per response; level="token": the mean over tokens of min(r_t, cap).
+
+    A response without tokens has the ratio 1.
+    """
     d = (batch.logp - batch.old_logp).detach()
     if level == "token":
-        return row_mean(d.exp().clamp(max=cap), batch.mask)
+        mean = row_mean(d.exp().clamp(max=cap), batch.mask)
+        return torch.where(batch.mask.any(dim=1), mean, min(1.0, cap))
     return row_sum(d, batch.mask).clamp(max=20.0).exp().clamp(max=cap)
 
 
@@ -63,4 +67,5 @@ def reweighted_baseline(
             out = out / ((squares / (k - 1).clamp(min=1)).sqrt() + eps)
         return spread(torch.where((counted > 0) & (k > 1), out, 0.0), batch.mask), {}
 
-    return advantage
+    unweighted = ("cap", "level") if baseline == "mean" else ()
+    return Parts(apply=advantage, idle=unweighted + (() if normalise_std else ("eps",)))

@@ -41,7 +41,7 @@ def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1)
 
     def update(state: State, batch: Batch, metrics: Metrics) -> State:
         """L_q - α where the prompt was solved often enough, L_max else; kept as L_max - L_q."""
-        responses = responses_by_prompt(batch, by="budget=length_budget")
+        responses = responses_by_prompt(batch, by="budget=length_budget", truncated_wrong=True)
         rate = (responses.right & responses.there).sum(dim=1) / responses.size.clamp(min=1)
         shrunk = (
             recall(state, "removed", responses.prompt_id) + quantile_step(responses, tau).ceil()

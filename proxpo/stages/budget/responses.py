@@ -25,15 +25,15 @@ class PromptResponses(NamedTuple):
         return self.there.sum(dim=1)
 
 
-def responses_by_prompt(batch: Batch, *, by: str) -> PromptResponses:
-    """Outcomes and lengths of each prompt's responses; a truncated response is wrong.
+def responses_by_prompt(batch: Batch, *, by: str, truncated_wrong: bool = False) -> PromptResponses:
+    """Outcomes and lengths of each prompt's responses; truncated_wrong: a truncated one is wrong.
 
     Responses without a reward are left out. Those without tokens, pruned ones for example, have
     their outcome and the length 0.
     """
     prompt_id = batch.require("prompt_id", by=by)
     right = solved(batch, by=by)
-    if batch.truncated is not None:
+    if truncated_wrong and batch.truncated is not None:
         right = right & ~batch.truncated
     scored = torch.ones_like(right) if batch.rewards is None else ~batch.rewards.isnan()
     rows = scored.nonzero()[:, 0]

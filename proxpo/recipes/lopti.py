@@ -28,8 +28,10 @@ def lopti(
         Lopti:  first a whole update loop with the tokens of π_old < η, then one with the others
         L = (1/N) Σ max(-Â r, -Â clip(r, 1-0.2, 1+0.24)) + β k3, each pass on its tokens only
 
-    variant: both, ar or lopti. The recipe's own loss is the sum of the two passes, which its
-    schedule makes; N counts all valid tokens in each. high_first=True: the ablation that collapses.
+    The recipe's own loss is the sum of the two passes, which its schedule makes; N counts all valid
+    tokens in each. high_first=True: the ablation that collapses.
+
+    variant: "ar", "lopti" or both
 
     Departures: the paper writes the current π and p ≤ η; the code, followed here, the rollout's
     π_old and p < η. α = 0.3, η = 0.5 are the paper's K&K values (scripts: 0.2, 0.4).

@@ -31,6 +31,8 @@ def rapid(
     baseline.
 
     weight_level: weight of the whole "sequence", or of each "token"
+    importance_weighted_baseline: weigh the rewards in V̂ (true), or take their plain mean
+    self_normalised_baseline: V̂ = Σ w R/Σ w in place of Σ w R/K
 
     Departures: reconstructed from the abstract and public reviews. That weights are of whole
     responses, that A is not divided by the std, 1/K in V̂ and the horizon are our choices:

@@ -17,6 +17,8 @@ def scalerl(*, cap: float = 5.0, eps: float = 1e-6) -> Recipe:
     The ratio is to the sampler's log-probabilities. Prompts with equal rewards are dropped, not
     redrawn. Caps of 4, 5 and 8 made no significant difference in the paper.
 
+    cap: largest weight of a token
+
     Departures: the removal of prompts with a pass rate of 0.9 and the fp32 head belong to the
     trainer, not to the loss.
 

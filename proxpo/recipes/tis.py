@@ -25,10 +25,11 @@ def tis(
         w = min(exp(log π_old - log π_roll), C),   x = w · max(-A r, -A clip(r, 1±ε)),   r = π/π_old
 
     mode="mask" with floor and cap is IcePop. level: token, sequence or geometric; judge: the level
-    held against the bounds, if another. bypass=True takes
-    the ratio to π_roll instead, without w, which would count twice. reject_threshold adds a
-    rejection mask (see filter=reject). Any recipe can have the weight: `--set weights+=tis`.
+    held against the bounds, if another. bypass=True takes the ratio to π_roll instead, without w,
+    which would count twice. reject_threshold adds a rejection mask (see filter=reject). Any recipe
+    can have the weight: `--set weights+=tis`.
 
+    bypass: take the ratio to π_roll, without w
     reject_estimator: measure of the mismatch in the rejection mask: k1, k2 or k3
     reject_statistic: per token, or the response's sum, mean or largest
 

@@ -32,10 +32,9 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
     """r_t = exp(log π - log π_anchor), the log-ratio held within ±limit (verl: 20).
 
     anchor: old, rollout, ref, prox, or a proximal policy computed on the spot (recompute, a3po,
-    areal, linear; see proximal_logp). smooth=ε: π/(π_anchor + ε), as the 2019 code of P3O.
-
+    areal, linear; see proximal_logp)
     limit: bound on the log-ratio, in either direction
-    smooth: ε of π/(π_anchor + ε)
+    smooth: ε of π/(π_anchor + ε), as the 2019 code of P3O has it
     """
     check_limit(limit, stage="token")
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from models import nll, padded
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import isopo, isopo_ntk
@@ -165,6 +166,19 @@ def test_any_other_use_gets_the_whole_advantage_weighted_gradient(use):
             assert actual[name] is None
         else:
             assert_close(actual[name], want, **EXACT)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:gradients.applied. no per-sequence form")
+def test_a_checkpointed_module_that_is_first_tried_in_vain(reentrant):
+    model, ids, seq = made(lambda m, x: torch.tanh(x @ m.w) @ m.w.exp() + m.b)
+    want = gradients(model, ids, seq, isopo(overlap="all"))
+    model.owner = nn.ModuleDict({"inner": model.owner})
+    model.owner.forward = lambda x: checkpoint(model.owner["inner"], x, use_reentrant=reentrant)
+    transform = isopo(overlap="all")
+    for _ in range(2):
+        actual = gradients(model, ids, seq, transform)
+        assert_close([*actual.values()], [*want.values()], **EXACT)
 
 
 def test_a_use_that_torch_does_not_show_is_refused():

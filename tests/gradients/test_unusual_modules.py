@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
@@ -242,9 +243,15 @@ class Convolved(nn.Module):
 
 
 @pytest.mark.parametrize("called", [True, False])
-def test_a_convolution_called_or_used_by_the_module_above(called):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_convolution_called_or_used_by_the_module_above(called, checkpointed):
     model = made(Convolved(called))
-    assert_plain(model, model, ["middle.conv.weight", "middle.conv.bias"])
+
+    def forward(ids: Tensor) -> Tensor:
+        return model.head(checkpoint(model.middle, model.embed(ids), use_reentrant=False))
+
+    names = ["middle.conv.weight", "middle.conv.bias"]
+    assert_plain(model, forward if checkpointed else model, names)
 
 
 def test_batch_norm_is_refused_with_the_reason():

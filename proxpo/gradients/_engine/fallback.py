@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from proxpo.errors import ProxpoError
@@ -45,11 +46,13 @@ def tracked(target: TrainedModule) -> Forward:
         return rerun_all(target)
     handles = target.separate_handles()
     other = rerun(target, {own: handle.handles[own] for own, handle in handles.items()})
-    supported = True
+    # The block that met an unsupported use. Tried again until it ends: a checkpoint runs it twice.
+    refused: int | None = None
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal supported
-        if supported:
+        nonlocal refused
+        if refused in (None, session.block):
+            supported = False
             before = ReplayState(session, (args, kwargs))
             parameters = [
                 TrackedParameter(session, handle, own, target.value(own))
@@ -60,12 +63,13 @@ def tracked(target: TrainedModule) -> Forward:
                     out = original(*args, **kwargs)
                 supported = not any(isinstance(leaf, ParameterProxy) for leaf in tree_leaves(out))
             except UnsupportedUse:
-                supported = False
+                pass
             finally:
                 for parameter in parameters:
                     parameter.inside = False
             if supported:
                 return out
+            refused = session.block
             before.restore()
         return other(*args, **kwargs)
 
@@ -159,7 +163,8 @@ def _affecting_output(target: TrainedModule, inputs: Inputs, names: Iterable[str
     if not values:
         return []
     second = Rerun(target, {}, _label(target, values), inputs)
-    with second.outputs(values) as returned:
+    # Not in the memory of a checkpoint around the module, whose second run does not come by here.
+    with saved_tensors_hooks(lambda x: x, lambda x: x), second.outputs(values) as returned:
         outs = [out.sum() for out in returned if out.requires_grad]
         grads = second.pull_back(outs, [*values.values()], [out.detach() for out in outs])
     return [own for own, gradient in zip(values, grads) if gradient is not None]

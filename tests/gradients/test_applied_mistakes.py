@@ -1,5 +1,6 @@
 """Mistakes around a block of a transform: refused in one line, and the model left as it was."""
 
+import copy
 import re
 
 import pytest
@@ -38,6 +39,15 @@ def test_nested_blocks_are_refused(tiny, batch):
         with pytest.raises(ProxpoError, match="already applied to this model"):
             second.__enter__()
         nll(tiny(*batch), *batch).sum().backward()
+
+
+def test_a_model_is_not_copied_inside_the_block(tiny, batch):
+    want = backward(tiny, *batch)
+    with isopo(overlap="all").applied(tiny, sequences=batch[1], advantages=A):
+        for module in (tiny, tiny.up):
+            with pytest.raises(ProxpoError, match=r"copied inside the `with` block.*before the"):
+                copy.deepcopy(module)
+    assert_same(backward(copy.deepcopy(tiny), *batch), want)
 
 
 def test_backward_outside_the_block_is_refused(tiny, batch):

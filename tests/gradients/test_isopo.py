@@ -1,5 +1,7 @@
 """The properties of ISOPO and ISOPO-NTK that their sheets list, on one layer."""
 
+import copy
+
 import pytest
 import slow
 import torch
@@ -197,8 +199,9 @@ def test_draws_follow_the_seed_the_step_and_the_block():
     assert draws(two) == first
     assert draws(two) == second != first
     one.step(), two.step()
+    copied = copy.deepcopy(one)
     third = draws(one)
-    assert third == draws(two)
+    assert third == draws(two) == draws(copied)
     assert third not in (first, second)
     assert draws(isopo(overlap=8, seed=2)) != first
     assert len(set(first)) == 8

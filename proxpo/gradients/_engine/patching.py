@@ -84,13 +84,27 @@ class PatchedModel:
         own = [module.__dict__.get("forward") for module, _ in self._forwards]
         try:
             for module, forward in self._forwards:
-                module.__dict__["forward"] = forward
+                module.__dict__.update(forward=forward, _uncopied=_UNCOPIED)
             yield
         finally:
             for (module, _), before in zip(self._forwards, own):
+                module.__dict__.pop("_uncopied", None)
                 module.__dict__.pop("forward", None)
                 if before is not None:
                     module.__dict__["forward"] = before
+
+
+class _Uncopied:
+    """Keeps a patched module from being copied: the copy would compute with the old weights."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ProxpoError(
+            "gradients.applied: the model cannot be copied inside the `with` block, where the "
+            "forward of its layers is another; copy it before the block"
+        )
+
+
+_UNCOPIED = _Uncopied()
 
 
 def _switch(target: TrainedModule, patched: Forward, *, layer: bool) -> Forward:

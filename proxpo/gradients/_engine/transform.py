@@ -65,6 +65,10 @@ class Transform:
     def __repr__(self) -> str:
         return f"Transform({self.rule!r}, seed={self.seed})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy, which shares no model with the original."""
+        return self.__dict__ | {"_patched": None}
+
     @property
     def spreads(self) -> bool:
         """True where positions of one sequence may lie on several ranks, see `applied`."""

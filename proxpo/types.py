@@ -91,6 +91,7 @@ class Batch(BatchFields):
         return {name: x for name, x in self.items() if name not in CORE}
 
     def replace(self, **changes: Any) -> "Batch":
+        """The batch with other values of some fields."""
         return Batch(**{**vars(self), **changes})
 
     def rows(self, index: slice | Int[Tensor, " row"]) -> "Batch":
@@ -155,7 +156,14 @@ def _cleaned(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Denominators:
-    """Global counts of one optimizer step; micro-batches and ranks divide by the same numbers."""
+    """Global counts of one optimizer step; micro-batches and ranks divide by the same numbers.
+
+    tokens: tokens that are trained on
+    sequences: responses with at least one such token
+    rows: all responses
+    prompts: groups with at least one such token; None without groups
+    pairs: such groups whose rewards differ, a pair of responses each; None without rewards
+    """
 
     tokens: Num[Tensor, ""]
     sequences: Num[Tensor, ""]
@@ -305,6 +313,7 @@ class Recipe:
         return "\n    ".join([f"Recipe {self.name or 'without a name'}", *lines])
 
     def replace(self, **changes: Any) -> "Recipe":
+        """The recipe with other stages: `grpo.replace(advantage=stage)`."""
         return replace(self, **changes)
 
     def stages(self) -> list[tuple[str, Stage]]:
@@ -374,7 +383,11 @@ MANY = ("budget", "prompts", "reward", "filter", "prune", "weights", "regularise
 
 
 class Loss(NamedTuple):
-    """A scalar to minimise, and metrics."""
+    """A scalar to minimise, and metrics.
+
+    value: the loss, with gradient
+    metrics: scalars by name, such as "ratio/ess"
+    """
 
     value: Float[Tensor, ""]
     metrics: Metrics

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
+import docstring_lists  # noqa: E402
 import tutorial_pages  # noqa: E402
 
 
@@ -29,6 +30,12 @@ def test_faults_are_named(tmp_path):
     (tmp_path / "c.html").write_text('<a href="a.html#y">fine</a><a href="a.html#z">not</a>')
     dead = build["dead_links"](tmp_path)
     assert dead == ["a.html: b.html", "a.html: #x", "c.html: a.html#z"]
+
+
+def test_described_names_of_a_docstring_become_a_list():
+    text = "Sum.\n\na: one\nb, c: two,\n    three\n\nNote: no name"
+    wanted = "Sum.\n\n\n- `a`: one\n- `b`, `c`: two,\n    three\n\nNote: no name"
+    assert docstring_lists.as_list(text, {"a", "b", "c"}) == wanted
 
 
 @pytest.mark.long

@@ -94,11 +94,14 @@ class ProxpoTrainer(PolicyPasses):
         ProxpoTrainer(model, reward_funcs, args, train_dataset, recipe="isopo")
         ProxpoTrainer(..., recipe="grpo", recipe_options={"clip_high": 0.28, "weights+": "tis"})
 
-    recipe: the name of a method, or a Recipe. recipe_options: its options and stages, by name.
+    recipe: the name of a method, or a Recipe
+    recipe_options: its options and stages, by name
     batch_every: steps between batches saved in OUTPUT_DIR/batches, for `proxpo inspect --run
-    OUTPUT_DIR`; a batch is a whole rollout, saved with the number of its last step; 0: none.
+        OUTPUT_DIR`; a batch is a whole rollout, saved with the number of its last step; 0: none
     graphs: "auto" replays the model's forward and backward pass as CUDA graphs where that can be
-    done, for the Llama family in one process without adapters; "on" refuses elsewhere.
+        done, for the Llama family in one process without adapters; "on" refuses elsewhere; "off"
+        keeps TRL's own passes
+
     Several updates per rollout (`num_iterations`, `steps_per_generation`), PEFT, vLLM, DDP, FSDP2
     and DeepSpeed work as in TRL. A run resumed from a checkpoint is the same run, in any epoch,
     if the checkpoint lies between two rollouts; in the midst of one TRL draws a new one. Arguments

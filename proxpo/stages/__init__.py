@@ -84,9 +84,9 @@ def stage(
     is given, so that cutting the batch differently changes its result. live=True: an advantage that
     every update computes anew, unless the batch came with advantages. length: the longest response
     assumed where its option max_tokens is none and no host gives its own. decides: what a schedule
-    settles itself, so that a host's settings for it have no effect: `count`, `parts`, `optimizer`
-    (see `proxpo.stages.schedule.Updates`). adds: the metrics that are divided by a count of the
-    whole step, which micro-batches add up; see proxpo/ops/metering.py.
+    settles itself, so that a host's settings for it have no effect: `count`, `parts`, `optimizer`,
+    `loss` (see `proxpo.stages.schedule.Updates`). adds: the metrics that are divided by a count of
+    the whole step, which micro-batches add up; see proxpo/ops/metering.py.
 
     Where `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it. It
     also names the options that have no effect beside the others, as `idle`: settings refuse them.

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from proxpo.compose import check_advantages_come
 from proxpo.errors import ProxpoError
 from proxpo.recipes import Procedure
-from proxpo.settings import lengths
+from proxpo.settings import lengths, make_recipe
 from proxpo.stages.advantage.attempts import ATTEMPTS
 from proxpo.stages.ratio.folded import FOLDED
 from proxpo.stages.ratio.gaussian import GAUSSIAN
@@ -43,6 +43,18 @@ DECIDED = {
         ),
         "moves the weights without the optimizer",
     ),
+    "loss": ((), "has a loss of its own"),
+}
+# Kinds of stages that make a loss and its gradient.
+OF_THE_LOSS = {
+    "weights",
+    "ratio",
+    "trust",
+    "regularisers",
+    "select",
+    "aggregate",
+    "value",
+    "gradient",
 }
 
 
@@ -59,13 +71,34 @@ def unused(config: Config, recipe: Recipe | Procedure) -> dict[str, str]:
         return lines
     for decision in schedule.decides:
         paths, reason = DECIDED[decision]
-        for path in changed.keys() & set(paths):
-            value = changed[path].split(" -> ", 1)[1]
+        set_here = {path: changed[path].split(" -> ", 1)[1] for path in changed.keys() & set(paths)}
+        if decision == "loss":
+            set_here = {f"recipe.{key}": config.recipe[key] for key in _of_the_loss(config)}
+        for path, value in set_here.items():
             lines[path] = (
                 f"{recipe.name}: {path}={value} has no effect, since schedule={schedule.name} "
                 f"{reason}: set the schedule's own options, or schedule=none"
             )
     return dict(sorted(lines.items()))
+
+
+def _of_the_loss(config: Config) -> list[str]:
+    """The settings of the recipe that change its loss and nothing else."""
+    recipe, found = config.make_recipe(), []
+    for key in config.recipe:
+        others = {other: value for other, value in config.recipe.items() if other != key}
+        try:
+            without = make_recipe(config.method, others)
+        except ProxpoError:  # other settings are about what this one sets
+            continue
+        same_around = _outside_the_loss(without) == _outside_the_loss(recipe)
+        if same_around and without.stages() != recipe.stages():
+            found.append(key)
+    return found
+
+
+def _outside_the_loss(recipe: Recipe) -> list[tuple[str, Stage]]:
+    return [(place, stage) for place, stage in recipe.stages() if stage.kind not in OF_THE_LOSS]
 
 
 def check_used(config: Config, recipe: Recipe | Procedure, paths: Collection[str]) -> None:

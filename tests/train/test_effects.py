@@ -193,12 +193,13 @@ def test_a_seed_of_the_transform_reaches_it(tmp_path: Path) -> None:
         *((slug, "updates_per_rollout=2") for slug in ("remix", "remax")),
         *(("trpo", one) for one in ("lr=1e-3", "optimizer=muon", "grad_clip=2", "warmup_steps=3")),
         ("trpo", "train.optimizer_options.eps=0.1"),
+        *(("trpo", one) for one in ("aggregate=prompt_mean", "trust=ess_cap", "weights+=tis")),
     ],
 )
 def test_updates_that_a_schedule_decides_cannot_be_set(method: str, setting: str) -> None:
     """Refused where they are written for the run; in a file that methods share, the run says so."""
     with pytest.raises(
-        ProxpoError, match=rf"{method}: train\.\S+=.* has no effect, since schedule="
+        ProxpoError, match=rf"{method}: (train|recipe)\.\S+=.* has no effect, since schedule="
     ):
         load_config(None, [f"method={method}", setting])
     config = load_config("comparison", [f"method={method}"])
@@ -206,6 +207,7 @@ def test_updates_that_a_schedule_decides_cannot_be_set(method: str, setting: str
     assert ("train.mini_batches=2 has no effect" in said) == (method != "remix")
     load_config(None, [f"method={method}", setting, "schedule=none"])
     load_config(None, ["method=grpo", setting])
+    load_config(None, ["method=trpo", "trust=unclipped", "average=sequence"])
 
 
 def test_mini_batches_of_remix_are_its_passes_parts(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ class Updates(Protocol):
     A schedule's function is `apply(updates, ctx) -> (state, metrics)`: it makes the optimizer steps
     it wants and returns its own next state. `count` is how many the settings ask for, `parts` into
     how many mini-batches they cut the rollout. A schedule that does not follow these, or makes its
-    steps without the `optimizer`, declares so in `decides`, and a host refuses the settings.
+    steps without the `optimizer` or the recipe's `loss`, declares so in `decides`, and a host
+    refuses the settings.
     """
 
     count: int

@@ -11,7 +11,7 @@ from proxpo.stages.schedule._types import Updates
 from proxpo.types import Context, Metrics, State
 
 
-@stage("schedule", decides=("count", "parts", "optimizer"))
+@stage("schedule", decides=("count", "parts", "optimizer", "loss"))
 def line_search(
     *,
     delta: float = 0.01,

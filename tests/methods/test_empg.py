@@ -119,7 +119,7 @@ def of_steps(batch: Batch, **options: object) -> torch.Tensor:
 def test_limit() -> None:
     batch = agent([1, 0, 0], [[0.3, 0.9, 0.1], [0.5], [0.2, 0.7]])
     base = advantages(method("grpo"), batch)[:, ::2][batch.mask[:, ::2]]
-    found = of_steps(batch, k=0, bonus=0, k_future=0)
+    found = of_steps(batch, k=0, bonus=0)
     close(found, base - base.mean(), rtol=1e-7)
     even = agent([1, 0, 0], [[0.3, 0.9], [0.5, 0.1], [0.2, 0.7]])
     close(of_steps(even, k=0, bonus=0), advantages(method("grpo"), even)[:, ::2].flatten(),

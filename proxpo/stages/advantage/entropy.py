@@ -117,11 +117,12 @@ def entropy_modulated(
         return torch.where(batch.mask, final, 0.0), {"advantage/steps": n}
 
     needs = ("rewards", "group", "entropy")
+    unpaid = () if bonus else ("k_future",)
+    after = ("k_future", "bonus") if split == "response" else unpaid  # no step follows
     return Parts(
         apply=advantage,
         needs=(*needs, "turn") if split == "turn" else needs,
-        idle=(("eps",) if scale == "none" else ())
-        + (("k_future", "bonus") if split == "response" else ()),  # no step follows
+        idle=(("eps",) if scale == "none" else ()) + after,
     )
 
 

@@ -39,6 +39,8 @@ def group_relative(
     """
     if not bound > 0:
         raise ProxpoError(f"group_relative: bound must be positive, got {bound}")
+    if eps < 0:
+        raise ProxpoError(f"group_relative: eps must not be negative, got {eps}")
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         stats = group_stats(batch.rewards, batch.group, unbiased=unbiased)

@@ -157,6 +157,11 @@ def pairwise_logistic(
     form: "sigmoid" (DPO), "robust" or "ipo"
     ipo_mean: length-averaged log-ratios in form="ipo"
     """
+    if not beta > 0 or not 0 <= label_smoothing <= 0.5:
+        raise ProxpoError(
+            "pairwise_logistic: expected beta > 0 and label_smoothing in [0, 0.5], got "
+            f"{beta}, {label_smoothing}"
+        )
     if form == "robust" and not label_smoothing < 0.5:
         raise ProxpoError("pairwise_logistic: the robust form needs label_smoothing below 0.5")
 

@@ -76,7 +76,12 @@ def largest_advantages(
         return kept[:, None].expand_as(batch.mask), {"prune/kept": share}
 
     grouped = pool == "question"
-    return Parts(apply=keep, needs=("group",) if grouped else (), whole_batch=grouped)
+    return Parts(
+        apply=keep,
+        needs=("group",) if grouped else (),
+        whole_batch=grouped,
+        idle=() if rate else ("pool", "prune", "floor"),
+    )
 
 
 def _score(batch: Batch, prune: Pruned, ctx: Context) -> Float[Tensor, " seq"]:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean, row_mean, row_sum
 from proxpo.ops.shapes import Tensor
 from proxpo.stages import Parts, stage
@@ -60,6 +61,10 @@ def geometric_clip(
     per: clip each "token", the "sequence", or "none"
     normalise: geometric mean over the tokens (true), or their product
     """
+    if clip_low < 0 or clip_high < 0:
+        raise ProxpoError(
+            f"geometric_clip: bounds must not be negative, got {clip_low} and {clip_high}"
+        )
 
     def clip(d: Tensor, advantage: Tensor) -> Tensor:
         # A tensor among the choices: two plain numbers would be rounded to float32.

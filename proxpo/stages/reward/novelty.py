@@ -7,7 +7,7 @@ import torch
 from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_range
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
-from proxpo.stages import stage
+from proxpo.stages import Parts, stage
 from proxpo.types import Batch, Context, Metrics
 
 Reading = Literal["printed", "described", "signed"]
@@ -84,4 +84,4 @@ def gradient_novelty(
         metrics = {"reward/novelty": total / n.clamp(min=1)}
         return batch.replace(rewards=shaped.to(batch.rewards.dtype)), metrics
 
-    return shape
+    return Parts(apply=shape, idle=() if strength else ("reading", "min_spread"))

@@ -198,6 +198,10 @@ def curvature_mask(
             raise ProxpoError(f"curvature_mask: {name} must not be negative, got {bound}")
     if k < 1:
         raise ProxpoError(f"curvature_mask: k must be at least 1, got {k}")
+    if learning_rate is not None and learning_rate < 0:
+        raise ProxpoError(
+            f"curvature_mask: learning_rate must not be negative, got {learning_rate}"
+        )
 
     def init() -> State:
         if optimizer == "sgd":
@@ -258,8 +262,9 @@ def curvature_mask(
         }
         return weight, metrics
 
-    idle = ("beta1", "beta2", "eps") if optimizer == "sgd" else ()
-    return Parts(apply=select, init=init, step=step, idle=idle)
+    moments = ("beta1", "beta2", "eps") if optimizer == "sgd" else ()
+    unbounded = () if tau_objective else ("sides",)
+    return Parts(apply=select, init=init, step=step, idle=moments + unbounded)
 
 
 __all__ = [

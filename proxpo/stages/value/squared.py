@@ -2,6 +2,7 @@
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Tensor
 from proxpo.stages import Parts, stage
@@ -29,6 +30,8 @@ def value_loss(
     lam: GAE's λ, the discount of later TD errors
     holes: masked positions inside a response: "skip" them, or "reset" the sum there
     """
+    if clip is not None and clip < 0:
+        raise ProxpoError(f"value_loss: clip must not be negative, got {clip}")
 
     def prepare(batch: Batch) -> dict[str, Tensor]:
         """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean, moments, row_mean, row_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import Parts, stage
@@ -92,6 +93,8 @@ def behaviour(
     level: ratio of a token, of a whole sequence, or its geometric mean
     cap: largest v
     """
+    if not cap > 0:
+        raise ProxpoError(f"behaviour: cap must be positive, got {cap}")
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         q = (proximal_logp(batch, prox=prox) - batch.old_logp).detach()

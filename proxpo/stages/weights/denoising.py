@@ -24,5 +24,6 @@ def inverse_step(*, noise_schedule: Literal["flow", "dance"] = "flow", eta: floa
             weight = weight * (1 + eta**2 * (1 - t) / (2 * t))
         return weight, {}
 
-    needs = ("step_size", "time") if noise_schedule == "dance" else ("step_size",)
-    return Parts(apply=weights, needs=needs)
+    if noise_schedule == "flow":
+        return Parts(apply=weights, needs=("step_size",), idle=("eta",))
+    return Parts(apply=weights, needs=("step_size", "time"))

@@ -26,16 +26,18 @@ def latentseek(
     At most `iterations` times: stop if R > threshold; an Adam step on z; decode the block as
     argmax W z_t, let the frozen model finish greedily; R of the new answer. As R ≤ 0, every step
     pushes the current token down. n = 0 returns the greedy answer.
-    judge: task: 0 if right, else -1 (the paper's perfect sparse reward, which knows the answer);
-    self: the model answers four yes/no checks, weights calculation 2, answer 1, completeness 2,
-    understanding 1, R = -(weights of failed checks)/6, an unreadable verdict failing; format_rule:
-    2 more where the answer marks no final answer. sgd_lr: of the baseline, the same loop with
-    plain gradient steps, which are the paper's own update.
+
+    R with judge="task": 0 if right, else -1 (the paper's perfect sparse reward, which knows the
+    answer). With "self" the model answers four yes/no checks, weights calculation 2, answer 1,
+    completeness 2, understanding 1, and R = -(weights of failed checks)/6; an unreadable verdict
+    is a failure. format_rule=True adds a weight of 2 that fails where the answer marks no final
+    answer. The baseline is the same loop with plain gradient steps, the paper's own update.
 
     fraction, most: share of the answer's tokens that is optimised, and their largest number
     lr: Adam's learning rate on the states
     iterations: steps at most
     threshold: reward above which the search stops
+    judge: reward from the "task", or from the model's own checks ("self")
     format_rule: ask for a marked final answer too, with judge=self
     sgd_lr: learning rate of the baseline with plain gradient steps
 

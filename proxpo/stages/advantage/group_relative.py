@@ -109,7 +109,8 @@ def group_process(*, eps: float = 1e-6):
     """A_it = sum of the group-standardised step rewards of the steps ending at or after token t.
 
     GRPO's process supervision, arXiv:2402.03300 section 4.1.3. A step's reward sits on its last
-    token, marked by `step_end` (without it: wherever a token reward is not 0).
+    token, marked by `step_end` (without it: wherever a token reward is not 0). A group's only step
+    gets 0.
 
     eps: added to the std
     """

@@ -28,8 +28,7 @@ def rosa(
     p_t is the whole next-token distribution at position t of the answer y that was judged wrong. θ
     is a LoRA adapter (parameters=lora) or an offset of the last hidden state (hidden); it is set
     back before every problem. A conversation has at most `turns` answers and stops at a right one.
-    With context="dialogue" an answer sees all earlier ones, each followed by the line that it is
-    wrong, with "prompt" none; "auto" is a dialogue where the task's prompts are chat messages. The
+    In a dialogue an answer sees all earlier ones, each followed by the line that it is wrong. The
     baseline is θ ← θ + lr · r ∇Σ_t log π(y_t) in the same loop.
 
     beta: β, the strength of the tie to the present policy
@@ -37,7 +36,7 @@ def rosa(
     cg_iterations, cg_tolerance: most steps of conjugate gradients, and the residual that ends them
     turns: answers to a problem at most
     parameters, rank: a "lora" adapter of this rank, or an offset of the last "hidden" state
-    context: what an answer sees of the earlier ones: the "dialogue", the "prompt" alone, or "auto"
+    context: a "dialogue", the "prompt" alone, or "auto": a dialogue if prompts are chat messages
     greedy: answer greedily in place of sampling
     sgd_lr: learning rate of the baseline with plain gradient steps
 

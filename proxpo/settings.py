@@ -42,14 +42,13 @@ def make_method(name: str, settings: Settings = ()) -> Recipe | Procedure:
     own = [(key, value) for key, value in pairs if not _is_stage(key)]
     options = {_option(key, entry.defaults, entry.slug): value for key, value in own}
     recipe = entry.make(**options)
-    if isinstance(recipe, Procedure):
-        for key, _ in pairs:
-            if _is_stage(key):
-                raise ProxpoError(f"{entry.slug} has no stages, so '{key}' cannot be set")
-        return recipe
     swaps = [(key, value) for key, value in pairs if _is_stage(key)]
+    if isinstance(recipe, Procedure) and swaps:
+        raise ProxpoError(f"{entry.slug} has no stages, so '{swaps[0][0]}' cannot be set")
     for option in options:
         _check_effect(entry, options, recipe, option)
+    if isinstance(recipe, Procedure):
+        return recipe
     swapped = apply_swaps(recipe, swaps)
     for option in options if swaps else ():
         _check_kept(entry, options, recipe, option, swaps)
@@ -160,8 +159,10 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-def _check_effect(entry: Method, options: Mapping[str, Any], recipe: Recipe, option: str) -> None:
-    """Refuses an option of the method that no stage reads, whatever its value.
+def _check_effect(
+    entry: Method, options: Mapping[str, Any], recipe: Recipe | Procedure, option: str
+) -> None:
+    """Refuses an option that no stage of the recipe, or no part of the procedure, reads.
 
     A value that comes to the same as the default ("auto" that stands for it) is not refused.
     """
@@ -207,9 +208,15 @@ def _check_kept(
 
 
 def _matters(entry: Method, options: Mapping[str, Any], option: str, swaps: Swaps = ()) -> bool:
-    """True if the recipe with these options differs from the recipe without this option."""
+    """True if the recipe with these options differs from the recipe without this option.
+
+    A procedure says itself which options have no effect.
+    """
     try:
-        recipe = apply_swaps(entry.make(**options), swaps)
+        made = entry.make(**options)
+        if isinstance(made, Procedure):
+            return option not in made.idle
+        recipe = apply_swaps(made, swaps)
     except ProxpoError:
         return False
     try:

@@ -311,6 +311,11 @@ def build_avg_job(config: Config, options: Mapping[str, Any]) -> AvgJob:
     """The job of method avg: one environment with actions that are numbers."""
     name = config.task.name.partition(":")[2]
     task = read_options(name, config.task.options)
+    if task.normalise:
+        raise ProxpoError(
+            "avg: task.options.normalise has no effect: its option normalise_observations, on by "
+            "default, does the same"
+        )
     environments = Environments(name, 1, task)
     if environments.actions.discrete:
         raise ProxpoError(

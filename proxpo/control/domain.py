@@ -44,7 +44,12 @@ RECIPE_ALONE = (
 def unread(made: Recipe | Procedure) -> Mapping[str, str]:
     """Settings that a run of this method does not read, and why."""
     own = isinstance(made, Procedure) and not _samples_rollouts(made)
-    return {**LANGUAGE_ALONE, **dict.fromkeys(RECIPE_ALONE if own else (), NO_RECIPE)}
+    brings = ("model.name", "model.options") if made.name == "avg" else ()
+    return {
+        **LANGUAGE_ALONE,
+        **dict.fromkeys(RECIPE_ALONE if own else (), NO_RECIPE),
+        **dict.fromkeys(brings, "this method brings its networks; its option is hidden"),
+    }
 
 
 def _samples_rollouts(made: Procedure) -> bool:

@@ -226,9 +226,14 @@ class RecurrentActor(nn.Module):
 def make_actor(config: Config, environments: Environments) -> "Actor | RecurrentActor":
     """The policy that `model.name` and `model.options` ask for; its weights follow the seed."""
     name, options = model_options(config)
-    return seeded(
-        config, "actor", lambda: ACTORS[name](environments.width, environments.actions, **options)
-    )
+    actions, width = environments.actions, "log_std" if name == "mlp" else "std"
+    has_width = not actions.discrete or options.get("state")
+    if not has_width and options[width] != OPTIONS[name]()[width]:
+        raise ProxpoError(
+            f"model.options.{width}={options[width]:g} has no effect: this environment has "
+            f"{actions.size} actions to choose from, and their distribution has no width"
+        )
+    return seeded(config, "actor", lambda: ACTORS[name](environments.width, actions, **options))
 
 
 def make_critic(
@@ -271,6 +276,8 @@ def model_options(config: Config) -> tuple[str, dict[str, Any]]:
     for option, least in (("hidden", 1), ("layers", 0), ("state", 0)):
         if option in options and options[option] < least:
             raise ProxpoError(f"model.options.{option} is at least {least}, got {options[option]}")
+    if not options.get("std", 1) > 0:
+        raise ProxpoError(f"model.options.std is above 0, got {options['std']:g}")
     return name, options
 
 

@@ -30,7 +30,7 @@ from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import unused
 from proxpo.train.rollouts import RolloutJob
-from proxpo.train.scoring import VOCABULARY, Learner
+from proxpo.train.scoring import VOCABULARY, Learner, run_transform
 from proxpo.types import Recipe
 
 
@@ -354,11 +354,9 @@ def build_recipe_job(
     segments = bool(recipe.needs() & {"values", "old_values"}) or recipe.value is not None
     critic = make_critic(config, environments, actor) if segments else None
     trained = actor if critic is None else nn.ModuleDict({"policy": actor, "critic": critic})
-    transform = recipe.gradient.apply() if recipe.gradient is not None else None
-    if transform is not None:
-        transform.seed = derive(config.seed, "overlap") % 2**31
-        if transform.from_head:
-            raise ProxpoError("isopo: scope=head needs a language model, whose head it measures")
+    transform = run_transform(recipe, config.seed)
+    if transform is not None and transform.from_head:
+        raise ProxpoError("isopo: scope=head needs a language model, whose head it measures")
     wanted = recipe.needs()
     learner = Learner(
         policy=ControlPolicy(actor, config.model.name),

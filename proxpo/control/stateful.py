@@ -265,6 +265,11 @@ def build_stateful_job(config: Config, options: Mapping[str, Any]) -> Job:
         return build_recipe_job(config, recipe, ReinforceJob)
     name = config.task.name.partition(":")[2]
     task = read_options(name, config.task.options)
+    if task.normalise:
+        raise ProxpoError(
+            "stateful-policies: variant=sac does not scale observations: leave out "
+            "task.options.normalise"
+        )
     environments = Environments(name, 1, task)
     if environments.actions.discrete:
         raise ProxpoError(

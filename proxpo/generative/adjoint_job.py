@@ -179,18 +179,6 @@ class AdjointJob(Job):
 
 def build_adjoint_job(config: Config, options: Mapping[str, Any], dtype: torch.dtype) -> AdjointJob:
     """The job of a task energy:NAME."""
-    positive = (
-        "sigma_min",
-        "sigma_max",
-        "samples_per_step",
-        "buffer",
-        "batches",
-        "batch",
-        "max_norm",
-    )
-    for name in (*positive, "temperature", "hidden"):
-        if not options[name] > 0:
-            raise ProxpoError(f"adjoint-sampling: {name} is positive, got {options[name]:g}")
     if options["noise"] == "geometric" and not options["sigma_max"] > options["sigma_min"]:
         raise ProxpoError(
             f"adjoint-sampling: sigma_max={options['sigma_max']:g} must be above "

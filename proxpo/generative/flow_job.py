@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.generative.flow import (
     Velocity,
     actor_loss,
@@ -181,14 +180,6 @@ class FlowJob(Job):
 
 def build_flow_job(config: Config, options: Mapping[str, Any], dtype: torch.dtype) -> FlowJob:
     """The job of method ac-flow: the flow in the box and a critic that starts at 0."""
-    for name in ("samples_per_step", "updates", "actor_lr", "critic_lr", "bound"):
-        if options[name] is not None and not options[name] > 0:
-            raise ProxpoError(f"ac-flow: {name} is positive, got {options[name]:g}")
-    for name in ("tau", "beta", "warmup"):
-        if options[name] < 0:
-            raise ProxpoError(f"ac-flow: {name} is not negative, got {options[name]:g}")
-    if options["samples_per_step"] < 2:
-        raise ProxpoError("ac-flow: shaped rewards need two samples or more")
     task = make_sample_task(config.task.name)
     size, hidden = task.size, HIDDEN[task.model]
     velocity = in_the_box(TimeField(size, size, hidden=hidden), f"{task.model}_flow", dtype)

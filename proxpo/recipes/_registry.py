@@ -21,10 +21,16 @@ ENTRY_POINTS = "proxpo.recipes"
 
 @dataclass(frozen=True, kw_only=True)
 class Procedure:
-    """A method that is no composition of stages: its options, for the code of its domain."""
+    """A method that is no composition of stages: its options, for the code of its domain.
+
+    ranges: options by their interval, such as "[0, 1)"
+    idle: options that have no effect beside the others
+    """
 
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +181,7 @@ def register(
             arguments = {k: options[k] for k in declared if k not in groups}
             arguments |= {name: {k: options[k] for k in group} for name, group in groups.items()}
             made = replace(factory(**arguments), name=slug, options=options)
-            return check_stages(made) if isinstance(made, Recipe) else made
+            return check_stages(made) if isinstance(made, Recipe) else _check_ranges(made)
 
         cast(Any, make).__signature__ = inspect.Signature(
             list(public.values()), return_annotation=Recipe
@@ -191,6 +197,18 @@ def register(
         return make
 
     return decorate
+
+
+def _check_ranges(made: Procedure) -> Procedure:
+    """Refuses numbers outside their intervals."""
+    for interval, names in made.ranges.items():
+        low, high = map(float, interval[1:-1].split(", "))
+        ends = {number for number, bracket in ((low, "["), (high, "]")) if bracket in interval}
+        for name in names:
+            value = made.options[name]
+            if value is not None and not (low < value < high or value in ends):
+                raise ProxpoError(f"{made.name}: {name} is in {interval}, got {value:g}")
+    return made
 
 
 @functools.cache

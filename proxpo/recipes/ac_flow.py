@@ -52,4 +52,12 @@ def ac_flow(
 
     Reference: Fan et al., arXiv:2510.18072 (abstract).
     """
-    return Procedure()
+    return Procedure(
+        ranges={
+            "[2, inf)": ("samples_per_step",),
+            "[1, inf)": ("updates",),
+            "(0, inf)": ("actor_lr", "critic_lr", "bound"),
+            "[0, inf)": ("tau", "beta", "warmup"),
+        },
+        idle=("tau", "bound") if weighting == "positive" else (),
+    )

@@ -53,4 +53,11 @@ def adjoint_sampling(
 
     Reference: Havens et al., arXiv:2504.11713; facebookresearch/adjoint_sampling.
     """
-    return Procedure()
+    return Procedure(
+        ranges={
+            "[1, inf)": ("samples_per_step", "buffer", "batches", "batch", "hidden"),
+            "(0, inf)": ("sigma_min", "sigma_max", "max_norm", "temperature"),
+            "[0, inf)": ("control_lr",),
+        },
+        idle=("sigma_min",) if noise == "constant" else (),
+    )

@@ -53,4 +53,9 @@ def avg(
 
     Reference: Vasan et al., arXiv:2411.15370; gauthamvasan/avg.
     """
-    return Procedure()
+    ranges = {
+        "[0, inf)": ("lr_actor", "lr_critic", "alpha"),
+        "[0, 1)": ("beta1",),
+        "[1, inf)": ("hidden",),
+    }
+    return Procedure(ranges=ranges)

@@ -52,4 +52,12 @@ def props(
 
     Reference: Corrado & Hanna, arXiv:2311.08290; NicholasCorrado/PROPS.
     """
-    return Procedure()
+    counts = ("period", "behaviour_epochs", "behaviour_parts")
+    numbers = ("behaviour_clip", "kl_coef", "kl_stop")
+    return Procedure(
+        ranges={
+            "[1, inf)": (*counts, "buffer_batches"),
+            "[0, inf)": (*numbers, "behaviour_lr"),
+        },
+        idle=(*counts, *numbers, "kl") if not behaviour_lr else () if kl_coef else ("kl",),
+    )

@@ -50,7 +50,10 @@ def stateful_policies(
     Reference: Al-Hafez et al., arXiv:2311.04082; robfiras/s2pg.
     """
     if variant != "ppo":
-        return Procedure()
+        sac = ("sac_lr", "sac_start", "sac_buffer", "sac_batch", "sac_tau")
+        idle = ("clip_low", "clip_high", "lam", "entropy_coef", *(() if variant == "sac" else sac))
+        ranges = {"[0, inf)": sac[:2], "[1, inf)": sac[2:4], "[0, 1]": sac[4:]}
+        return Procedure(ranges=ranges, idle=idle)
     return ppo(
         clip_low=clip_low,
         clip_high=clip_high,

@@ -38,4 +38,12 @@ def tabnas(
 
     Reference: Yang et al., arXiv:2204.07615 section 4; google-research/tabnas.
     """
-    return Procedure()
+    counted = correction not in ("exact", "none") and not penalty
+    return Procedure(
+        ranges={
+            "[0, inf)": ("controller_lr", "penalty"),
+            "[1, inf)": ("draws",),
+            "[0, 1)": ("momentum",),
+        },
+        idle=(*(() if counted else ("draws",)), *(("correction",) if penalty else ())),
+    )

@@ -38,7 +38,7 @@ from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import check_fields, check_thoughts, depends_on_cut, remarks
 from proxpo.train.rollouts import RolloutJob
-from proxpo.train.scoring import Learner
+from proxpo.train.scoring import Learner, run_transform
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.train.update import update
 from proxpo.types import Recipe
@@ -364,10 +364,7 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         if critic is None
         else nn.ModuleDict({"policy": policy.model, "critic": critic})
     )
-    transform = recipe.gradient.apply() if recipe.gradient is not None else None
-    if transform is not None:
-        own = recipe.gradient.options.get("seed")  # 0 is its default: the run's seed alone
-        transform.seed = derive(config.seed, "overlap", *([own] if own else [])) % 2**31
+    transform = run_transform(recipe, config.seed)
     return Learner(
         policy=policy,
         recipe=recipe,

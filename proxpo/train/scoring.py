@@ -20,6 +20,7 @@ from proxpo.logp import (
     token_logp,
 )
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
+from proxpo.ops.streams import derive
 from proxpo.replay.graphs import PolicyGraphs
 from proxpo.replay.prefix import shares_prompts, states_before
 from proxpo.train.cuts import Cut, Result, Rows, TokenBudget, restored
@@ -99,6 +100,16 @@ class LogpOptions:
     micro_batch: int | None
     fields: frozenset[str] = frozenset()
     old_is_current: bool = False
+
+
+def run_transform(recipe: Recipe, seed: int) -> Any:
+    """The recipe's gradient transform, if any; it draws by the run's seed and its option `seed`."""
+    if recipe.gradient is None:
+        return None
+    transform = recipe.gradient.apply()
+    own = recipe.gradient.options.get("seed")  # 0 is its default: the run's seed alone
+    transform.seed = derive(seed, "overlap", *([own] if own else [])) % 2**31
+    return transform
 
 
 def in_micro_batches(
@@ -411,6 +422,7 @@ __all__ = [
     "other_logp",
     "prompts_run_once",
     "reference_kl",
+    "run_transform",
     "score",
     "vocabulary_logp",
     "widened",

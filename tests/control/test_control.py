@@ -88,6 +88,15 @@ def test_recipes_of_language_models_train(method: str, tmp_path: Path) -> None:
     job.close()
 
 
+def test_a_seed_of_the_transform_reaches_it(tmp_path: Path) -> None:
+    seeds = []
+    for seed in (0, 1, 1):
+        job = build_job(config_of(tmp_path, CARTPOLE, "isopo", f"gradient.seed={seed}"))
+        seeds.append(job.learner.transform.seed)
+        job.close()
+    assert seeds[0] != seeds[1] == seeds[2]
+
+
 def test_losses_by_step_are_found() -> None:
     wanted = {"ppo": True, "grpo": False, "gspo": False, "reinforce": False, "p3o": True}
     assert {name: by_step(make_recipe(name)) for name in wanted} == wanted
@@ -301,6 +310,41 @@ REFUSED = {
     "train.lr=.* has no effect: this method makes updates of its own": (
         *(PENDULUM, "avg"),
         "train.lr=0.1",
+    ),
+    "model.name=gru has no effect: this method brings its networks": (
+        *(PENDULUM, "avg"),
+        "model.name=gru",
+    ),
+    "avg: task.options.normalise has no effect: its option normalise_observations": (
+        *(PENDULUM, "avg"),
+        "task.options.normalise=true",
+    ),
+    "variant=sac does not scale observations": (
+        *(PENDULUM, "stateful-policies"),
+        *("variant=sac", "task.options.normalise=true"),
+    ),
+    "'sac_lr'=1.0 has no effect with these settings; it has one with variant=sac": (
+        *(CARTPOLE, "stateful-policies"),
+        "sac_lr=1",
+    ),
+    "'clip_low'=1.0 has no effect with these settings; it has one with variant=ppo": (
+        *(CARTPOLE, "stateful-policies"),
+        *("variant=reinforce", "clip_low=1"),
+    ),
+    "'kl'=behaviour_target has no effect with these settings; it has one with kl_coef=1": (
+        *(CARTPOLE, "props"),
+        *("kl_coef=0", "kl=behaviour_target"),
+    ),
+    r"avg: beta1 is in \[0, 1\), got 1": (PENDULUM, "avg", "beta1=1"),
+    r"props: period is in \[1, inf\), got 0": (CARTPOLE, "props", "period=0"),
+    r"tabnas: draws is in \[1, inf\), got 0": ("architecture:toy", "tabnas", "draws=0"),
+    "model.options.log_std=1 has no effect: this environment has 2 actions to choose from": (
+        *(CARTPOLE, "ppo"),
+        "model.options.log_std=1",
+    ),
+    "model.options.std is above 0, got -1": (
+        *(CARTPOLE, "stateful-policies"),
+        "model.options.std=-1",
     ),
     "unknown option of model mlp 'hiden'; did you mean 'hidden'": (
         *(CARTPOLE, "ppo"),

@@ -177,7 +177,19 @@ REFUSED = {
     "rollout.thoughts=2 has no effect": (DIGITS, "dpok", "rollout.thoughts=2"),
     "a chain has 1 to 500 denoising steps": (DIGITS, "dpok", "rollout.max_tokens=501"),
     "sigma_max=1 must be above sigma_min=2": (ENERGY, "adjoint-sampling", "sigma_min=2"),
-    "ac-flow: samples_per_step is positive": (DIGITS, "ac-flow", "samples_per_step=0"),
+    r"ac-flow: samples_per_step is in \[2, inf\), got 0": (DIGITS, "ac-flow", "samples_per_step=0"),
+    r"adjoint-sampling: control_lr is in \[0, inf\), got -1": (
+        *(ENERGY, "adjoint-sampling"),
+        "control_lr=-1",
+    ),
+    "'sigma_min'=0.5 has no effect with these settings; it has one with noise=geometric": (
+        *(ENERGY, "adjoint-sampling"),
+        *("noise=constant", "sigma_min=0.5"),
+    ),
+    "'tau'=3.0 has no effect with these settings; it has one with weighting=exp": (
+        *(DIGITS, "ac-flow"),
+        *("weighting=positive", "tau=3"),
+    ),
     "device=cuda: generative models run on the CPU": (DIGITS, "dpok", "device=cuda"),
 }
 

@@ -50,21 +50,21 @@ def page() -> str:
     tested = "\n".join(f"| {env} | `{env.command}` |" for env in TESTED)
     return f"""# Engines
 
-A method is a recipe; an engine samples, scores and steps. In proxpo's own trainer and in a loop of
-your own ([examples](../examples/README.md): plain PyTorch, Accelerate, Lightning,
-`transformers.Trainer`) a method runs wherever the batch fields that it reads are there. TRL and
-verl make rollouts and updates themselves: a method that reads what they do not hand over, or
-decides what they decide, is refused in one line.
+A method is a recipe; an engine samples responses, scores them and updates the model. In proxpo's
+own trainer and in a loop of your own ([examples](../examples/README.md): plain PyTorch, Accelerate,
+Lightning, `transformers.Trainer`) a method runs wherever the batch fields that it reads are there.
+TRL and verl make rollouts and updates themselves. There a method is refused, in one line, if it
+reads a field that they do not provide or decides what they decide.
 
-| method | TRL: `ProxpoTrainer` | verl: `proxpo_...` | on a GPU |
+| method | TRL: `ProxpoTrainer` | verl: `proxpo_...` | measured on a GPU |
 | --- | --- | --- | --- |
 {methods_table}
 
 The first two columns are what the adapters decide at their defaults; the tests train every method
 that runs (`tests/adapters/trl/test_trl_recipes.py`, `tests/adapters/verl`), on a CPU. *Engine*:
-with `VERL_ENGINE_VENDOR=proxpo`, see [examples/verl](../examples/verl/README.md). The last column
-is read from [results/engines](results/engines): steps made, and seconds of a step relative to the
-engine's own loss.
+runs under `VERL_ENGINE_VENDOR=proxpo`, see [examples/verl](../examples/verl/README.md). *Redrawn*:
+these methods replace prompts whose responses are all right or all wrong, which TRL does not.
+Measurements: [below](#on-a-gpu).
 
 | engine | reason of a refusal | methods |
 | --- | --- | --- |
@@ -123,17 +123,13 @@ def in_verl(slug: str) -> str:
 
 
 def on_gpu(slug: str) -> str:
-    """Steps and relative time of the runs of this method, by engine."""
-    cells = []
-    for engine, file in (("TRL + vLLM", "trl-vllm.json"), ("verl", "verl.json")):
-        for name, entry in entries(file).items():
-            task, method, *variant = name.split("/")
-            if method.split()[0] != slug:
-                continue
-            relative = f", {entry['relative']:.2f}x" if "relative" in entry else ""
-            result = "failed" if "error" in entry else f"{len(entry['steps'])} steps{relative}"
-            cells.append(f"{engine}, {' '.join([task, *variant])}: {result}")
-    return "; ".join(cells)
+    """Engines in which this method was measured on a GPU."""
+    files = {"TRL": "trl-vllm.json", "verl": "verl.json"}
+    return ", ".join(
+        engine
+        for engine, file in files.items()
+        if any(name.split("/")[1].split()[0] == slug for name in entries(file))
+    )
 
 
 def entries(file: str) -> dict[str, Any]:
@@ -145,40 +141,51 @@ def measured() -> str:
     """Steps on a GPU: TRL with vLLM, verl, and the trainer with either sampler."""
     return f"""## On a GPU
 
-One H200, SmolLM2-135M in bf16. TRL with vLLM colocated, 20 steps of 64 x 8 responses of at most 12
-tokens (sums), importance-sampling correction on: `ProxpoTrainer` beside TRL's own GRPO. The arms of
-a variant took turns in one process, a step each, so that a slow minute of the host was slow for all
-of them; seconds are medians of the steps after the third, rewards the means of the first and of the
-last five steps. *Gap*: mean |log pi| between sampler and trainer at the first step. *Memory*: of a
-step at most, on top of what is held between steps, and of the recordings where it was measured.
-`plain` has TRL's own passes (`graphs="off"`), `graphs` is what `ProxpoTrainer` does by default:
-recorded passes, whose memory is held between steps; they are given up where another pass has no
-room beside them. With recordings every method that was measured is quicker than TRL's GRPO;
-without, and with gradient checkpointing, ISOPO misses our goal of 1.10x, by the time in which the
-host launches its kernels, and ISOPO-NTK by more. LoRA (rank 16 at ten times the rate) is an earlier
-run whose arms followed one another: differences below a quarter say little there. `dapo` as it is
-penalises what is longer than four fifths of the limit, ten tokens, where the right answers end: it
-learns to be short, not to add (`lora`), and adds with `overlong=off`.
+### TRL with vLLM
 
-GSM8K, 16 x 8 responses of at most 256 tokens, is beyond this model without a warm start: its rows
-show time and memory. TRL's GRPO ran alone there, ten steps in the same hour: a pass of 48 GiB did
-not fit beside the recordings of the others. ISOPO took 2.25 s a step in this run and 2.03 s in
-another, so that the ratios are good to a tenth.
+One H200, SmolLM2-135M in bf16: `ProxpoTrainer` beside TRL's own GRPO, with vLLM in the same process
+and importance-sampling correction on. `arithmetic-chat` is sums: 20 steps of 64 x 8 responses of at
+most 12 tokens. The methods of a variant took turns in one process, a step each, so that a slow
+minute of the machine is slow for all. Seconds are medians of the steps after the third; rewards are
+means of the first five and of the last five steps.
+
+| word | meaning |
+| --- | --- |
+| `plain` | TRL's own passes, `graphs="off"` |
+| `graphs` | recorded passes, the default of `ProxpoTrainer`; their memory is held between steps |
+| `checkpointing` | gradient checkpointing |
+| `lora` | rank 16, ten times the learning rate, without turns: differences below 1.25x say little |
+| gap | mean difference of log-probabilities between sampler and trainer at the first step |
+| memory | peak of a step above what is held between steps, measured recordings included |
+
+With recorded passes every method that was measured is faster than TRL's GRPO. Without them, and
+with gradient checkpointing, ISOPO misses our goal of 1.10x and ISOPO-NTK misses it by more: the
+host needs long to launch their many small kernels. `dapo` penalises responses of more than ten
+tokens (four fifths of the limit), where right answers end: it learns to be short, not to add
+(`lora`); with `overlong=off` it learns to add.
+
+On GSM8K (16 x 8 responses of at most 256 tokens) this model needs a warm start, so those rows show
+time and memory alone. TRL's GRPO ran by itself there, ten steps in the same hour: its pass of 48
+GiB did not fit beside the recordings of the others. ISOPO took 2.25 s a step in this run and 2.03 s
+in another, so the ratios are good to a tenth.
 
 {table(("run", "seconds a step", "over TRL", "reward", "gap", "memory"), trl_rows())}
 ![Rewards in TRL with vLLM](results/engines/trl-vllm.svg)
 
-proxpo's trainer with either sampler, GSM8K, 16 x 8 responses of at most 256 tokens
-(`rollout.backend`; `auto` takes the local one for models that it knows). vLLM receives the weights
-after every update (`sync`): the gap does not grow.
+### proxpo's trainer with vLLM
+
+GSM8K, 16 x 8 responses of at most 256 tokens, with either sampler (`rollout.backend`; `auto` takes
+the local one for models that it knows). vLLM receives the weights after every update (`sync`): the
+gap does not grow.
 
 {table(("run", *TIMES, "gap, first and last", "peak"), backends())}
-verl's `main_ppo` with vLLM, GSM8K, 16 x 8 responses of at most 256 tokens, ten steps; medians of
-the steps after the second, rewards of the first and the last. *Memory*: of the actor at most. The
-four arms ran at once on one card, so that their ratios compare and their seconds are not those of a
-run alone. verl 0.9.1 names the socket by which vLLM receives the weights after the job, which has
-the same number in every Ray of its own: runs that share a machine need a name each, or a `/tmp`
-each.
+### verl with vLLM
+
+verl's `main_ppo`, GSM8K, 16 x 8 responses of at most 256 tokens, ten steps; medians of the steps
+after the second, rewards of the first and the last step, peak memory of the actor. The first four
+rows ran at once on one card: their ratios compare, their seconds are longer than those of a run
+alone (last row). Runs of verl that share a machine need a `/tmp` each
+([why](../examples/verl/README.md)).
 
 {table(("run", "seconds a step", "over vanilla", "update", "memory", "reward"), verl_rows())}"""
 
@@ -251,10 +258,11 @@ def several_nodes() -> str:
 
     text = f"""[slurm.sh](../examples/verl/slurm.sh) and
         [skypilot.yaml](../examples/verl/skypilot.yaml) start Ray on the nodes of a job and verl on
-        top of it. Over data-parallel ranks ISOPO sends one message more than any method: sums and
-        counts of its trailing averages, 2 K + 1 float64 for K weights, once a step. Sequences that
-        are cut over ranks (Ulysses) cost two sums for each weight and micro-batch, inside their
-        node and whatever the number of ranks ([the arithmetic](isopo/sequence_parallel.md)).
+        top of it. Over data-parallel ranks ISOPO sends one message more than other methods:
+        sums and counts of its trailing averages, 2 K + 1 float64 for K weights, once a step.
+        Sequences that are cut over ranks (Ulysses) cost two sums for each weight and micro-batch,
+        inside their node and whatever the number of ranks
+        ([the arithmetic](isopo/sequence_parallel.md)).
         `benchmarks/rank_traffic.py` simulates ring all-reduces over {ranks[0]} to {ranks[-1]:,}
         ranks, {figures["node"]} in a node, at {network["inside_bandwidth"] / 1e9:.0f} GB/s and
         {1e6 * network["inside_latency"]:.0f} µs inside, {network["between_bandwidth"] / 1e9:.0f}
@@ -272,9 +280,9 @@ def several_nodes() -> str:
 
 ![milliseconds a step over ranks](results/engines/rank-traffic.svg)
 
-The message of ISOPO is all latency: its rounds, not its bytes, make it grow with the ranks, and a
-tree would take their logarithm. Nothing here was measured on a network.
-"""
+ISOPO's message costs latency alone: its time grows with the number of ranks, not with its bytes,
+and with a tree in place of a ring it would grow with their logarithm. All of this is simulated;
+nothing was measured on a network. """
 
 
 def in_units(size: float) -> str:

@@ -165,7 +165,9 @@ def _value(argument: ast.expr, named: dict[str, str]) -> str | None:
 def stages_page() -> str:
     load_stages()
     parts = [
-        "# Stages\n\nAny of them can be swapped in: `--set KIND=NAME --set KIND.OPTION=VALUE`.\n"
+        "# Stages\n\nThe parts that methods are made of, by kind, with their options; how they fit "
+        "together:\n[stages and recipes](concepts/recipes.md). To swap one in: "
+        "`--set KIND=NAME --set KIND.OPTION=VALUE`.\n"
     ]
     for kind, made in STAGES.items():
         if made:

@@ -164,12 +164,12 @@ What every method does with a token, drawn from the code by `proxpo methods NAME
 
 *Left*: the weight of one token's gradient over its ratio π/π_old. Blue, A > 0: a step makes the
 token likelier. Orange, A < 0: less likely. On the line at 0 the token is not trained on. 1 is its
-weight at ratio 1. Where the tokens of a response have a common fate, the dashed curve is for a
-response of 1,000 tokens that move together, the solid one for a single token of it.
+weight at ratio 1. Where the weight depends on the whole response, the solid curve moves a single
+token and the dashed one all 1,000 tokens of a response together.
 
-*Right*: the weight of every token of the [sample batch](fields.md), two prompts with four
-responses each; a number is the response's reward. Where a method acts around its loss (a gradient
-transform, a schedule, a budget), or trains no language model, that is drawn instead.
+*Right*: the weight of every token of the [sample batch](reference/files.md#a-batch), two prompts
+with four responses each; a number is the response's reward. Where a method acts around its loss (a
+gradient transform, a schedule, a budget), or trains no language model, that is drawn instead.
 
 {entries}
 

@@ -3,7 +3,6 @@
 docs/from-verl.md is written by hand but for its tables, between two marks.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import typer
 from proxpo.adapters.verl._counterparts import ACTOR_SETTINGS, ESTIMATORS, LOSS_MODES
 from proxpo.adapters.verl._settings import METHOD_OPTIONS, STAGE_OPTIONS, option_of
 from proxpo.cli.app import app
-from proxpo.cli.training import ON_RESUME
+from proxpo.cli.training import ON_RESUME, opening
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
-from proxpo.train.config import PRESETS, explain
+from proxpo.train.config import explain, presets
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = (
@@ -48,8 +47,9 @@ def settings_page() -> str:
     tables = "\n\n".join(
         "\n".join([f"## {name}\n", heading, *rows]) for name, rows in sections.items()
     )
-    files = sorted(PRESETS.glob("*.yaml"))
-    presets = "\n".join(f"| `{path.stem}` | {cell(_first_comment(path))} |" for path in files)
+    named = "\n".join(
+        f"| `{name}` | {cell(opening(path.read_text()))} |" for name, path in presets().items()
+    )
     return f"""# Settings of a run
 
 Every setting of `proxpo train`, in a YAML file or as `--set SETTING=VALUE`. `proxpo train
@@ -61,11 +61,13 @@ Every setting of `proxpo train`, in a YAML file or as `--set SETTING=VALUE`. `pr
 
 {tables}
 
-## presets
+## Presets
 
-| name | |
+`proxpo train NAME` runs one.
+
+| preset | what it is |
 | --- | --- |
-{presets}
+{named}
 """
 
 
@@ -90,6 +92,7 @@ def _parameter(parameter: Any) -> str:
     options = [name for name in parameter.opts if name.startswith("-")]
     value = "" if getattr(parameter, "is_flag", False) else f" {parameter.metavar or 'TEXT'}"
     name = f"{', '.join(options)}{value}" if options else str(parameter.metavar or parameter.name)
+    name = name.replace("|", " or ")  # a bar would end the table's cell
     default = parameter.default
     plain = isinstance(default, (str, int, float)) and not isinstance(default, bool)
     shown = f" Default: {default}." if plain and str(default) else ""
@@ -143,11 +146,6 @@ All other settings of the actor, FSDP's included:
 
 def _two(table: Mapping[str, str]) -> str:
     return "\n".join(f"| `{name}` | {text} |" for name, text in table.items())
-
-
-def _first_comment(path: Path) -> str:
-    line = path.read_text().partition("\n")[0]
-    return re.sub(r"^#\s*", "", line)
 
 
 def cell(text: str) -> str:

@@ -363,7 +363,9 @@ def compare_command(
     ] = False,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="RUNS|MIN", help="Of a search: 240 runs or 90min, unconfirmed."),
+        typer.Option(
+            metavar="RUNS|MIN", help="Of a search without its confirmation: 240 or 90min."
+        ),
     ] = None,
     unseen: Annotated[
         list[str] | None,

@@ -98,20 +98,20 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
 
 
 def show_presets() -> None:
-    """Prints the presets with the sentence that opens each file."""
+    """Prints the presets with the text that opens each file."""
     from proxpo.train.config import presets
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("preset", "what it is"):
         table.add_column(column, no_wrap=column == "preset")
     for name, path in presets().items():
-        table.add_row(Text(name, "bold"), Text(_opening(path.read_text(encoding="utf-8"))))
+        table.add_row(Text(name, "bold"), Text(opening(path.read_text(encoding="utf-8"))))
     console = Console(highlight=False)
     console.print(table)
     console.print("proxpo train PRESET runs one; --explain with it lists every setting.")
 
 
-def _opening(text: str) -> str:
+def opening(text: str) -> str:
     """The comment at the head of a file, up to its commands."""
     lines: list[str] = []
     for line in text.splitlines():
@@ -259,4 +259,4 @@ def _plain(value: Any) -> str:
     return str(text).replace("\n", " ").replace("[", r"\[")
 
 
-__all__ = ["explain_settings", "run_training", "show_presets"]
+__all__ = ["explain_settings", "opening", "run_training", "show_presets"]

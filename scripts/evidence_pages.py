@@ -24,7 +24,8 @@ RESULTS = ROOT / "docs/results"
 WHY = RESULTS / "why"
 FRONT, FRONT_FILE, FRONT_AGAIN = "sizes", "box/summary.json", "again/summary.json"
 FRONT_SIZE = (
-    "model in the box, 0.25 M parameters, four updates a rollout, each method at its best rate"
+    "the included model of 0.25 M parameters, four updates a rollout, each method at its best "
+    "learning rate"
 )
 PAGES = ("docs/results/why.md", "README.md")
 VERDICTS = ("held", "held in part", "did not hold", "not tested")
@@ -226,11 +227,12 @@ def front_block() -> str:
     data, again = (load(RESULTS / FRONT / file) for file in (FRONT_FILE, FRONT_AGAIN))
     names = ", ".join(a["arm"] for a in data["arms"])
     alt = f"Final score and KL to the start of {names}, with 95 % intervals"
-    text = f"""*Score and drift after {data["end_step"]:g} steps, means and 95 % intervals over
-        {_seeds(data)} seeds ({FRONT_SIZE}). {len(again["arms"])} of the arms were run again on
-        {_seeds(again)} other seeds: {_first_beats(again)}, all after correction for the number of
-        pairs ([{FRONT}](docs/results/{FRONT}); [the names](docs/results/README.md)). When a method
-        can help: [why](docs/results/why.md); for your setting: [choose](docs/choose.md).*"""
+    text = f"""*Score ({data["score"]}) and KL to the start after {data["end_step"]:g} steps,
+        means and 95 % intervals over {_seeds(data)} seeds ({FRONT_SIZE}). {len(again["arms"])} of
+        them were run again on {_seeds(again)} other seeds: {_first_beats(again)}, all after
+        correction for the number of pairs ([measurement](docs/results/{FRONT}); [the
+        names](docs/results/README.md)). When a method can help: [why](docs/results/why.md);
+        for your setting: [choose](docs/choose.md).*"""
     filled = textwrap.fill(" ".join(text.split()), 120, break_long_words=False)
     return f"![{alt}](docs/results/front.svg)\n\n{filled}\n"
 

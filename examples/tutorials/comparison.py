@@ -3,7 +3,7 @@
 #
 # Does a method beat another one? On equal terms: same model, prompts, budget and seeds, and the
 # same number of settings tried for each. Needs `pip install 'proxpo[train]'`. The runs here are far
-# too short to show anything but the way; the same command without `--set` takes minutes.
+# too short to show a difference; the same command without `--set` takes minutes.
 #
 # ```sh
 # proxpo compare grpo p3o --seeds 2

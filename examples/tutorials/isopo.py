@@ -37,9 +37,9 @@ def rollout(step: int):
 
 
 # %% [markdown]
-# The transform is opened around the forward and the backward pass. It wants to know to which
-# sequence each position belongs, -1 for padding, and the advantages, which the sum of
-# log-probabilities must then not contain.
+# The transform is opened around the forward and the backward pass. It takes the number of the
+# sequence that each position belongs to (-1 for padding) and the advantages. The sum of
+# log-probabilities must then not contain the advantages.
 
 # %%
 transform = proxpo.gradients.isopo(p=-1.0, reg=1.0, overlap=16)

@@ -70,7 +70,7 @@ error = (gradient() - wanted).norm() / wanted.norm()
 print(f"relative difference below 1e-5: {bool(error < 1e-5)}")
 
 # %% [markdown]
-# Averaging the losses of the cuts is what many loops do, and another gradient:
+# Many loops average the losses of the cuts. That is another gradient:
 
 # %%
 for rows in cuts:

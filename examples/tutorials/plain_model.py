@@ -4,7 +4,7 @@
 # Forty lines: `generate`, a forward pass, the loss of any method, an optimizer. Nothing of
 # `proxpo.train` is used. Needs `pip install 'proxpo[train]'`; takes seconds on a CPU.
 #
-# The model is the one in the box, which answers a good half of three-digit additions. Put any
+# The model is the included one, which answers a good half of three-digit additions. Put any
 # causal language model in its place.
 
 # %%

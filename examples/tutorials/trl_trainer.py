@@ -13,7 +13,7 @@
 # +trainer = ProxpoTrainer(model, reward, args, data, recipe="isopo")
 # ```
 #
-# Model, rewards and data are what they were. Here: three-digit sums, and the model in the box.
+# Model, rewards and data stay the same. Here: three-digit sums, and the included model.
 
 # %%
 from datasets import Dataset

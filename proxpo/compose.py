@@ -103,11 +103,12 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
 
     Groups must be whole in `batch`; ranks may hold different groups (`ctx.all_sum` adds over them).
     Advantages given with the batch are used as they are; a critic's targets are computed from the
-    recipe's rewards all the same. Numbers at valid tokens must be finite.
+    recipe's rewards all the same. Numbers at valid tokens must be finite. Fields that are not of
+    the policy's forward pass are constants, whether they come with a gradient or not.
     """
     recipe, batch = _as_recipe(recipe), _as_batch(batch)
     run = _StageRunner(recipe, ctx)
-    batch = batch.clean()
+    batch = _constants_detached(batch.clean())
     check_rollout(batch.items(), batch.mask)
     earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
     with torch.no_grad():
@@ -134,6 +135,12 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
         batch = batch.replace(group_tokens=tokens_of_group(batch))
     counted = replace(ctx, denominators=count(batch, all_sum=ctx.all_sum))
     return Prepared(batch, counted, run.metrics)
+
+
+def _constants_detached(batch: Batch) -> Batch:
+    """Keeps the gradient of the policy's pass alone: `old_values=values` makes no moving target."""
+    others = {name: x for name, x in batch.items() if find_field(name).source != "policy"}
+    return batch.replace(**{name: x.detach() for name, x in others.items() if x.requires_grad})
 
 
 def _makes_targets(recipe: Recipe, batch: Batch) -> bool:

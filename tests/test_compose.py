@@ -4,7 +4,16 @@ import warnings
 
 import pytest
 import torch
-from helpers import close, f64, loss_and_gradients, make_batch, method, policy_gradient
+from helpers import (
+    close,
+    f64,
+    gradients,
+    loss_and_gradients,
+    make_batch,
+    method,
+    policy_gradient,
+    with_leaves,
+)
 
 import proxpo
 from proxpo import ProxpoError, Recipe, compose
@@ -46,6 +55,17 @@ def test_no_gradient_flows_through_advantages() -> None:
     leaf = torch.ones(9).double().requires_grad_()
     value = proxpo.loss_fn(method("grpo"))(batch.replace(advantages=leaf)).value
     assert not value.requires_grad
+
+
+def test_fields_that_are_not_of_the_policys_pass_are_constants() -> None:
+    made, batch = method("ppo", lam=0.5), with_leaves(make_batch(1))
+    moving = {"old_values": batch.values, "rewards": batch.rewards + batch.logp.sum(1)}
+    losses = (
+        proxpo.loss_fn(made)(batch.replace(**fields)).value
+        for fields in (moving, {name: x.detach() for name, x in moving.items()})
+    )
+    found, wanted = (gradients(x, batch) for x in losses)
+    close(found, wanted)
 
 
 def test_order_weights_regularisers_select() -> None:

@@ -136,7 +136,7 @@ class ControlJob(RolloutJob):
         if self.normaliser is not None:  # of the next rollout on
             self.normaliser.update(rollout.rows(rollout.steps.seen))
         experience, returns = self._experience(rollout, number)
-        lines = _lines(rollout.pieces, returns.tolist(), number)
+        lines = _lines(rollout.pieces, returns.tolist())
         return Collected(experience, self._metrics(rollout.pieces), lines)
 
     def _segments(self, number: int, observer: Observer) -> Rollout:
@@ -325,11 +325,10 @@ def step_fields(
     return fields
 
 
-def _lines(pieces: list[Piece], returns: list[float], number: int) -> list[dict[str, Any]]:
+def _lines(pieces: list[Piece], returns: list[float]) -> list[dict[str, Any]]:
     """A few pieces of the rollout, for samples.jsonl."""
     return [
         {
-            "step": number,
             "prompt": f"row {i}",
             "completion": f"{piece.length} steps, {'ended' if piece.ended else 'cut'}",
             "answer": "",

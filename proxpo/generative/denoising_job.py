@@ -100,7 +100,7 @@ class DenoisingJob(RolloutJob):
             "proxpo/samples": float(rows),
             "proxpo/tokens": float(rows * len(self.model)),
         }
-        lines = [{"step": number, **row} for row in answers(rewards)]
+        lines = answers(rewards)
         return Collected(self._experience(drawn, rewards, group), metrics, lines)
 
     def _experience(self, drawn: Trajectories, rewards: Tensor, group: Tensor) -> Experience:

@@ -124,7 +124,7 @@ def collect(
             f"{recipe.name}: no prompt was worth training on in {rounds} rounds of {prompts} (all "
             "answers right or all wrong): choose another difficulty, or --set prompts=none"
         )
-    return Collected(join(kept), rollout_metrics(sampled), sample_lines(sampled, step))
+    return Collected(join(kept), rollout_metrics(sampled), sample_lines(sampled))
 
 
 def _sample_round(

@@ -142,7 +142,7 @@ def _trained(run: _ActiveRun) -> Examined | None:
         write_sources(run.files, out)
     # The row of a step whose evaluation is still due is written after it.
     resume_at = None if fresh else job.step - (job.unwritten is not None)
-    drawn = None if fresh else job.sampled - 1  # samples of these are written
+    drawn = None if fresh else job.sampled  # samples of as many rollouts are written
     with (
         _sinks(run, resume_at) as sinks,
         JsonLines(out / "samples.jsonl", resume_at=drawn, on_notice=on_notice) as samples,

@@ -110,11 +110,10 @@ def _environments(rounds: list[SampledRound]) -> dict[str, float]:
     }
 
 
-def sample_lines(rounds: list[SampledRound], step: int) -> list[dict]:
+def sample_lines(rounds: list[SampledRound]) -> list[dict]:
     """Every response of the rollout as a row of samples.jsonl, with what the reward logged."""
     return [
         {
-            "step": step,
             "prompt": problem.prompt,
             "completion": text,
             "answer": problem.answer,

@@ -98,12 +98,13 @@ class RolloutJob(Job):
         metrics: dict[str, float] = {}
         while len(self.waiting) <= self.config.train.off_policy_lag:
             watch.observer.on_progress("sampling", 0, 1)
-            collected = self.collect(self.sampled, watch.observer)
+            number = self.sampled
+            collected = self.collect(number, watch.observer)
             self.waiting.append(collected.experience)
             self.tokens += int(collected.metrics["proxpo/tokens"])
             metrics = collected.metrics
             for line in collected.lines[: self.config.log.samples]:
-                watch.sample(line)
+                watch.sample({"step": number + 1, **line})  # the step that trains on it
         return metrics
 
     def parts(self) -> dict[str, Any]:

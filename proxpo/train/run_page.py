@@ -255,7 +255,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     """Responses of some steps, evenly spread over the run: {"step", "responses"}."""
     steps: dict[int, list[dict[str, Any]]] = {}
     for line in read_rows(path) if path.is_file() else ():
-        responses = steps.setdefault(line["step"] + 1, [])  # rollout 0 is that of step 1
+        responses = steps.setdefault(line["step"], [])
         if len(responses) < MOST_SAMPLES:
             responses.append(line)
     chosen = [sorted(steps)[i] for i in even(len(steps), MOST_STEPS)]

@@ -252,7 +252,7 @@ def test_the_pages_of_inspect_and_train(opened, tmp_path):
     assert seen > 20
     rows = list(made.rows(0.3, 1, steps=6, every=2))
     answer = {"prompt": NASTY, "before": "1", "after": "2", "answer": "2"}
-    lines = [{"step": s, "prompt": NASTY, "completion": f"c{s}", "reward": s} for s in range(3)]
+    lines = [{"step": s, "prompt": NASTY, "completion": f"c{s}", "reward": s} for s in range(1, 4)]
     (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
     save_step(tmp_path, 4, dict(file.batch.items()))
     saved = inspect_saved(tmp_path, make_recipe("grpo"))
@@ -262,9 +262,9 @@ def test_the_pages_of_inspect_and_train(opened, tmp_path):
     assert page.locator("h1").count() == 1
     assert page.locator("figure .plot > svg").count() == len(panels(rows))
     expect(page.locator(".tile").first).to_contain_text("50.0 → 75.0 %")
-    expect(page.locator("#sample-rows")).to_contain_text("c2")
+    expect(page.locator("#sample-rows")).to_contain_text("c3")
     page.locator("#sample-back").click()
-    expect(page.locator("#sample-rows")).to_contain_text("c1")
+    expect(page.locator("#sample-rows")).to_contain_text("c2")
     page.locator('[data-axis="tokens"]').click()
     expect(page.locator("#fig-panel1 svg")).to_contain_text("tokens")
     light = lightness(page)

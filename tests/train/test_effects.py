@@ -4,6 +4,7 @@ Settings of sampling and updates are watched on two rollouts and their updates, 
 checkpoints and logs in what a run writes. A setting that no test here or elsewhere names fails.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
         "lagged": ["evaluate.every=0", "off_policy_lag=1"],
         "saved": ["evaluate.every=0", "log.batch_every=2"],
     }
+    sets["all"] = ["evaluate.every=0", "log.samples=8"]
     sets["other"] += ["checkpoint.every=1", "checkpoint.keep=1"]
     for name, chosen in sets.items():
         out = tmp_path / name
@@ -142,11 +144,14 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
         samples = (out / "samples.jsonl").read_text().splitlines()
         kept = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
         runs[name] = rows_of(out), samples, kept
-    plain, other, lagged, saved = (runs[name] for name in sets)
+    plain, other, lagged, saved, whole = (runs[name] for name in sets)
+    for row in whole[0][1:]:
+        drawn = [line for line in map(json.loads, whole[1]) if line["step"] == row["step"]]
+        assert row["reward"] == sum(line["reward"] for line in drawn) / 8
     assert list(saved_steps(tmp_path / "saved")) == [2, 4]
     assert not saved_steps(tmp_path / "plain")
-    drawn = {path.parent.name for path in tmp_path.glob("*/curves.png")}
-    assert drawn == {path.parent.name for path in tmp_path.glob("*/report.html")} == {"plain"}
+    pictured = {path.parent.name for path in tmp_path.glob("*/curves.png")}
+    assert pictured == {path.parent.name for path in tmp_path.glob("*/report.html")} == {"plain"}
     assert [row.get("loss") for row in saved[0]] == [row.get("loss") for row in plain[0]]
     evaluated = ["proxpo/eval/accuracy" in row for row in plain[0]]
     assert evaluated == [True, False, False, False, True]

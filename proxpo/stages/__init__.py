@@ -78,18 +78,22 @@ def stage(
     batch once per rollout. `acts` is False for a clock at which the stage does nothing and its
     fields need not be there. The decorator declares what holds for all options:
 
-    needs: the batch fields it reads. instead: a field that does in place of one in `needs`, such as
-    {"rewards": "token_rewards"}. takes, gives: the kind of per-token values it works on and makes,
-    "ratio" or "loss" for example. whole_batch=False: by definition it looks at the micro-batch it
-    is given, so that cutting the batch differently changes its result. live=True: an advantage that
-    every update computes anew, unless the batch came with advantages. length: the longest response
-    assumed where its option max_tokens is none and no host gives its own. decides: what a schedule
-    settles itself, so that a host's settings for it have no effect: `count`, `parts`, `optimizer`,
-    `loss` (see `proxpo.stages.schedule.Updates`). adds: the metrics that are divided by a count of
-    the whole step, which micro-batches add up; see proxpo/ops/metering.py.
+    needs: the batch fields it reads
+    instead: a field that does in place of one in `needs`, as in {"rewards": "token_rewards"}
+    takes, gives: the kind of per-token values it works on and makes, "ratio" or "loss" for example
+    whole_batch: False if it looks at the micro-batch it is given, so that another cut of the batch
+        changes its result
+    live: True for an advantage that every update computes anew, unless the batch came with
+        advantages
+    length: the longest response assumed where its option max_tokens is none and no host gives its
+        own
+    decides: what a schedule settles itself, so that a host's settings for it have no effect:
+        `count`, `parts`, `optimizer`, `loss` (see `proxpo.stages.schedule.Updates`)
+    adds: the metrics that are divided by a count of the whole step, which micro-batches add up;
+        see proxpo/ops/metering.py
 
-    Where `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it. It
-    also names the options that have no effect beside the others, as `idle`: settings refuse them.
+    If `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it. `Parts`
+    also names, as `idle`, the options that have no effect beside the others: settings refuse them.
     """
     declared: dict[str, Any] = {
         "needs": needs,

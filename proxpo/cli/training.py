@@ -215,8 +215,8 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     """Prints the result in one line, a few answers before and after, and the files' names."""
     kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:.2f} nats a response"
     console.print(
-        f"{_result(summary)}{kl}; {summary['steps']} steps, {summary['seconds']:.0f} s, "
-        f"{summary['tokens_per_second']:,.0f} {summary.get('unit', 'tokens')}/s"
+        f"{_result(summary)}{kl}; {summary['steps']} steps in {summary['seconds']:.0f} s "
+        f"without evaluations, {summary['tokens_per_second']:,.0f} {summary.get('unit', 'tokens')}/s"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("prompt", "before", "after", "answer"):

@@ -1,6 +1,6 @@
 """Fields of a Batch, each declared once: axes, kind of number, source and one line of text.
 
-`FIELDS` holds a `Field` for every name; whatever depends on a field asks there.
+`FIELDS` holds a `Field` for every name; all other code reads a field's properties there.
 The fields below are those of language models. A stage with a field of its own adds it with
 `declare_field`.
 

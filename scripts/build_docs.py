@@ -228,16 +228,14 @@ def trl_arguments_page() -> str:
     return f"""# Arguments of TRL under a recipe
 
 `ProxpoTrainer` takes the arguments of `GRPOTrainer` and a `GRPOConfig`. Each one counts as in TRL,
-or is refused with the recipe options that do the same. The table is that of
-`proxpo/adapters/trl/_arguments.py`; `tests/adapters/trl/test_trl_arguments.py` goes through it
-argument by argument, beside TRL's own trainer, and fails on an argument that it lacks.
+or is refused with the recipe options that do the same. `tests/adapters/trl/test_trl_arguments.py`
+tests every argument beside TRL's own trainer.
 
 ## The recipe decides
 
-A value that the recipe has already is accepted; another one is refused, with the options below
-(of recipe `grpo` here, of the recipe at hand in the message). TRL's defaults cannot be told from
-values written down: those that mean something else than the recipe are named in one line at the
-start.
+A value that the recipe has already is accepted. Another value is refused with the options that set
+it, shown here for recipe `grpo`. A default of TRL looks the same as a value that was written down:
+so a default that differs from the recipe has no effect, and one line at the start names it.
 
 | argument | under recipe grpo |
 | --- | --- |

@@ -63,7 +63,8 @@ def backward_pass(
             step.objective.backward()
 
     forward: runs the policy with gradient; returns `logp`, or all batch fields that it computes.
-    applied: `Transform.applied` with all its arguments but `advantages`.
+    applied: `Transform.applied` with all its arguments but `advantages`; None for a recipe without
+        a gradient stage.
     forward_rest: the same as `forward` for the terms without an advantage, if they read more.
     policy_sum: `all_sum` for the policy term alone, where `ctx.all_sum` replays sums of the whole
         loss (`sums_over_step`).
@@ -71,6 +72,12 @@ def backward_pass(
     backward: back-propagates the terms without an advantage, for engines that do it themselves.
     """
     if applied is None:
+        if recipe.gradient is not None and torch.is_grad_enabled():
+            raise ProxpoError(
+                f"{recipe.name}: gradient={_transform(recipe)} acts in the backward pass, so this "
+                "needs applied=partial(transform.applied, model, ...) with transform = "
+                "recipe.gradient.apply(); recipe.replace(gradient=None) trains without"
+            )
         fields = _computed(forward)
         _check_computed(recipe, fields, ctx)
         loss = policy_loss(recipe, batch.replace(**fields), ctx)

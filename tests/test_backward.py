@@ -100,6 +100,18 @@ def test_a_gradient_that_would_be_lost_is_refused(method, reason):
         pass
 
 
+def test_a_recipe_with_a_transform_needs_its_block():
+    recipe = proxpo.make_recipe("isopo")
+    batch, ctx, _ = proxpo.prepare(recipe, make_batch())
+    step = backward_pass(recipe, batch, ctx, forward=Policy(batch.logp).forward)
+    with pytest.raises(proxpo.ProxpoError, match="gradient=isopo acts in the backward pass"), step:
+        pass
+    with backward_pass(
+        recipe.replace(gradient=None), batch, ctx, forward=Policy(batch.logp).forward
+    ) as plain:
+        assert plain.objective.requires_grad
+
+
 def test_an_engine_back_propagates_by_itself():
     recipe, batch, ctx = prepared({"kl_coef": 0.3})
     policy, rest = Policy(batch.logp), []

@@ -59,6 +59,11 @@ class Policy:
         """The model itself, without its wrappers; LoRA layers stay in place."""
         return bare_model(self.model)
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model has an embedding for; its tokenizer may know more."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
     def autocast(self) -> Any:
         """The context to run the model in: half precision on a GPU, as it is elsewhere."""
         if self.dtype in (torch.bfloat16, torch.float16):
@@ -98,7 +103,7 @@ def load_policy(
     context = _context(model, tokenizer)
     if lora is not None:
         model = _with_lora(model, lora, seed)
-    return Policy(
+    policy = Policy(
         model=model.to(place).eval(),
         tokenizer=tokenizer,
         eos_ids=ends,
@@ -107,6 +112,13 @@ def load_policy(
         context=context,
         dtype=arithmetic,
     )
+    if max(policy.pad_id, *ends) >= policy.vocabulary:
+        raise ProxpoError(
+            f"model '{name}' has embeddings for {policy.vocabulary} tokens, and its tokenizer ends "
+            f"or pads a sequence with token {max(policy.pad_id, *ends)}: "
+            "model.resize_token_embeddings(len(tokenizer)) makes room"
+        )
+    return policy
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

@@ -100,7 +100,7 @@ class ModelEngine:
         if not hasattr(self._cache, "batch_select_indices"):
             raise ProxpoError(
                 f"rollout: {type(self._model).__name__} gives no key-value cache that rows can be"
-                f" taken from (got {type(self._cache).__name__}); use rollout=vllm"
+                f" taken from (got {type(self._cache).__name__}); use rollout.backend=vllm"
             )
         self.keep(which)
         self.states = self.states[which] if self._keeps else self.states
@@ -139,7 +139,7 @@ class ModelEngine:
             past_key_values=cache,
             use_cache=True,
         )
-        self._cache = output.past_key_values
+        self._cache = getattr(output, "past_key_values", None)  # a recurrent model has none
         return output.logits[:, -1]
 
 

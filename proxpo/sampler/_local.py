@@ -84,6 +84,7 @@ class LocalSampler:
             temperature=temperature,
             top_p=top_p,
             context=self.context,
+            vocabulary=self._policy.vocabulary,
         )
         device = self._policy.device
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

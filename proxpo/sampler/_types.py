@@ -120,6 +120,7 @@ def check_request(
     temperature: float,
     top_p: float,
     context: int,
+    vocabulary: int,
 ) -> None:
     """Raises one clear line for a request that no sampler can answer."""
     if not prompts:
@@ -139,6 +140,11 @@ def check_request(
             raise ProxpoError(
                 f"rollout: prompt {number} has {len(prompt)} tokens; with max_tokens={max_tokens}"
                 f" that exceeds the model's context of {context}"
+            )
+        if max(prompt) >= vocabulary:
+            raise ProxpoError(
+                f"rollout: prompt {number} has token {max(prompt)}, and the model has embeddings "
+                f"for {vocabulary} tokens: model and tokenizer do not belong together"
             )
 
 

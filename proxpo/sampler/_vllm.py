@@ -91,11 +91,13 @@ class VllmSampler:
             temperature=temperature,
             top_p=top_p,
             context=self.context,
+            vocabulary=self._policy.vocabulary,
         )
         if top_p < 1 and temperature > 0:
             raise ProxpoError(
                 f"rollout 'vllm': top_p is {top_p}, expected 1: vLLM would report log-probabilities"
-                " of the cut distribution, which the trainer cannot compare; use rollout=local"
+                " of the cut distribution, which the trainer cannot compare; use "
+                "rollout.backend=local"
             )
         params = [
             self._make_params(

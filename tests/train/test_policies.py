@@ -8,7 +8,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import proxpo.models as module
 from proxpo.errors import ProxpoError
@@ -120,6 +126,37 @@ def test_every_end_token_of_the_generation_config_counts(tmp_path):
 def test_tokenizer_without_end_is_refused(tmp_path):
     with pytest.raises(ProxpoError, match="no end-of-sequence token") as error:
         load_policy(str(write_model(tmp_path, eos=None)))
+    one_line(error)
+
+
+def test_tokens_beyond_the_embedding_are_refused(tmp_path):
+    folder = write_model(tmp_path)
+    policy = load_policy(str(folder))
+    sample = make_sampler("local", policy).sample
+    with pytest.raises(
+        ProxpoError, match=r"prompt 0 has token 3, .* embeddings for 3 tokens"
+    ) as error:
+        sample([[1, 3]], seeds=[0], max_tokens=2, temperature=1.0)
+    one_line(error)
+    policy.tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    policy.tokenizer.save_pretrained(folder)
+    with pytest.raises(
+        ProxpoError, match=r"ends or pads a sequence with token 3: .*resize"
+    ) as error:
+        load_policy(str(folder))
+    one_line(error)
+
+
+def test_a_recurrent_model_is_not_sampled_here(tmp_path):
+    write_model(tmp_path)
+    MambaForCausalLM(MambaConfig(vocab_size=3, hidden_size=8, num_hidden_layers=1)).save_pretrained(
+        tmp_path
+    )
+    sample = make_sampler("local", load_policy(str(tmp_path))).sample
+    with pytest.raises(
+        ProxpoError, match=r"no key-value cache .*use rollout\.backend=vllm"
+    ) as error:
+        sample([[1]], seeds=[0], max_tokens=2, temperature=1.0)
     one_line(error)
 
 

@@ -214,9 +214,10 @@ class _Scores:
 def _show(console: Console, summary: dict[str, Any]) -> None:
     """Prints the result in one line, a few answers before and after, and the files' names."""
     kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:.2f} nats a response"
+    speed = f"{summary['tokens_per_second']:,.0f} {summary.get('unit', 'tokens')}/s"
     console.print(
         f"{_result(summary)}{kl}; {summary['steps']} steps in {summary['seconds']:.0f} s "
-        f"without evaluations, {summary['tokens_per_second']:,.0f} {summary.get('unit', 'tokens')}/s"
+        f"without evaluations, {speed}"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("prompt", "before", "after", "answer"):
@@ -243,20 +244,21 @@ def _result(summary: dict[str, Any]) -> str:
             f"[bold]held-out reward {before:.3f} -> {after:.3f}[/bold] greedy (no accuracy: the "
             "reward function does not say what is right, see task.correct_above)"
         )
-    return (
-        f"[bold]accuracy {_percent(summary['accuracy_before'])} -> "
-        f"{_percent(summary['accuracy_after'])}[/bold] greedy, "
-        f"{_percent(summary['sampled_before'])} -> {_percent(summary['sampled_after'])} sampled"
+    greedy, sampled = (
+        f"{_percent(summary[f'{kind}_before'])} -> {_percent(summary[f'{kind}_after'])}"
+        for kind in ("accuracy", "sampled")
     )
+    drawn = "" if summary["sampled_after"] is None else f", {sampled} sampled"  # evaluate.k=0
+    return f"[bold]accuracy {greedy}[/bold] greedy{drawn}"
 
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any) -> Text:
     text = value[-1]["content"] if isinstance(value, list) and value else value
-    return str(text).replace("\n", " ").replace("[", r"\[")
+    return Text(str(text).replace("\n", " "))
 
 
 __all__ = ["explain_settings", "opening", "run_training", "show_presets"]

@@ -144,6 +144,17 @@ def test_what_is_right_can_be_set(tmp_path, capsys):
     assert (row["proxpo/eval/accuracy"], row["proxpo/train_accuracy"]) == (1.0, 1.0)
 
 
+def test_answers_in_brackets_are_shown_as_they_are(tmp_path, capsys):
+    """LaTeX opens a formula with a backslash and a bracket; rich's markup has both too."""
+    lines = [json.dumps({"prompt": f"{n}+1=", "answer": r"\[x][/b]"}) for n in range(8)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    sets = [f"task={tmp_path / 'sums.jsonl'}", "task.reward=exact", "steps=1", "evaluate.k=0"]
+    assert main([*command(tmp_path / "run"), *(w for one in sets for w in ("--set", one))]) == 0
+    told = capsys.readouterr().out
+    assert r"\[x][/b]" in told
+    assert " greedy, KL" in told  # nothing was sampled
+
+
 def test_a_run_says_what_is_held_out_and_what_did_not_act(tmp_path, capsys):
     sets = ["--set", "steps=1", "--method", "palu"]
     assert main([*command(tmp_path / "run"), *sets]) == 0

@@ -208,12 +208,12 @@ class _Scores:
                 self._latest[label] = float(value)
         if "accuracy" in self._latest:
             self._latest.pop("held-out reward", None)
-        return "  ".join(f"{label} {value:.3f}" for label, value in self._latest.items())
+        return "  ".join(f"{label} {value:z.3f}" for label, value in self._latest.items())
 
 
 def _show(console: Console, summary: dict[str, Any]) -> None:
     """Prints the result in one line, a few answers before and after, and the files' names."""
-    kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:.2f} nats a response"
+    kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:z.2f} nats a response"
     speed = f"{summary['tokens_per_second']:,.0f} {summary.get('unit', 'tokens')}/s"
     console.print(
         f"{_result(summary)}{kl}; {summary['steps']} steps in {summary['seconds']:.0f} s "

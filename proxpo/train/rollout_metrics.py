@@ -1,5 +1,6 @@
 """Metrics of a rollout, under TRL's names where TRL has one, and its rows of samples.jsonl."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -69,13 +70,15 @@ def _last(part: SampledRound) -> Tensor:
 
 
 def _equal_rewards(rewards: Tensor, group: Tensor) -> float:
-    """Share of prompts all of whose responses earned the same."""
+    """Share of prompts all of whose responses with a reward earned the same."""
     prompts, index = group.unique(return_inverse=True)
     low, high = (
-        rewards.new_zeros(len(prompts)).scatter_reduce(0, index, rewards, rule, include_self=False)
-        for rule in ("amin", "amax")
+        torch.full((len(prompts),), missing).scatter_reduce(
+            0, index, rewards.nan_to_num(nan=missing), rule
+        )
+        for rule, missing in (("amin", math.inf), ("amax", -math.inf))
     )
-    return float((low == high).float().mean())
+    return float((low >= high).float().mean())
 
 
 def _turns(rounds: list[SampledRound]) -> dict[str, float]:

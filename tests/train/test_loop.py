@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from train.train_runs import job_of, sample
 
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -315,3 +316,16 @@ def test_a_run_without_checkpoints_writes_none_and_is_not_overwritten(tmp_path):
     for resume in (False, True):
         with pytest.raises(ProxpoError, match="finished run without checkpoints"):
             train(config, resume=resume)
+
+
+def test_failed_rewards_do_not_make_a_prompt_mixed(tmp_path):
+    """One response to each prompt has no reward, the other three earn the same."""
+    (tmp_path / "some.py").write_text(
+        "def score(completions, prompts, **_):\n"
+        "    return [1.0 if i % 4 else None for i in range(len(completions))]\n"
+    )
+    job = job_of(tmp_path, f"task.reward={tmp_path / 'some.py'}:score", method="grpo")
+    metrics = sample(job).metrics
+    job.close()
+    assert (metrics["proxpo/reward_nan"], metrics["reward_std"]) == (4, 0)
+    assert metrics["frac_reward_zero_std"] == 1

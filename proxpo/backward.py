@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from proxpo.compose import policy_loss
+from proxpo.compose import as_tokens, policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.fields import find_field
 from proxpo.ops.masked import row_mean
@@ -142,7 +142,7 @@ def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
 
 def advantages_per_response(recipe: Recipe, batch: Batch) -> Float[Tensor, " seq"]:
     """The advantage of each response; refuses several inside a response."""
-    advantages = batch.require("advantages", by="a gradient transform")
+    advantages = as_tokens(batch.require("advantages", by="a gradient transform"), batch)
     rows = row_mean(advantages, batch.mask)
     spread = torch.where(batch.mask, advantages - rows[:, None], 0.0).abs()
     if bool((spread > 1e-6 * (1 + rows.abs()[:, None])).any()):

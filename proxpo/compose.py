@@ -158,6 +158,13 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
     cannot answer: `proxpo.over_microbatches` makes the sums of all cuts.
     """
     recipe, batch = _as_recipe(recipe), _as_batch(batch)
+    if batch.advantages is None:
+        raise ProxpoError(
+            f"{recipe.name or 'the recipe'}: the batch has no advantages; policy_loss needs the "
+            "one that proxpo.prepare returns"
+        )
+    if batch.advantages.dim() == 1:  # of a caller, in place of those that `prepare` spreads
+        batch = batch.replace(advantages=as_tokens(batch.advantages, batch))
     if ctx.all_sum is whole:
         ctx = replace(ctx, all_sum=_uncut(recipe, batch, ctx.counts))
     run = _StageRunner(recipe, ctx)

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import proxpo
-from proxpo.backward import asks_for_sums, backward_pass, sums_over_step, without_policy_term
+from proxpo.backward import (
+    advantages_per_response,
+    asks_for_sums,
+    backward_pass,
+    sums_over_step,
+    without_policy_term,
+)
 from proxpo.types import local
 
 
@@ -62,6 +68,13 @@ def test_the_parts_under_a_transform_add_up_to_the_gradient_of_the_loss(options,
     assert plain.gradient().abs().max() > 0
     assert_close(parts.loss.value, whole.loss.value)
     assert parts.loss.metrics.keys() == whole.loss.metrics.keys()
+
+
+def test_advantages_of_the_caller_are_one_for_each_response():
+    recipe, batch, _ = prepared({})
+    batch = batch.rows(slice(0, batch.mask.shape[1]))  # as many responses as tokens
+    rows = torch.arange(len(batch.mask)).double()
+    assert_close(advantages_per_response(recipe, batch.replace(advantages=rows)), rows)
 
 
 def test_masked_log_probabilities_may_hold_anything():

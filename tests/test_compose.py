@@ -108,6 +108,18 @@ def test_a_loss_of_advantages_without_any_is_refused() -> None:
         proxpo.loss_fn(made)(make_batch(1))
 
 
+def test_advantages_of_the_caller_on_a_prepared_batch() -> None:
+    """With as many responses as tokens, one per response could pass for one per token."""
+    batch = make_batch(1).rows(slice(0, 6))
+    assert batch.mask.shape == (6, 6)
+    rows = torch.linspace(-1, 1, 6).double()
+    ready, ctx, _ = proxpo.prepare("grpo", batch)
+    want = proxpo.loss_fn("grpo")(batch.replace(advantages=rows)).value
+    close(proxpo.policy_loss("grpo", ready.replace(advantages=rows), ctx).value, want)
+    with pytest.raises(ProxpoError, match=r"no advantages; policy_loss needs .* proxpo\.prepare"):
+        proxpo.policy_loss("grpo", batch, ctx)
+
+
 def test_counts() -> None:
     batch = make_batch(1)
     counts = count(batch)

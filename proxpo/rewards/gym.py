@@ -1,8 +1,13 @@
-"""Scores of reasoning-gym problems: the package's own verifier, on the problem made anew."""
+"""Scores of reasoning-gym problems: the package's own verifier, on the problem made anew.
+
+The package is imported when a worker starts: that takes seconds, and a reward's time is limited.
+"""
 
 import functools
 import json
 from typing import Any
+
+import reasoning_gym
 
 from proxpo.rewards.answers import tagged
 
@@ -22,8 +27,6 @@ def score(
 
 @functools.cache
 def _dataset(name: str, seed: int, size: int, config: str) -> Any:
-    import reasoning_gym
-
     return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
 
 

@@ -1,5 +1,6 @@
 """What reward functions get and may return: TRL's and verl's signatures, verdicts, refusals."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -200,3 +201,8 @@ def test_workers_start_without_torch(tmp_path):
     """
     with RewardPool(RewardSpec(where=write(tmp_path, source)), workers=1) as pool:
         assert pool.score(items("4")) == [Outcome(0.0)]
+
+
+def test_reasoning_gym_is_imported_with_its_rewards():
+    """Its import takes seconds, which would count for the first reward if it came with that."""
+    assert importlib.import_module("proxpo.rewards.gym").reasoning_gym.create_dataset

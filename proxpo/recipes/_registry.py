@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from proxpo.errors import ProxpoError, resolve
 from proxpo.fields import LOADERS
-from proxpo.stages import STAGES, check_stages
+from proxpo.stages import STAGES, check_free, check_stages
 from proxpo.stages._options import bind, descriptions, parameters, prose, variations
 from proxpo.types import KINDS, Recipe
 
@@ -159,6 +159,8 @@ def register(
         )
 
     def decorate(factory: Callable[..., Any]) -> Callable[..., Any]:
+        taken = METHODS[slug].make if slug in METHODS else None
+        check_free(f"the method '{slug}'", taken, factory)
         declared = inspect.signature(factory).parameters
         groups = {
             name: [option for option in p.default if option not in declared]

@@ -8,6 +8,7 @@ turns a keyword-only factory of pure functions into a factory of `Stage`; see `s
 
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -95,6 +96,7 @@ def stage(
     If `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it. `Parts`
     also names, as `idle`, the options that have no effect beside the others: settings refuse them.
     """
+    _check_kind(kind)
     declared: dict[str, Any] = {
         "needs": needs,
         "instead": instead or {},
@@ -109,6 +111,7 @@ def stage(
 
     def decorate(factory: Callable[..., Any]) -> Factory:
         label = name or factory.__name__
+        check_free(f"{kind}={label}", STAGES[kind].get(label), factory)
 
         @functools.wraps(factory)
         def make(**settings: Any) -> Stage:
@@ -124,11 +127,26 @@ def stage(
     return decorate
 
 
+def _check_kind(kind: str) -> None:
+    if kind not in STAGES:
+        raise ProxpoError(f"unknown kind of stage '{kind}'{nearest(kind, KINDS)}")
+
+
+def check_free(what: str, taken: Callable[..., Any] | None, factory: Callable[..., Any]) -> None:
+    """Refuses a name that another module has registered; a module may run twice, or as a script."""
+    if taken is None or taken.__module__ == factory.__module__:
+        return
+    if inspect.getsourcefile(inspect.unwrap(taken)) != inspect.getsourcefile(factory):
+        raise ProxpoError(
+            f"{what} is defined in {taken.__module__} and in {factory.__module__}: give one of "
+            "them another name"
+        )
+
+
 def make_stage(kind: str, name: str, **options: Any) -> Stage:
     """Makes the stage `name` of this kind, e.g. make_stage("ratio", "kalman", q=1e-6)."""
     load_stages()
-    if kind not in STAGES:
-        raise ProxpoError(f"unknown kind of stage '{kind}'{nearest(kind, KINDS)}")
+    _check_kind(kind)
     return STAGES[kind][resolve(name, STAGES[kind], what=f"{kind} stage")](**options)
 
 

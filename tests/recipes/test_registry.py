@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 import proxpo
-from proxpo import Recipe, register
+from proxpo import Recipe, register, stage
 from proxpo.recipes import Options, options_of
 from proxpo.recipes.grpo import grpo
 from proxpo.stages.prune import largest_advantages
@@ -181,6 +181,16 @@ def test_register_refuses_what_would_confuse() -> None:
     with pytest.raises(ValueError, match="confidence 'sure' is not one of"):
         register("a", paper="none", confidence="sure")
     assert "a" not in proxpo.methods()
+    with pytest.raises(
+        ValueError, match=r"the method 'grpo' is defined in proxpo\.recipes\.grpo and"
+    ):
+        register("grpo", paper="none")(stage_name)
+    with pytest.raises(
+        ValueError, match=r"trust=ppo_clip is defined in proxpo\.stages\.trust\.clip"
+    ):
+        stage("trust", name="ppo_clip")(no_text)
+    with pytest.raises(ValueError, match="unknown kind of stage 'trusts'; did you mean 'trust'"):
+        stage("trusts")
 
 
 @pytest.mark.usefixtures("registry")

@@ -291,11 +291,12 @@ def _linear_heads(bare: nn.Module) -> list[nn.Linear]:
     else:
         heads = [head]
     for module in heads:
-        if getattr(type(module), "forward", None) is not nn.Linear.forward:
+        kind = type(module)
+        if getattr(kind, "forward", None) is not nn.Linear.forward:
             raise ProxpoError(
                 f"model_logp: the head of {type(bare).__name__} must be a plain nn.Linear, found"
-                f" {type(module).__name__}; use token_logp on its hidden states, or keep adapters"
-                " and quantisation off the head"
+                f" {kind.__module__}.{kind.__name__}; use token_logp on its hidden states, or keep"
+                " adapters and quantisation off the head"
             )
     return heads
 

@@ -98,6 +98,13 @@ def test_a_weight_used_beside_its_module_is_refused(batch):
     backward(Raw(raw=False).double(), *batch)
 
 
+def test_a_hook_that_changes_a_gradient_is_refused(tiny, batch):
+    hook = tiny.up.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(ProxpoError, match=r"up\.weight .* or a hook on it changes its gradient"):
+        backward(tiny, *batch)
+    hook.remove()
+
+
 def test_a_failed_check_of_bypassed_parameters_fails_again(batch):
     torch.manual_seed(0)
     model, transform = Raw(raw=True).double(), isopo()

@@ -109,8 +109,8 @@ class Audit:
             if bad:
                 raise ProxpoError(
                     f"gradients.applied: {names[key]} received a gradient that did not pass "
-                    "through the transform: its weight is also used without calling the module; "
-                    "p.grad must not be used"
+                    "through the transform: its weight is also used without calling the module, or "
+                    "a hook on it changes its gradient; p.grad must not be used"
                 )
 
 

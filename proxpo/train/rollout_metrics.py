@@ -73,7 +73,7 @@ def _equal_rewards(rewards: Tensor, group: Tensor) -> float:
     """Share of prompts all of whose responses with a reward earned the same."""
     prompts, index = group.unique(return_inverse=True)
     low, high = (
-        torch.full((len(prompts),), missing).scatter_reduce(
+        rewards.new_full((len(prompts),), missing).scatter_reduce(
             0, index, rewards.nan_to_num(nan=missing), rule
         )
         for rule, missing in (("amin", math.inf), ("amax", -math.inf))

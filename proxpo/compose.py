@@ -83,9 +83,29 @@ def left_out(recipe: Recipe) -> dict[str, str]:
 
 def _warn_left_out(recipe: Recipe) -> None:
     parts = "; ".join(left_out(recipe).values())
-    line = f"{recipe.name}: this loss is without {parts}. `proxpo train` applies all of it"
-    if parts and line not in _WARNED:
-        warnings.warn(line, stacklevel=3)
+    if parts:
+        _warn(f"{recipe.name}: this loss is without {parts}. `proxpo train` applies all of it")
+
+
+def _warn_fresh_memory(recipe: Recipe) -> None:
+    """Warns of stages whose memory a loop must keep, for a loop that gives none."""
+    stages = [
+        f"{stage.kind}={stage.name}"
+        for _, stage in recipe.stages()
+        if stage.kind not in AROUND and (stage.update or stage.step)
+    ]
+    if stages:
+        _warn(
+            f"{recipe.name}: the memory of {' and '.join(stages)} starts anew in every call; "
+            "pass proxpo.Context(states=...), from recipe.init_state(), and move them with "
+            "recipe.step_state after an optimizer step and recipe.update_state after a rollout"
+        )
+
+
+def _warn(line: str) -> None:
+    """Warns once in a process."""
+    if line not in _WARNED:
+        warnings.warn(line, stacklevel=4)
         _WARNED.add(line)
 
 
@@ -107,6 +127,8 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
     the policy's forward pass are constants, whether they come with a gradient or not.
     """
     recipe, batch = _as_recipe(recipe), _as_batch(batch)
+    if ctx.states is None:
+        _warn_fresh_memory(recipe)
     run = _StageRunner(recipe, ctx)
     batch = _constants_detached(batch.clean())
     check_rollout(batch.items(), batch.mask)

@@ -60,7 +60,8 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
     """
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     logp = doubled.pop("logp").detach().clone().requires_grad_()
-    ctx = Context(generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    ctx = Context(generator=generator, states=recipe.init_state())
     ready, (loss, loss_metrics), gradient = token_gradient(recipe, Batch(logp=logp, **doubled), ctx)
     metrics = {key: float(value) for key, value in {**ready.metrics, **loss_metrics}.items()}
     return Inspection(

@@ -201,6 +201,20 @@ def test_a_loss_without_its_transform_schedule_or_budget_says_so() -> None:
         proxpo.loss_fn(method("sfpo", schedule=None))
 
 
+def test_a_memory_that_nobody_keeps_is_told_once() -> None:
+    compose._WARNED.clear()
+    memories = {"dcpo": "advantage=smooth_standardised", "fixpo": "regularisers=kl_dual"}
+    for slug, part in memories.items():
+        with pytest.warns(UserWarning, match=f"^{slug}: the memory of {part} starts anew"):
+            proxpo.prepare(slug, make_batch(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        proxpo.loss_fn("dcpo")(make_batch(1))
+        for made in (method("gtpo"), method("ppo", kl_coef=0.1), method("palu")):
+            proxpo.prepare(made, make_batch(1), proxpo.Context(states=made.init_state()))
+        proxpo.prepare(method("ppo", kl_coef=0.1), make_batch(1))  # its controller is fixed
+
+
 @pytest.mark.parametrize("slug", ["reinforce", "isopo", "dpo"])
 def test_rescaling_a_recipe_without_a_ratio_is_refused(slug: str) -> None:
     with pytest.raises(

@@ -60,7 +60,8 @@ print(f"reward {batch.rewards.mean():.3f}")
 # %% [markdown]
 # `backward_pass` does the same for any recipe: it takes the advantages apart, gives KL and
 # entropy terms a backward pass of their own, and works without a transform too. The loop below
-# trains with every method whose fields the batch has.
+# trains with every method whose fields the batch has and whose stages have no memory (`prepare`
+# warns of one).
 
 # %%
 recipe = proxpo.make_recipe("isopo", {"reg": 1.0, "overlap": 16})  # or "grpo", "p3o", ...

@@ -106,7 +106,8 @@ def by_step(recipe: Recipe) -> bool:
     )
     losses = []
     try:
-        ready, _, _ = prepare(recipe, batch, Context(all_sum=local))
+        states = recipe.init_state()
+        ready, _, _ = prepare(recipe, batch, Context(all_sum=local, states=states))
         for each in (ready, TrainingBatch(experience, ready).steps().batch):
             ctx = Context(all_sum=local, denominators=count(each))
             losses.append(policy_loss(recipe, each.replace(logp=each.logp * 1.01), ctx).value)

@@ -180,7 +180,7 @@ def strip_panel(recipe: Recipe, batch: Batch | None = None) -> Strip:
 
 def _gradient(recipe: Recipe, batch: Batch) -> Tensor:
     logp = batch.logp.detach().clone().requires_grad_()
-    ctx = Context(generator=torch.Generator().manual_seed(0))
+    ctx = Context(generator=torch.Generator().manual_seed(0), states=recipe.init_state())
     full = _completed(recipe, batch.replace(logp=logp))
     return token_gradient(recipe, full, ctx).gradient.detach()
 

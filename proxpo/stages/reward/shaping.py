@@ -105,7 +105,7 @@ def kl_in_reward(
 
     def update(state: State, batch: Batch, metrics: Metrics) -> State:
         """The coefficient after a batch whose mean KL was `reward/kl`."""
-        if controller == "fixed" or "reward/kl" not in metrics:
+        if "reward/kl" not in metrics:
             return state
         kl = metrics["reward/kl"].double().cpu()
         if controller == "horizon":
@@ -147,7 +147,7 @@ def kl_in_reward(
     return Parts(
         apply=shape,
         init=init,
-        update=update,
+        update=update if coef and controller != "fixed" else None,
         needs=("rewards", *anchors) if coef else ("rewards",),
         instead={} if per == "sequence" else {"rewards": "token_rewards"},
         idle=idle if coef else ("estimator", "per", "clamp", "controller", "target", "horizon"),

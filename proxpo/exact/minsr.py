@@ -56,7 +56,7 @@ def minsr_weights(
     n = len(advantages)
     if centred:
         kernel, advantages = _centre(_centre(kernel).T), _centre(advantages)
-    weights = solve_psd(kernel + projection, advantages, shift=n * damping)
+    weights = solve_psd(kernel + projection, advantages, damping=damping, times=n)
     return _centre(weights) if centred else weights  # rounding leaves a sum, which Jᵀ w would show
 
 

@@ -51,7 +51,7 @@ def natural_gradient(
     damping: float = 0.0,
 ) -> Float[Tensor, " param"]:
     """d = (F + λI)⁻¹ g; the pseudo-inverse when λ = 0, because a softmax has null directions."""
-    return solve_psd(fisher, gradient, shift=damping)
+    return solve_psd(fisher, gradient, damping=damping)
 
 
 def natural_gradient_batch(
@@ -61,8 +61,8 @@ def natural_gradient_batch(
     damping: float = 0.0,
 ) -> Float[Tensor, " param"]:
     """d for F̂ = JᵀJ/n and g = JᵀA/n, by an n × n solve: d = Jᵀ (JJᵀ + nλI)⁻¹ A."""
-    shift = len(scores) * damping
-    return scores.T @ solve_psd(scores @ scores.T, advantages, shift=shift)
+    n = len(scores)
+    return scores.T @ solve_psd(scores @ scores.T, advantages, damping=damping, times=n)
 
 
 def kl_step(
@@ -72,7 +72,14 @@ def kl_step(
     slope = float(gradient @ direction)
     if slope <= 0.0:
         return torch.zeros_like(direction)
-    return math.sqrt(2.0 * delta / slope) * direction
+    return edge(delta, slope) * direction
+
+
+def edge(delta: float, curvature: float) -> float:
+    """√(2δ / dᵀFd): the multiple of a step d whose predicted KL is δ."""
+    if not delta >= 0.0:
+        raise ProxpoError(f"delta, the KL of a step, must not be negative, got {delta:g}")
+    return math.sqrt(2.0 * delta / curvature)
 
 
 def mean_kl(
@@ -87,11 +94,12 @@ def mean_kl(
 
 
 def solve_psd(
-    matrix: Float[Tensor, "n n"], rhs: Float[Tensor, " n"], *, shift: float
+    matrix: Float[Tensor, "n n"], rhs: Float[Tensor, " n"], *, damping: float, times: int = 1
 ) -> Float[Tensor, " n"]:
-    """(M + shift·I)⁻¹ b in float64: Cholesky when shifted, pseudo-inverse when shift = 0."""
-    if shift < 0.0:
-        raise ProxpoError(f"damping must not be negative, got {shift}")
+    """(M + times·λI)⁻¹ b in float64: Cholesky where damped, pseudo-inverse for λ = 0."""
+    if not damping >= 0.0:
+        raise ProxpoError(f"damping must not be negative, got {damping:g}")
+    shift = times * damping
     m, b = matrix.double(), rhs.double()
     if shift == 0.0:
         return (torch.linalg.pinv(m, hermitian=True) @ b).to(rhs.dtype)

@@ -7,7 +7,6 @@ scale puts it on the edge of the ball, and backtracking enforces the true KL and
 The old policy is the model as it stands; it is written to only when a step is accepted.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -16,6 +15,7 @@ import torch
 from torch.func import jvp
 
 from proxpo.errors import ProxpoError, resolve
+from proxpo.exact.npg import edge
 from proxpo.exact.policy import ActionBatch, FlatPolicy, pull, token_kl
 from proxpo.ops.shapes import Float, Tensor
 
@@ -74,7 +74,7 @@ def trpo_step(
     curvature = float(direction @ product(direction))
     if not curvature > 0.0:
         return refused(f"curvature {curvature:.3g} along the direction is not positive")
-    full = math.sqrt(2.0 * delta / curvature) * direction
+    full = edge(delta, curvature) * direction
     for shrinks in range(searches):
         step = shrink**shrinks * full
         kl = float(weighted_kl(policy, samples, weights, theta, theta + step))

@@ -19,6 +19,7 @@ from proxpo.exact import (
     policy_gradient,
     scores,
     token_scores,
+    trpo_step,
 )
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -203,6 +204,11 @@ def test_hugging_face_models_are_read_by_their_logits(samples):
         (lambda p, s: scores(FlatPolicy(p.model.requires_grad_(False)), s), "no trainable"),
         (lambda p, s: natural_gradient_batch(scores(p, s), torch.ones(7).double(), damping=-1.0),
          "negative"),
+        (lambda p, s: natural_gradient_batch(torch.eye(3), torch.ones(3), damping=-0.1),
+         "damping must not be negative, got -0.1"),
+        (lambda p, s: kl_step(p.vector(), p.vector(), delta=-0.01),
+         "delta, the KL of a step, must not be negative, got -0.01"),
+        (lambda p, s: trpo_step(p, s, torch.arange(7).double(), delta=-1.0), "delta, the KL"),
     ],
 )  # fmt: skip
 def test_errors_say_what_was_expected(policy, samples, make, message):

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from proxpo.compare.plan import SEARCH
+from proxpo.compare.plan import PLAN, SEARCH
 from proxpo.errors import ProxpoError
+from proxpo.runs.jsonlines import METRICS
 
 
 def write_reports(paths: list[str], out: str | None) -> None:
@@ -27,8 +28,10 @@ def write_reports(paths: list[str], out: str | None) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     comparison = gather_runs(paths, Path(out or "report"))
+    target = Path(out) if out else comparison.folder
+    _check_target(target, paths)
     analysis = analyse(comparison)
-    page = write_report(analysis, Path(out) if out else comparison.folder)
+    page = write_report(analysis, target)
     lines = [
         *((line, "bold") for line in setting_warnings(analysis)),
         (ranking_heading(analysis), ""),
@@ -39,6 +42,22 @@ def write_reports(paths: list[str], out: str | None) -> None:
     for line, style in lines:
         console.print(line, style=style)
     console.print(f"report: {page}")
+
+
+def _check_target(target: Path, paths: list[str]) -> None:
+    """Refuses a folder whose own summary and page the report would replace."""
+    holds = ""
+    if any((target / name).exists() for name in ("config.yaml", METRICS)):
+        holds = "a run"
+    elif (target / SEARCH).is_file():
+        holds = "a search"
+    elif (target / PLAN).is_file() and [Path(p).resolve() for p in paths] != [target.resolve()]:
+        holds = "another comparison"
+    if holds:
+        raise ProxpoError(
+            f"{target} holds {holds}, and a report there would replace its summary.json and "
+            "report.html: choose another --out"
+        )
 
 
 def _write_search(folder: Path, out: str | None) -> None:

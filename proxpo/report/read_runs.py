@@ -20,6 +20,7 @@ from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import SECTIONS
 from proxpo.train.sources import SOURCES
 
+ADAPTED = "problems.jsonl"  # beside config.yaml in a run of proxpo adapt
 MOST_STEPS = 10_000_000  # a step beyond is no step of a run
 LONGEST = 1000  # characters of a reason
 
@@ -50,6 +51,8 @@ def read_run(path: str | Path, *, name: str = "") -> Run:
         raise ProxpoError(f"{path}: no such run")
     if path.name == METRICS and (path.parent / "config.yaml").exists():
         path = path.parent
+    if (path / ADAPTED).is_file() and (path / "config.yaml").is_file():
+        raise ProxpoError(f"{path} is a run of proxpo adapt: its report is {path / 'report.html'}")
     if path.is_dir() and any((path / name).exists() for name in ("config.yaml", METRICS)):
         run = _read_folder(path, shown=str(path))
     else:

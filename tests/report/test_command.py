@@ -123,4 +123,10 @@ def test_what_is_refused(tmp_path, refused):
     assert "plan.yaml is damaged" in refused("report", tmp_path)
     one_run(tmp_path / "x", steps=4, every=2)
     assert "tell them apart" in refused("report", tmp_path / "x", tmp_path / "x")
+    before = {path: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    assert "x holds a run, and" in refused("report", tmp_path / "x", "--out", tmp_path / "x")
+    assert {path: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+    other = made.comparison(tmp_path / "y", arms={"a": 0.3}, steps=2, waiting=[("a", 1)])
+    line = refused("report", tmp_path / "x", "--out", other)
+    assert f"{other} holds another comparison, and a report there would replace its" in line
     assert not (tmp_path / "report").exists()

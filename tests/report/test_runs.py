@@ -257,6 +257,10 @@ def test_verl_writes_what_is_read_here(tmp_path):
         (lambda p: _text(p / "a.json", "{}"), "no log_history"),
         (lambda p: _text(p / "a.json", "[1"), "no log_history"),
         (lambda p: _text(p / "a.jsonl", '{"step": 1}\n'), "no metrics of a verl run"),
+        (
+            lambda p: (_text(p / "config.yaml", ""), _text(p / "problems.jsonl", "").parent)[1],
+            "is a run of proxpo adapt: its report is .*report.html",
+        ),
     ],
 )
 def test_what_is_no_run(tmp_path, make, message):

@@ -53,7 +53,8 @@ def _facts(update: Update, both: Overlap | None) -> dict[str, object]:
 
 
 def _show(update: Update, both: Overlap | None) -> None:
-    screen, unit = console(), f"in {update.dtype}"
+    screen = console()
+    unit = "as stored" if update.dtype == "stored" else f"in {update.dtype}"
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("layer", f"changed at all, {unit}", "unchanged"):
         table.add_column(heading)

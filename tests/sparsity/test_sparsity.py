@@ -254,6 +254,8 @@ def test_command_says_dtype_and_tolerance(
         if "%" in line and not line.strip()[0].isdigit():
             assert "bfloat16" in line
     assert "unchanged within 0.001, in bfloat16" in out
+    assert main(["sparsity", before, after, "--dtype", "stored"]) == 0
+    assert "unchanged to the bit, as stored:" in capsys.readouterr().out
 
 
 def test_command_refuses(

@@ -55,7 +55,8 @@ def settings_page() -> str:
 Every setting of `proxpo train`, in a YAML file or as `--set SETTING=VALUE`. `proxpo train
 --explain` prints them with the values of a run. The last word is enough where it is unique:
 `--set lr=1e-4`. Options of the method and other stages go the same way:
-`--set clip_high=0.28 --set ratio=kalman`.
+`--set clip_high=0.28 --set ratio=kalman`. In a file they stand under `recipe`, which belongs to
+the file's method: with another `--method` it is left out, and the run says so.
 
 *On resume*: the effect of a change when a run is continued.
 

@@ -42,7 +42,7 @@ def run_training(
     source: str | None, settings: list[str], overrides: dict[str, Any], *, resume: bool
 ) -> None:
     """Trains and prints the result; refuses mistakes in the settings before writing anything."""
-    from proxpo.train.config import load_config
+    from proxpo.train.config import left_out, load_config
     from proxpo.train.resume import own_config
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -56,6 +56,8 @@ def run_training(
         f"{escape(config.model.name)}, {config.train.steps} steps -> {escape(str(config.folder))}",
         emoji=False,
     )
+    for line in left_out(source, config):
+        on_notice(line)
     with console.status("loading"):
         from proxpo.train.loop import train
         from proxpo.train.observer import Observer
@@ -78,7 +80,7 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
 
     Below the table stand remarks on the settings of that run.
     """
-    from proxpo.train.config import explain, load_config
+    from proxpo.train.config import explain, left_out, load_config
 
     described = bool(source or settings or overrides)
     config = load_config(source, settings, overrides=overrides) if described else None
@@ -93,7 +95,7 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
     if config is not None:
         from proxpo.train.build import settings_remarks
 
-        for line in settings_remarks(config):
+        for line in [*left_out(source, config), *settings_remarks(config)]:
             console.print(Text(line))
 
 

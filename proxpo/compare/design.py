@@ -290,14 +290,14 @@ def _with_file_recipe(source: str | None, arms: list[Arm]) -> tuple[list[Arm], l
     own, recipe = method(str(read.get("method", Config().method))).slug, read.get("recipe") or {}
     others = [arm.name for arm in arms if arm.method != own]
     text = ", ".join(f"{key}={set_text(value)}" for key, value in recipe.items())
-    mixed = recipe and 0 < len(others) < len(arms)
+    lone = "alone" if len(others) < len(arms) else "alone, and no arm is that: left out"
     words = {path.rpartition(".")[2] for path, *_ in leaves(Config)}  # of other settings too
     written = {f"recipe.{key}" if key in words else key: value for key, value in recipe.items()}
     changed = [
         replace(arm, settings={**written, **arm.settings}) if arm.method == own else arm
         for arm in arms
     ]
-    return changed, [f"recipe of {source} ({text}): for {own} alone"] if mixed else []
+    return changed, [f"recipe of {source} ({text}): for {own} {lone}"] if recipe and others else []
 
 
 def _varied(arms: list[Arm], vary: Axes) -> tuple[list[Arm], list[str]]:

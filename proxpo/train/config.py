@@ -75,6 +75,19 @@ def load_config(
     return _with_pool(config, made)
 
 
+def left_out(source: str | Path | None, config: Config) -> list[str]:
+    """A line on the recipe block of a file, where it belongs to another method than the run's."""
+    read = read_yaml(find(source)) if source is not None else {}
+    own = _method(read.get("method", domain_of(config.task.name).method)).slug
+    recipe = read.get("recipe")
+    if not recipe or own == config.method:
+        return []
+    written = ", ".join(map(str, recipe)) if isinstance(recipe, Mapping) else str(recipe)
+    return [
+        f"recipe of {source} ({written}) left out: it is for {own}, and this is {config.method}"
+    ]
+
+
 def _refuse_contradictions(
     read: Iterable[tuple[str, Any]],
     flags: Iterable[tuple[str, Any]],
@@ -196,6 +209,7 @@ __all__ = [
     "differences",
     "explain",
     "find",
+    "left_out",
     "load_config",
     "presets",
     "task_name",

@@ -153,6 +153,8 @@ def test_the_recipe_of_a_config_that_holds_for_one_arm_is_said():
     plan = plan_of("isopo", "grpo", config="quickstart")
     assert any("quickstart" in note and "for isopo alone" in note for note in plan.notes)
     assert plan_of("isopo", config="quickstart").notes == ()
+    (note,) = plan_of("grpo", "dapo", config="quickstart").notes
+    assert note.endswith("for isopo alone, and no arm is that: left out")
 
 
 TWINS = [

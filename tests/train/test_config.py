@@ -18,6 +18,7 @@ from proxpo.train.config import (
     as_dict,
     changes,
     explain,
+    left_out,
     load_config,
     presets,
     to_yaml,
@@ -99,7 +100,11 @@ def test_pairs_work_as_text_does():
 def test_another_method_leaves_the_files_recipe_behind(tmp_path):
     path = written(tmp_path, "method: kpo\nrecipe: {eps: 1e-4, ratio: {name: kalman, q: 1e-5}}")
     assert load_config(path).recipe == {"eps": 1e-4, "ratio": {"name": "kalman", "q": 1e-5}}
-    assert load_config(path, overrides={"method": "grpo"}).recipe == {}
+    other = load_config(path, overrides={"method": "grpo"})
+    assert other.recipe == {}
+    said = f"recipe of {path} (eps, ratio) left out: it is for kpo, and this is grpo"
+    assert left_out(path, other) == [said]
+    assert left_out(path, load_config(path)) == left_out(None, other) == []
     assert load_config(path, ["method=grpo", "clip_high=0.3"]).recipe == {"clip_high": 0.3}
     assert load_config(path, overrides={"method": "KPO"}).recipe["eps"] == 1e-4
 

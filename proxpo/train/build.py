@@ -6,12 +6,16 @@ from typing import Any
 from proxpo.train.config import Config
 from proxpo.train.domains import domain_of
 from proxpo.train.job import Job
-from proxpo.train.refusals import remarks, unused
+from proxpo.train.refusals import check_advantages, remarks, unused
 from proxpo.train.tasks import make_task
+from proxpo.types import Recipe
 
 
 def build_job(config: Config) -> Job:
     """Builds the job: loads model and task, starts whatever samples."""
+    made = config.make_method()
+    if isinstance(made, Recipe):
+        check_advantages(made)
     domain = domain_of(config.task.name).name
     if domain == "architecture":
         from proxpo.control.architecture import build_architecture_job

@@ -30,6 +30,7 @@ NOT_PROVIDED = {
 # Fields of a policy that thinks in hidden states, among them the means of its thoughts.
 THOUGHTS = {"mean", "old_mean", "ref_mean", *(field.name for field in LATENT)}
 TURNS = {field.name for field in ATTEMPTS}
+VALUED = {"gae", "episode_gae"}  # advantages that read values, or those at rollout time
 FOLDS = {field.name for field in FOLDED}
 
 # Settings that follow from what a schedule may decide, and the words for it.
@@ -138,6 +139,18 @@ def depends_on_cut(config: Config, recipe: Recipe) -> list[str]:
     return local + ([f"gradient={recipe.gradient.name}"] if recipe.gradient is not None else [])
 
 
+def check_advantages(recipe: Recipe) -> None:
+    """Refuses a recipe without an advantage stage, or whose advantages read a missing critic."""
+    check_advantages_come(recipe)
+    advantage = recipe.advantage
+    values = recipe.needs() & {"values", "old_values"}
+    if advantage is not None and advantage.name in VALUED and not values:
+        raise ProxpoError(
+            f"{recipe.name}: advantage={advantage.name} reads the values of a critic, and this "
+            "recipe trains none: value=value_loss adds one"
+        )
+
+
 def check_fields(recipe: Recipe, task: Task, *, thoughts: int = 0) -> None:
     """Refuses a recipe that reads a batch field which nothing in this run provides.
 
@@ -148,7 +161,7 @@ def check_fields(recipe: Recipe, task: Task, *, thoughts: int = 0) -> None:
             f"{recipe.name}: schedule=transition_buffer fits a critic to observations, and tokens "
             "have none; it is for tasks such as digits: or mixture:"
         )
-    check_advantages_come(recipe)
+    check_advantages(recipe)
     thinks = "latent" in recipe.needs()
     for _, stage in recipe.stages():
         for name in stage.needs:
@@ -195,4 +208,12 @@ def _refuse(recipe: Recipe, stage: Stage, name: str, reason: str) -> None:
     )
 
 
-__all__ = ["check_fields", "check_thoughts", "check_used", "depends_on_cut", "remarks", "unused"]
+__all__ = [
+    "check_advantages",
+    "check_fields",
+    "check_thoughts",
+    "check_used",
+    "depends_on_cut",
+    "remarks",
+    "unused",
+]

@@ -311,6 +311,11 @@ REFUSED = {
         *(PENDULUM, "avg"),
         "train.lr=0.1",
     ),
+    "grpo: advantage=gae reads the values of a critic, .* value=value_loss adds one": (
+        *(CARTPOLE, "grpo"),
+        "advantage=gae",
+    ),
+    "grpo has no advantage stage": (CARTPOLE, "grpo", "advantage=none"),
     "model.name=gru has no effect: this method brings its networks": (
         *(PENDULUM, "avg"),
         "model.name=gru",

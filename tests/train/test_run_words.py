@@ -65,6 +65,7 @@ BAD = {
     "--set task.reward=rewards.py:scor": "has no function 'scor'; did you mean 'score'?",
     "--set task.reward=rewards.py:odd": "takes (a, b); expected TRL's signature",
     "--set task.reward=rewards.py:broken": "ZeroDivisionError: division by zero (rewards.py:3)",
+    "--method grpo --set advantage=gae": "and this recipe trains none: value=value_loss adds one",
     "--set lrr=1": "unknown setting 'lrr'; did you mean 'lr'?",
     "bad.yaml": "bad.yaml:2: expected the node content",
     "unknown.yaml": "unknown setting 'trian'; did you mean 'train'?",

@@ -327,7 +327,13 @@ RESERVED = {
 
 
 def _check_blocks(config: Config) -> None:
-    """Refuses options that are settings of their own: one of the two would be ignored."""
+    """Refuses options that are settings of their own, and dropout: they would be ignored."""
+    dropout = (config.model.lora or {}).get("lora_dropout")
+    if dropout:
+        raise ProxpoError(
+            f"model.lora.lora_dropout={dropout} has no effect: models are sampled and trained "
+            "without dropout"
+        )
     for path, names in RESERVED.items():
         section, name = path.split(".")
         for option in getattr(getattr(config, section), name):

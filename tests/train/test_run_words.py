@@ -66,6 +66,7 @@ BAD = {
     "--set task.reward=rewards.py:odd": "takes (a, b); expected TRL's signature",
     "--set task.reward=rewards.py:broken": "ZeroDivisionError: division by zero (rewards.py:3)",
     "--method grpo --set advantage=gae": "and this recipe trains none: value=value_loss adds one",
+    "--set model.lora.lora_dropout=0.1": "lora_dropout=0.1 has no effect: models are sampled and",
     "--set lrr=1": "unknown setting 'lrr'; did you mean 'lr'?",
     "bad.yaml": "bad.yaml:2: expected the node content",
     "unknown.yaml": "unknown setting 'trian'; did you mean 'train'?",

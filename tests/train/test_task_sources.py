@@ -301,6 +301,18 @@ def test_a_reward_of_ones_own_for_a_named_task(tmp_path):
     assert task.reward == RewardSpec(where=f"{reward}:score", source="arithmetic")
 
 
+def test_what_follows_the_colon_is_an_option():
+    assert {problem.answer for problem in make_task("arms:4").test} == {1, 2, 3, 4}
+    for name in ("arithmetic", "arithmetic-chat", "calculator", "column-sums"):
+        with pytest.raises(ProxpoError, match=f"unknown level of {name} 'hrad'"):
+            make_task(name, level="hrad")
+    assert make_task("arithmetic:easy", level="easy").name == "arithmetic:easy"
+    with pytest.raises(
+        ProxpoError, match=r"arithmetic:easy and task\.options\.level=hard contradict"
+    ):
+        make_task("arithmetic:easy", level="hard")
+
+
 UNKNOWN = {
     "arithmatic": "unknown task 'arithmatic'; did you mean 'arithmetic'?",
     "arithmetic:hrad": "unknown level of arithmetic 'hrad'; did you mean 'hard'?",

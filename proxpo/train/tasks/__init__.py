@@ -51,6 +51,7 @@ TASKS: dict[str, tuple[Callable[..., Task], str]] = {
     "textarena": (textarena, "name"),
     "verifiers": (verifiers, "name"),
 }
+NUMBERS = ("count", "parts")  # options after the colon that are numbers
 GENERATED = (
     "arithmetic",
     "arithmetic-chat",
@@ -92,10 +93,14 @@ def _make(name: str, reward: str | None, options: dict[str, Any]) -> Task:
     if head not in TASKS:
         raise ProxpoError(f"task {name} is none of language models")
     factory, option = TASKS[head]
-    if colon:
-        choices = LEVELS.get(head)
-        rest = resolve(rest, choices, what=f"level of {head}") if choices else rest
-        options = {option: rest, **options}
+    given = [options[option]] if option in options else []
+    given += [int(rest) if option in NUMBERS and rest.isdecimal() else rest] if colon else []
+    if given and head in LEVELS:
+        given = [resolve(str(level), LEVELS[head], what=f"level of {head}") for level in given]
+    if given and given[0] != given[-1]:
+        raise ProxpoError(f"task {name} and task.options.{option}={given[0]} contradict each other")
+    if given:
+        options = {**options, option: given[0]}
     elif option == "name" and "name" not in options:
         raise ProxpoError(f"task {head} needs a name: {head}:NAME")
     task = factory(**bind(factory, options, what=f"task {head}"))

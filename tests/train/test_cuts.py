@@ -279,6 +279,7 @@ def test_auto_is_one_pass_where_everything_fits(tmp_path):
 def test_a_run_that_is_resumed_is_cut_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(cuts, "CPU_TOKENS", 60)
     sets = ("micro_batch=auto", "checkpoint.every=1", "evaluate.every=2", "evaluate.k=2")
+    sets += ("model.device=cpu",)  # a GPU's budget follows its memory
     train(config_of(tmp_path / "whole", *sets, "steps=4", method="isopo"))
     train(config_of(tmp_path / "again", *sets, "steps=2", method="isopo"))
     train(config_of(tmp_path / "again", *sets, "steps=4", method="isopo"), resume=True)
@@ -288,7 +289,7 @@ def test_a_run_that_is_resumed_is_cut_alike(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_after_a_lack_of_memory_and_says_so_once(tmp_path, monkeypatch):
-    sets = ("steps=2", "micro_batch=auto", "train.lr=1e-3", "evaluate.k=2")
+    sets = ("steps=2", "micro_batch=auto", "train.lr=1e-3", "evaluate.k=2", "model.device=cpu")
     train(config_of(tmp_path / "plenty", *sets, method="grpo"))
     out_of_memory(monkeypatch, minibatch, lambda number, rows: rows.input_ids.numel() > 150)
     notices: list[str] = []

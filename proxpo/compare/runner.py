@@ -150,6 +150,17 @@ class _Work:
         self.waiting = [run for run in self.waiting if run in plan.runs]
         new = [run for run in plan.runs if run.id not in before]
         self.waiting += [run for run in new if self.states[run.id].status not in self.over]
+        self.waiting.sort(key=lambda run: _round(plan, run), reverse=True)
+
+
+def _round(plan: Plan, run: PlannedRun) -> int:
+    """0 for tuning, 1 for the tuning of the settings that went on, 2 for the report seeds.
+
+    Later rounds go first: a comparison that is stopped has whole arms rather than parts of all.
+    """
+    if run.role == "tune":
+        return int(plan.tune_best is not None and run.seed != plan.seeds.tune[0])
+    return 2
 
 
 def _start(plan: Plan, run: PlannedRun, folder: Path, pool: Pool) -> None:

@@ -86,16 +86,16 @@ def test_the_best_mean_on_the_tuning_seeds_is_chosen(scores, best, plan, tmp_pat
 
 
 class Pool:
-    """Four runs at a time, with the scores it is given; those of p3o end when no other is left."""
+    """`jobs` runs at a time, with the scores it is given; p3o's end when no other is left."""
 
     threads = 1
 
-    def __init__(self, scores: dict) -> None:
-        self.scores, self.running, self.ended = scores, {}, []
+    def __init__(self, scores: dict, jobs: int = 4) -> None:
+        self.scores, self.jobs, self.running, self.ended = scores, jobs, {}, []
 
     @property
     def room(self) -> int:
-        return 4 - len(self.running)
+        return self.jobs - len(self.running)
 
     def start(self, name: str, argv: list[str], folder: Path) -> None:
         arm, rate = argv[argv.index("--method") + 1], float(argv[-6].removeprefix("lr="))
@@ -138,6 +138,11 @@ def test_only_the_best_settings_go_on_and_an_arm_waits_for_no_other(tmp_path):
     ]
     assert [dict(choice.settings) for choice in done.chosen] == [{"lr": 1e-4}, {"lr": 1e-3}]
     assert done == read_plan(tmp_path)
+    (tmp_path / "alone").mkdir()
+    write_plan(plan, tmp_path / "alone")
+    alone = Pool(scores, jobs=1)  # an arm is finished before the next one begins
+    run_plan(plan, tmp_path / "alone", alone, display=Silent())
+    assert [arm for arm, _, _ in alone.ended] == ["grpo"] * 6 + ["p3o"] * 6
     assert done.runs_to_come == 0
     assert run_plan(plan, tmp_path, Pool({}), display=Silent()) == done  # from the files alone
 

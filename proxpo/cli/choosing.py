@@ -18,7 +18,7 @@ from proxpo.runs.yaml_file import read_yaml
 
 TABLE = Path(__file__).parents[1] / "data" / "choose.yaml"
 NO_EVIDENCE = "no evidence yet"
-MOST_ROWS = 10  # of a table in which rows of earlier ones come again
+MOST_ROWS = 16  # of a table in which rows of earlier ones come again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,11 @@ def group_stats(
     return GroupStats(mean, variance.sqrt(), size, scored)
 
 
+def over_std(centred: Float[Tensor, "*row"], divisor: Tensor) -> Float[Tensor, "*row"]:
+    """centred/divisor, a std + eps; 0 where the divisor is: equal rewards with eps = 0."""
+    return torch.where(divisor > 0, centred / divisor, 0.0)
+
+
 def group_range(
     x: Float[Tensor, " seq"], group: Int[Tensor, " seq"], counted: Bool[Tensor, " seq"]
 ) -> tuple[Float[Tensor, " seq"], Float[Tensor, " seq"]]:

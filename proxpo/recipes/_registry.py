@@ -12,7 +12,7 @@ from typing import Any, cast
 from proxpo.errors import ProxpoError, resolve
 from proxpo.fields import LOADERS
 from proxpo.stages import STAGES, check_free, check_stages
-from proxpo.stages._options import bind, descriptions, parameters, prose, variations
+from proxpo.stages._options import bind, check_numbers, descriptions, parameters, prose, variations
 from proxpo.types import KINDS, Recipe
 
 CONFIDENCE = ("official code", "framework code", "paper formulas", "reconstructed")
@@ -204,12 +204,7 @@ def register(
 def _check_ranges(made: Procedure) -> Procedure:
     """Refuses numbers outside their intervals."""
     for interval, names in made.ranges.items():
-        low, high = map(float, interval[1:-1].split(", "))
-        ends = {number for number, bracket in ((low, "["), (high, "]")) if bracket in interval}
-        for name in names:
-            value = made.options[name]
-            if value is not None and not (low < value < high or value in ends):
-                raise ProxpoError(f"{made.name}: {name} is in {interval}, got {value:g}")
+        check_numbers(made.name, interval, **{name: made.options[name] for name in names})
     return made
 
 

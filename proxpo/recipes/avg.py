@@ -56,6 +56,7 @@ def avg(
     ranges = {
         "[0, inf)": ("lr_actor", "lr_critic", "alpha"),
         "[0, 1)": ("beta1",),
+        "[0, 1]": ("gamma",),
         "[1, inf)": ("hidden",),
     }
     return Procedure(ranges=ranges)

@@ -1,4 +1,5 @@
 from proxpo.recipes._registry import Options, options_of, register
+from proxpo.stages._options import check_numbers
 from proxpo.stages.advantage import gae
 from proxpo.stages.aggregate import token_mean
 from proxpo.stages.ratio import token
@@ -48,6 +49,7 @@ def dpok(
 
     Reference: Fan et al., arXiv:2305.16381; google-research/dpok.
     """
+    check_numbers("dpok", "[0, inf)", reward_coef=reward_coef)
     return Recipe(
         advantage=gae(gamma=1.0, lam=1.0, whitening=False),
         weights=(constant(factor=reward_coef),),

@@ -54,10 +54,11 @@ def props(
     """
     counts = ("period", "behaviour_epochs", "behaviour_parts")
     numbers = ("behaviour_clip", "kl_coef", "kl_stop")
-    return Procedure(
-        ranges={
-            "[1, inf)": (*counts, "buffer_batches"),
-            "[0, inf)": (*numbers, "behaviour_lr"),
-        },
-        idle=(*counts, *numbers, "kl") if not behaviour_lr else () if kl_coef else ("kl",),
-    )
+    ranges = {
+        "(-inf, inf)": ("entropy_coef",),
+        "[1, inf)": (*counts, "buffer_batches"),
+        "[0, inf)": (*numbers, "behaviour_lr", "clip_low", "clip_high"),
+        "[0, 1]": ("gamma", "lam"),
+    }
+    idle = (*counts, *numbers, "kl") if not behaviour_lr else () if kl_coef else ("kl",)
+    return Procedure(ranges=ranges, idle=idle)

@@ -99,6 +99,30 @@ def coerce(value: Any, kind: Any, *, option: str) -> Any:
     raise ProxpoError(f"{option} takes {names}, got {brief(value)}")
 
 
+_INTERVALS = {  # in words
+    "[0, inf]": "must not be negative",
+    "(0, inf]": "must be positive",
+    "[0, inf)": "must not be negative or infinite",
+    "(0, inf)": "must be positive and finite",
+    "[1, inf)": "must be 1 or more",
+    "(-inf, inf)": "must be finite",
+}
+
+
+def check_numbers(by: str, interval: str, **numbers: float | int | None) -> None:
+    """Refuses a number outside the interval: `check_numbers("gae", "[0, 1]", gamma=gamma)`.
+
+    interval: `[` and `]` include their bound, `(` and `)` do not; none is in every interval
+    """
+    low, high = map(float, interval[1:-1].split(","))
+    for name, x in numbers.items():
+        if x is None or low < x < high:
+            continue
+        if not (x == low and interval[0] == "[") and not (x == high and interval[-1] == "]"):
+            expected = _INTERVALS.get(interval, f"must be in {interval}")
+            raise ProxpoError(f"{by}: {name} {expected}, got {x}")
+
+
 def brief(value: Any) -> str:
     """The value as error messages show it, cut to one line."""
     try:
@@ -169,4 +193,13 @@ def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
         return False, value
 
 
-__all__ = ["bind", "brief", "coerce", "descriptions", "parameters", "prose", "variations"]
+__all__ = [
+    "bind",
+    "brief",
+    "check_numbers",
+    "coerce",
+    "descriptions",
+    "parameters",
+    "prose",
+    "variations",
+]

@@ -340,9 +340,9 @@ REFUSED = {
         *(CARTPOLE, "props"),
         *("kl_coef=0", "kl=behaviour_target"),
     ),
-    r"avg: beta1 is in \[0, 1\), got 1": (PENDULUM, "avg", "beta1=1"),
-    r"props: period is in \[1, inf\), got 0": (CARTPOLE, "props", "period=0"),
-    r"tabnas: draws is in \[1, inf\), got 0": ("architecture:toy", "tabnas", "draws=0"),
+    r"avg: beta1 must be in \[0, 1\), got 1": (PENDULUM, "avg", "beta1=1"),
+    "props: period must be 1 or more, got 0": (CARTPOLE, "props", "period=0"),
+    "tabnas: draws must be 1 or more, got 0": ("architecture:toy", "tabnas", "draws=0"),
     "model.options.log_std=1 has no effect: this environment has 2 actions to choose from": (
         *(CARTPOLE, "ppo"),
         "model.options.log_std=1",

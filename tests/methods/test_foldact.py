@@ -212,6 +212,6 @@ def test_segments() -> None:
 @pytest.mark.parametrize("option", [{"drop": 1.0}, {"summary": -1.0}, {"every": 0}])
 def test_refused(option: dict) -> None:
     with pytest.raises(
-        ProxpoError, match=r"drop is a share|weights are 0 or more|every is at least"
+        ProxpoError, match=r"drop is a share|summary must not be negative|every must be 1 or more"
     ):
         method(SLUG, **option)

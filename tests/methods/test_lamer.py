@@ -194,5 +194,5 @@ def test_step_part_is_centred() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ProxpoError, match=r"gamma_traj is between 0 and 1, got 1\.5"):
+    with pytest.raises(ProxpoError, match=r"gamma_traj must be in \[0, 1\], got 1\.5"):
         method(SLUG, gamma_traj=1.5)

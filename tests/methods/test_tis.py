@@ -202,7 +202,7 @@ def test_criteria_are_anded() -> None:
 
 def test_everything_rejected_is_zero() -> None:
     batch = make_batch(1)
-    made = method("tis", reject_estimator="k2", reject_threshold=-1.0)
+    made = method("tis", reject_estimator="k2", reject_threshold=0.0)
     value, grads = loss_and_gradients(made, batch)
     assert value == 0
     assert grads["logp"].eq(0).all()

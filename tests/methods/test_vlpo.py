@@ -165,7 +165,10 @@ def test_window() -> None:
 
 
 def test_refused() -> None:
-    for option, line in (("sigma", "sigma must be at least"), ("noise", "noise is 0 or more")):
+    for option, line in (
+        ("sigma", "sigma must be at least"),
+        ("noise", "noise must not be negative"),
+    ):
         with pytest.raises(ProxpoError, match=line):
             method(SLUG, **{option: -1.0})
     assert math.isfinite(float(proxpo.loss_fn(method(SLUG, easiest=None))(make_batch(1)).value))

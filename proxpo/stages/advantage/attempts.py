@@ -2,12 +2,12 @@
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.fields import declare_field
-from proxpo.ops.groups import group_stats, group_sum
+from proxpo.ops.groups import group_stats, group_sum, over_std
 from proxpo.ops.masked import spread
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 PerTurn = Float[Tensor, " seq"]
@@ -124,9 +124,8 @@ def attempts(
     invalid: subtracted for a void turn
     eps: added to the std
     """
-    for name, gamma in (("gamma_step", gamma_step), ("gamma_traj", gamma_traj)):
-        if not 0 <= gamma <= 1:
-            raise ProxpoError(f"attempts: {name} is between 0 and 1, got {gamma}")
+    check_numbers("attempts", "[0, 1]", gamma_step=gamma_step, gamma_traj=gamma_traj)
+    check_numbers("attempts", "[0, inf)", step_weight=step_weight, invalid=invalid, eps=eps)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         rewards, group = batch.step_rewards, batch.group
@@ -166,7 +165,7 @@ def _centred(x: PerTurn, cluster: Int[Tensor, " seq"], scale: bool, eps: float, 
     stats = group_stats(x, cluster)
     single = stats.size == 1
     out = torch.where(single, x if alone == "raw" else 0.0, x - stats.mean)
-    return out / (torch.where(single, 1.0, stats.std) + eps) if scale else out
+    return over_std(out, torch.where(single, 1.0, stats.std) + eps) if scale else out
 
 
 __all__ = ["ATTEMPTS", "attempts", "cross_episode_returns", "numbers"]

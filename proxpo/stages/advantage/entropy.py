@@ -4,12 +4,12 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.extremes import batch_max, batch_min
 from proxpo.ops.groups import group_sum_over_cuts, numbered
 from proxpo.ops.masked import row_mean, spread
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.advantage.group_relative import group_relative
 from proxpo.stages.advantage.returns import next_valid
 from proxpo.stages.ratio.turn import turn_index
@@ -31,11 +31,8 @@ def entropy_penalised(*, gamma: float = 0.1, most: float = 0.6931, if_calm: bool
     most: largest mean entropy of a response that is trained on
     if_calm: apply `most` only in runs that start below it
     """
-    if gamma < 0 or not most > 0:
-        raise ProxpoError(
-            f"entropy_penalised: gamma must not be negative and most must be positive, "
-            f"got {gamma}, {most}"
-        )
+    check_numbers("entropy_penalised", "[0, inf)", gamma=gamma)
+    check_numbers("entropy_penalised", "(0, inf]", most=most)
 
     def init() -> State:
         return {"initial": torch.tensor(NO_ENTROPY, dtype=torch.float64)}
@@ -96,6 +93,8 @@ def entropy_modulated(
     eps: added to the std
     tiny: added to divisors of entropies
     """
+    check_numbers("entropy_modulated", "[0, inf)", k=k, k_future=k_future, bonus=bonus, eps=eps)
+    check_numbers("entropy_modulated", "(0, inf)", tiny=tiny)
     base = group_relative(scale=scale, eps=eps)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:

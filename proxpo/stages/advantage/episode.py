@@ -5,6 +5,7 @@ import torch
 from proxpo.ops.masked import last_valid, suffix_sum
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.advantage.attempts import numbers
 from proxpo.stages.advantage.returns import next_valid, rollout_values, whiten
 from proxpo.types import Batch, Context, PerToken
@@ -21,6 +22,7 @@ def episode_gae(*, gamma: float = 1.0, lam: float = 1.0, whitening: bool = True)
     lam: GAE's λ, the discount of later TD errors
     whitening: centre and scale advantages over all tokens of the step
     """
+    check_numbers("episode_gae", "[0, 1]", gamma=gamma, lam=lam)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         out = raw_episode_gae(batch, gamma=gamma, lam=lam)

@@ -5,11 +5,11 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
-from proxpo.ops.groups import GroupStats, group_stats
+from proxpo.ops.groups import GroupStats, group_stats, over_std
 from proxpo.ops.masked import moments, spread
 from proxpo.ops.shapes import Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 Singleton = Literal["raw", "zero"]
@@ -37,10 +37,8 @@ def group_relative(
     singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
     bound: largest magnitude of an advantage
     """
-    if not bound > 0:
-        raise ProxpoError(f"group_relative: bound must be positive, got {bound}")
-    if eps < 0:
-        raise ProxpoError(f"group_relative: eps must not be negative, got {eps}")
+    check_numbers("group_relative", "(0, inf]", bound=bound)
+    check_numbers("group_relative", "[0, inf)", eps=eps)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         stats = group_stats(batch.rewards, batch.group, unbiased=unbiased)
@@ -55,8 +53,7 @@ def group_relative(
                 filled, stats.scored[:, None], unbiased=unbiased, all_sum=ctx.all_sum
             )
             divisor = (variance.sqrt() + eps).expand_as(centred)
-        share = torch.where(divisor > 0, centred / divisor, 0.0)  # equal rewards with eps=0
-        out = _single(share, batch, stats, singleton).clamp(-bound, bound)
+        out = _single(over_std(centred, divisor), batch, stats, singleton).clamp(-bound, bound)
         return spread(out, batch.mask), {}
 
     return Parts(apply=advantage, idle=("eps", "unbiased") if scale == "none" else ())
@@ -72,6 +69,7 @@ def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: Sing
     eps: added to the std
     singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
     """
+    check_numbers("leave_one_out", "[0, inf)", eps=eps)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         stats = group_stats(batch.rewards, batch.group)
@@ -80,7 +78,7 @@ def leave_one_out(*, normalise: bool = False, eps: float = 1e-4, singleton: Sing
         out = _single(out, batch, stats, singleton)
         if normalise:
             mean, variance, _ = moments(out[:, None], stats.scored[:, None], all_sum=ctx.all_sum)
-            out = torch.where(stats.scored, (out - mean) / (variance.sqrt() + eps), 0.0)
+            out = torch.where(stats.scored, over_std(out - mean, variance.sqrt() + eps), 0.0)
         return spread(out, batch.mask), {}
 
     return Parts(apply=advantage, idle=() if normalise else ("eps",))
@@ -114,6 +112,7 @@ def group_process(*, eps: float = 1e-6):
 
     eps: added to the std
     """
+    check_numbers("group_process", "[0, inf)", eps=eps)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         scored = batch.token_rewards != 0 if batch.step_end is None else batch.step_end
@@ -122,7 +121,7 @@ def group_process(*, eps: float = 1e-6):
         rewards = batch.token_rewards[scored]
         stats = group_stats(rewards, batch.group[rows])
         standard = torch.zeros_like(batch.token_rewards)
-        standard[scored] = (rewards - stats.mean) / (stats.std + eps)
+        standard[scored] = over_std(rewards - stats.mean, stats.std + eps)
         return standard.flip(1).cumsum(1).flip(1), {}
 
     return advantage

@@ -9,6 +9,7 @@ from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import is_packed, last_valid, moments, packing, suffix_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import AllSum, Batch, Context, PerToken, local
 
 Baseline = Literal["none", "batch", "group", "leave_one_out"]
@@ -73,6 +74,7 @@ def discounted_return(
     whiten_unbiased: variance over N-1 (true) or N
     singleton: "raw": a response alone in its group keeps its reward; "zero": it gets 0
     """
+    check_numbers("discounted_return", "[0, 1]", gamma=gamma)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         total = suffix_sum(token_rewards(batch), batch.mask, discount=gamma)
@@ -127,6 +129,9 @@ def greedy_baseline(
     reward_clip: bound on the advantage of form="official"
     kl_coef: weight of the KL of form="official"
     """
+    check_numbers("greedy_baseline", "[0, 1]", gamma=gamma)
+    check_numbers("greedy_baseline", "(0, inf]", reward_clip=reward_clip)
+    check_numbers("greedy_baseline", "[0, inf)", kl_coef=kl_coef)
 
     def framework(batch: Batch, ctx: Context) -> PerToken:
         total = suffix_sum(token_rewards(batch), batch.mask)
@@ -178,6 +183,7 @@ def gae(
     whiten_unbiased: variance over N-1 (true) or N
     holes: masked positions inside a response: "skip" them, or "reset" the sum there
     """
+    check_numbers("gae", "[0, 1]", gamma=gamma, lam=lam)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         raw = raw_gae(batch, gamma=gamma, lam=lam, holes=holes)

@@ -4,11 +4,11 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
-from proxpo.ops.groups import group_sum_over_cuts, numbered
+from proxpo.ops.groups import group_sum_over_cuts, numbered, over_std
 from proxpo.ops.masked import row_mean, row_sum, spread
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 WeightedBaseline = Literal["weighted", "self_normalised", "mean"]
@@ -48,8 +48,8 @@ def reweighted_baseline(
     normalise_std: divide by the group's std
     eps: added to the std
     """
-    if not cap > 0:
-        raise ProxpoError(f"reweighted_baseline: cap must be positive, got {cap}")
+    check_numbers("reweighted_baseline", "(0, inf]", cap=cap)
+    check_numbers("reweighted_baseline", "[0, inf)", eps=eps)
 
     def advantage(batch: Batch, ctx: Context) -> PerToken:
         group = numbered(batch)
@@ -64,7 +64,7 @@ def reweighted_baseline(
         if normalise_std:
             spare = counted * (r - plain / k.clamp(min=1)).square()
             squares = group_sum_over_cuts(spare[:, None], group, all_sum=ctx.all_sum)[:, 0]
-            out = out / ((squares / (k - 1).clamp(min=1)).sqrt() + eps)
+            out = over_std(out, (squares / (k - 1).clamp(min=1)).sqrt() + eps)
         return spread(torch.where((counted > 0) & (k > 1), out, 0.0), batch.mask), {}
 
     unweighted = ("cap", "level") if baseline == "mean" else ()

@@ -10,6 +10,7 @@ from proxpo.ops.masked import masked_mean, masked_sum, row_mean, row_sum
 from proxpo.ops.pairs import roles
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.token import bounded_exp
 from proxpo.types import Batch, Context, Metrics
 
@@ -36,6 +37,7 @@ def guarded_token_mean(*, max_ratio: float = 10.0):
 
     max_ratio: largest mean ratio of a step that is made
     """
+    check_numbers("guarded_token_mean", "(0, inf]", max_ratio=max_ratio)
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         ratio = bounded_exp(batch.logp.detach() - batch.old_logp, 20.0)
@@ -106,8 +108,7 @@ def constant_length(*, max_tokens: float | None, count_empty: bool = False):
     count_empty: count responses without tokens in the divisor
     """
     longest = DR_GRPO_LENGTH if max_tokens is None else max_tokens
-    if not longest > 0:
-        raise ProxpoError(f"constant_length: max_tokens must be positive, got {max_tokens}")
+    check_numbers("constant_length", "(0, inf)", max_tokens=max_tokens)
 
     def aggregate(x: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> Scalar:
         return masked_sum(x, batch.mask) / (_rows(ctx, x, count_empty) * longest), {}
@@ -157,11 +158,8 @@ def pairwise_logistic(
     form: "sigmoid" (DPO), "robust" or "ipo"
     ipo_mean: length-averaged log-ratios in form="ipo"
     """
-    if not beta > 0 or not 0 <= label_smoothing <= 0.5:
-        raise ProxpoError(
-            "pairwise_logistic: expected beta > 0 and label_smoothing in [0, 0.5], got "
-            f"{beta}, {label_smoothing}"
-        )
+    check_numbers("pairwise_logistic", "(0, inf)", beta=beta)
+    check_numbers("pairwise_logistic", "[0, 0.5]", label_smoothing=label_smoothing)
     if form == "robust" and not label_smoothing < 0.5:
         raise ProxpoError("pairwise_logistic: the robust form needs label_smoothing below 0.5")
 

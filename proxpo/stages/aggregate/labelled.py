@@ -4,11 +4,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_sum_over_cuts
 from proxpo.ops.masked import row_mean, row_sum
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import AllSum, Batch, Context, Metrics
 
 Score = Literal["leave_one_out", "standardised", "centred", "plain"]
@@ -86,8 +86,8 @@ def labelled_scores(
     per: "sum" or "mean" of the log-ratios of a response
     eps: added to the std of score="standardised"
     """
-    if not beta > 0:
-        raise ProxpoError(f"labelled_scores: beta must be positive, got {beta}")
+    check_numbers("labelled_scores", "(0, inf)", beta=beta)
+    check_numbers("labelled_scores", "(0, inf)", eps=eps)
 
     def prepare(batch: Batch) -> dict[str, Tensor]:
         """Groups numbered from 0."""

@@ -8,6 +8,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.budget.allocation import allocate
 from proxpo.stages.budget.responses import PromptResponses, responses_by_prompt
 from proxpo.types import Batch, Budget, Context, Metrics, State
@@ -77,6 +78,7 @@ def knapsack(
             f"budget=knapsack: need 1 ≤ low ≤ high and no negative counts, got low {low}, "
             f"high {high}, positive {positive}, negative {negative}"
         )
+    check_numbers("budget=knapsack", "[0, inf)", min_history=min_history)
     if not 0 < confidence < 1 or not 1 <= window <= MOST_OUTCOMES:
         raise ProxpoError(
             f"budget=knapsack: confidence is in (0, 1) and window in 1..{MOST_OUTCOMES}, "

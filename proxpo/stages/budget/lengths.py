@@ -2,11 +2,11 @@
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.masked import row_quantile
 from proxpo.ops.prompt_memory import blank, recall, remember
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.budget.responses import PromptResponses, responses_by_prompt
 from proxpo.types import Batch, Budget, Context, Metrics, State
 
@@ -31,10 +31,9 @@ def length_budget(*, target: float = 0.8, tau: float = 0.5, min_tokens: int = 1)
     tau: share of the longest right responses that the shorter limit cuts
     min_tokens: smallest limit
     """
-    if not 0 <= tau <= 1:
-        raise ProxpoError(f"length_budget: tau must be in [0, 1], got {tau}")
-    if min_tokens < 1:
-        raise ProxpoError(f"length_budget: min_tokens must be 1 or more, got {min_tokens}")
+    check_numbers("length_budget", "[0, inf]", target=target)
+    check_numbers("length_budget", "[0, 1]", tau=tau)
+    check_numbers("length_budget", "[1, inf)", min_tokens=min_tokens)
 
     def init() -> State:
         return blank("removed")

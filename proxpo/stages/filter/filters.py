@@ -10,6 +10,7 @@ from proxpo.ops.groups import group_range, group_stats
 from proxpo.ops.masked import row_max, row_mean, row_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, Metrics
 
 Keep = tuple[Bool[Tensor, "seq tok"], Metrics]
@@ -69,8 +70,7 @@ def fresh_enough(*, max_lag: float):
 
     max_lag: largest age of a token in policy versions
     """
-    if not max_lag >= 0:
-        raise ProxpoError(f"fresh_enough: max_lag must not be negative, got {max_lag:g}")
+    check_numbers("fresh_enough", "[0, inf]", max_lag=max_lag)
 
     def keep(batch: Batch, ctx: Context) -> Keep:
         oldest = row_max(batch.lag, batch.mask)
@@ -121,6 +121,7 @@ def _bounds(estimator: str, threshold: str | float) -> tuple[float, float]:
     if estimator != "k1":
         if len(parts) != 1:
             raise ProxpoError(f"reject: {estimator} takes one upper threshold, got '{threshold}'")
+        check_numbers("reject", "[0, inf]", threshold=parts[0])
         return -math.inf, parts[0]
     low, high = parts if len(parts) == 2 else (1 / (parts[0] or math.inf), parts[0])
     if not 0 < low <= high:

@@ -5,6 +5,7 @@ from proxpo.ops.groups import group_stats, group_sum
 from proxpo.ops.outcomes import solved
 from proxpo.ops.shapes import Bool, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.filter.filters import check_redrawing
 from proxpo.types import Batch, Context, Metrics
 
@@ -30,6 +31,7 @@ def within_reach(
     max_rounds: rounds of drawing at most
     """
     check_redrawing("within_reach", generation_factor, max_rounds)
+    check_numbers("within_reach", "[0, inf)", min_std=min_std, min_responses=min_responses)
     if not 0 <= low <= high <= 1:
         raise ProxpoError(f"within_reach: need 0 ≤ low ≤ high ≤ 1, got {low}, {high}")
 

@@ -4,10 +4,10 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.masked import row_max
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, Metrics
 
 Pruned = Literal["smallest", "largest", "random"]
@@ -63,10 +63,8 @@ def largest_advantages(
     floor: round down the number that is "kept" or "removed"
     prompt_factor: prompts that a trainer draws, in multiples, so that pruned batches are full
     """
-    if not 0 <= rate < 1:
-        raise ProxpoError(f"largest_advantages: rate must be in [0, 1), got {rate}")
-    if not prompt_factor >= 1:
-        raise ProxpoError(f"largest_advantages: prompt_factor is at least 1, got {prompt_factor}")
+    check_numbers("largest_advantages", "[0, 1)", rate=rate)
+    check_numbers("largest_advantages", "[1, inf)", prompt_factor=prompt_factor)
 
     def keep(batch: Batch, ctx: Context) -> tuple[Bool[Tensor, "seq tok"], Metrics]:
         present = batch.mask.any(dim=1)

@@ -1,11 +1,14 @@
 """Ratios of responses that mix tokens with latent thoughts, which have Gaussian densities."""
 
+import math
+
 import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.fields import declare_field
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.gaussian import SMALLEST
 from proxpo.stages.ratio.token import bounded_exp, check_limit
 from proxpo.types import Batch, Context, PerToken, Recipe
@@ -31,8 +34,8 @@ LATENT = (  # fields of a policy that thinks in hidden states
 
 def check_sigma(sigma: float, *, by: str) -> None:
     """Refuses a width without a density."""
-    if not sigma >= SMALLEST:
-        raise ProxpoError(f"{by}: sigma must be at least {SMALLEST}, got {sigma:g}")
+    if not SMALLEST <= sigma < math.inf:
+        raise ProxpoError(f"{by}: sigma must be at least {SMALLEST} and finite, got {sigma:g}")
 
 
 def thought_logp(
@@ -62,8 +65,7 @@ def latent(*, sigma: float = 10.0, noise: float = 0.0, limit: float = 10.0):
     """
     check_sigma(sigma, by="ratio=latent")
     check_limit(limit, stage="latent")
-    if not noise >= 0:
-        raise ProxpoError(f"ratio=latent: noise is 0 or more, got {noise:g}")
+    check_numbers("latent", "[0, inf)", noise=noise)
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         thought = batch.thought.detach()

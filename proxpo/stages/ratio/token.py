@@ -9,6 +9,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.bounds import hold_within
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.proximal import PROXIMAL, Proximal, proximal_logp, proximal_needs
 from proxpo.types import Batch, Context, PerToken
 
@@ -37,6 +38,7 @@ def token(*, anchor: Anchor | Proximal = "old", limit: float = 20.0, smooth: flo
     smooth: ε of π/(π_anchor + ε), as the 2019 code of P3O has it
     """
     check_limit(limit, stage="token")
+    check_numbers("token", "[0, inf)", smooth=smooth)
 
     def ratio(batch: Batch, ctx: Context) -> PerToken:
         if anchor in PROXIMAL:

@@ -4,11 +4,11 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import count, masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.folded import present
 from proxpo.types import Batch, Clock, Context, PerToken
 
@@ -25,8 +25,8 @@ def context_consistency(
     coef: weight of the term
     estimator: estimator of the KL: k1, k2 or k3
     """
-    if every < 1:
-        raise ProxpoError(f"context_consistency: every is at least 1, got {every}")
+    check_numbers("context_consistency", "[0, inf)", coef=coef)
+    check_numbers("context_consistency", "[1, inf)", every=every)
 
     def acts(clock: Clock) -> bool:
         return clock.step % every == 0

@@ -2,11 +2,11 @@
 
 import math
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.kl import Estimator, kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -36,8 +36,9 @@ def kl_convex(
     floor: smallest λ
     estimator: estimator of the KL, k1, k2 or k3; docs/methods/kl-estimators.md has all
     """
-    if share is not None and not 0 <= share <= 1:
-        raise ProxpoError(f"kl_convex: share lies between 0 and 1, got {share}")
+    check_numbers("kl_convex", "[0, inf)", coef=coef, hold=hold)
+    check_numbers("kl_convex", "[1, inf)", every=every)
+    check_numbers("kl_convex", "[0, 1]", share=share, floor=floor)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         lam = base_share(ctx.clock.updates, hold=hold, every=every, floor=floor)

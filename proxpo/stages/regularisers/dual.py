@@ -4,12 +4,12 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.extremes import batch_max
 from proxpo.ops.kl import kl_estimate, kl_exact
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, Metrics, PerToken, State
 
 KLStatistic = Literal["max", "mean"]
@@ -40,11 +40,8 @@ def kl_dual(
     statistic: "max" or "mean" of the KL over tokens
     kl: "exact" over the vocabulary, or "sampled"
     """
-    if coef < 0 or not radius > 0 or margin < 0 or lr < 0:
-        raise ProxpoError(
-            "kl_dual: expected coef >= 0, radius > 0, margin >= 0 and lr >= 0, got "
-            f"{coef}, {radius}, {margin}, {lr}"
-        )
+    check_numbers("kl_dual", "[0, inf)", coef=coef, margin=margin, lr=lr)
+    check_numbers("kl_dual", "(0, inf)", radius=radius)
 
     def init() -> State:
         zero = torch.zeros((), dtype=torch.float64)

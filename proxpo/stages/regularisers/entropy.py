@@ -2,10 +2,10 @@
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.trust.covariance import covariance
 from proxpo.types import Batch, Context, PerToken
 
@@ -16,6 +16,7 @@ def entropy_bonus(*, coef: float):
 
     coef: weight of the entropy
     """
+    check_numbers("entropy_bonus", "(-inf, inf)", coef=coef)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         return -coef * batch.entropy, {"entropy": masked_mean(batch.entropy.detach(), batch.mask)}
@@ -33,8 +34,8 @@ def covariance_penalty(*, share: float = 2e-3, coef: float = 1.0):
     share: share of the tokens that is penalised
     coef: weight of |log-ratio|
     """
-    if not 0 <= share <= 1:
-        raise ProxpoError(f"covariance_penalty: share must be between 0 and 1, got {share}")
+    check_numbers("covariance_penalty", "[0, 1]", share=share)
+    check_numbers("covariance_penalty", "[0, inf)", coef=coef)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         n = int(batch.mask.sum())

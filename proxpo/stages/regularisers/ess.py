@@ -8,6 +8,7 @@ from proxpo.ops.kl import kl_estimate, kl_exact
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.trust.ess import EpsIn, ess, two_ess
 from proxpo.types import Batch, Context, PerToken, Scope
 
@@ -22,6 +23,7 @@ def ess_kl_from_old(*, scope: Scope = "batch", eps: float = 1e-8, eps_in: EpsIn 
     eps: added to Σ r², or to the count
     eps_in: place of eps: with the "squares", or the "count" as in 2019
     """
+    check_numbers("ess_kl_from_old", "[0, inf)", eps=eps)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)
@@ -40,6 +42,7 @@ def two_anchor_kl(*, scope: Scope = "batch", eps: float = 1e-8):
     scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
     eps: added to Σ r²
     """
+    check_numbers("two_anchor_kl", "[0, inf)", eps=eps)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         behaviour, proximal = two_ess(ratio, batch, ctx, scope=scope, eps=eps)
@@ -77,6 +80,7 @@ def ess_kl_full(
     eps: added to Σ r², or to the count
     eps_in: place of eps: with the "squares", or the "count" as in 2019
     """
+    check_numbers("ess_kl_full", "[0, inf)", eps=eps)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)

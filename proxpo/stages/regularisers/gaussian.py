@@ -3,6 +3,7 @@
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.gaussian import mean_distance
 from proxpo.types import Batch, Context, PerToken
 
@@ -13,6 +14,7 @@ def gaussian_kl(*, coef: float):
 
     coef: weight of the KL
     """
+    check_numbers("gaussian_kl", "[0, inf)", coef=coef)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = mean_distance(batch.mean, batch.ref_mean.detach(), batch.noise)
@@ -29,6 +31,7 @@ def noise_distance(*, coef: float = 0.01):
 
     coef: weight of the distance
     """
+    check_numbers("noise_distance", "[0, inf)", coef=coef)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         gap = (batch.predicted_noise - batch.ref_predicted_noise.detach()).square().mean(-1)

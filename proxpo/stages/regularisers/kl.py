@@ -4,6 +4,7 @@ from proxpo.ops.kl import Clamp, Estimator, kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -25,6 +26,7 @@ def kl_to_ref(
     clamp: bounds on the estimate: "none", or those of a released code, by its name
     ratio_corrected: multiply the estimate by the ratio
     """
+    check_numbers("kl_to_ref", "[0, inf)", coef=coef)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = kl_estimate(batch.logp, batch.ref_logp.detach(), estimator=estimator, clamp=clamp)
@@ -42,6 +44,7 @@ def kl_from_old(*, coef: float, estimator: Estimator = "k3", clamp: Clamp = "non
     estimator: estimator of the KL, k1, k2 or k3; docs/methods/kl-estimators.md has all
     clamp: bounds on the estimate: "none", or those of a released code, by its name
     """
+    check_numbers("kl_from_old", "[0, inf)", coef=coef)
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         kl = kl_estimate(batch.logp, batch.old_logp.detach(), estimator=estimator, clamp=clamp)

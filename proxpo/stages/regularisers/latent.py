@@ -7,6 +7,7 @@ from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.latent import check_sigma, thought_logp
 from proxpo.types import Batch, Context, PerToken
 
@@ -20,6 +21,7 @@ def latent_kl(*, coef: float = 0.01, sigma: float = 10.0):
     coef: weight of the KL
     sigma: σ, the width of the Gaussian of a latent thought
     """
+    check_numbers("latent_kl", "[0, inf)", coef=coef)
     check_sigma(sigma, by="regularisers=latent_kl")
 
     def penalty(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:

@@ -7,6 +7,7 @@ from proxpo.ops.kl import kl_estimate, kl_exact
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Clock, Context, PerToken
 
 MirrorEstimator = Literal["sampled", "k3", "exact"]
@@ -48,8 +49,8 @@ def mirror_kl(
     floor: smallest step size
     anneal: course of t_k: "linear", as the released "code", or "constant"
     """
-    if not (start > 0 and floor > 0):
-        raise ProxpoError(f"mirror_kl: start and floor must be positive, got {start} and {floor}")
+    check_numbers("mirror_kl", "(0, inf)", start=start, floor=floor)
+    check_numbers("mirror_kl", "(-inf, inf)", tsallis=tsallis)
     if tsallis == 1.0:
         raise ProxpoError("mirror_kl: tsallis must differ from 1, where it is the plain logarithm")
 

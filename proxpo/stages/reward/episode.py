@@ -1,6 +1,7 @@
 """Targets of the critic in episodes whose turns are rows of their own."""
 
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.advantage.episode import raw_episode_gae
 from proxpo.stages.advantage.returns import rollout_values
 from proxpo.types import Batch, Context, Metrics
@@ -15,6 +16,7 @@ def episode_targets(*, gamma: float = 1.0, lam: float = 1.0):
     gamma: discount from token to token
     lam: GAE's λ, the discount of later TD errors
     """
+    check_numbers("episode_targets", "[0, 1]", gamma=gamma, lam=lam)
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:
         if batch.returns is not None or (batch.values is None and batch.old_values is None):

@@ -4,10 +4,10 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.groups import group_range
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, Metrics
 
 Reading = Literal["printed", "described", "signed"]
@@ -64,10 +64,8 @@ def gradient_novelty(
     clip: bound on the shaped reward
     min_spread: novelties closer than this change no reward
     """
-    if not strength >= 0:
-        raise ProxpoError(f"gradient_novelty: strength must not be negative, got {strength}")
-    if not clip > 0:
-        raise ProxpoError(f"gradient_novelty: clip must be positive, got {clip}")
+    check_numbers("gradient_novelty", "[0, inf)", strength=strength, min_spread=min_spread)
+    check_numbers("gradient_novelty", "(0, inf]", clip=clip)
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:
         r = batch.rewards.double()

@@ -10,6 +10,7 @@ from proxpo.ops.kl import Clamp, Estimator, kl_estimate
 from proxpo.ops.masked import row_mean, row_sum
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.advantage.returns import token_rewards
 from proxpo.types import Batch, Context, Metrics, State
 
@@ -23,6 +24,8 @@ def clip_reward(*, low: float, high: float):
 
     low, high: bounds on the reward
     """
+    if not low <= high or low == math.inf or high == -math.inf:
+        raise ProxpoError(f"clip_reward: low must not be above high, got {low} and {high}")
 
     def shape(batch: Batch, ctx: Context) -> ShapedBatch:
         return batch.replace(rewards=batch.rewards.clamp(low, high)), {}
@@ -49,6 +52,7 @@ def overlong_penalty(
     factor: weight of the penalty
     floor: hold the penalty at -1 beyond L_max
     """
+    check_numbers("overlong_penalty", "[0, inf)", factor=factor)
     longest = DAPO_LENGTH if max_tokens is None else max_tokens
     zone = longest / 5 if cache is None else cache
     if not 0 <= zone <= longest or not longest > 0 or math.isinf(zone):
@@ -97,6 +101,8 @@ def kl_in_reward(
     target: KL at which a controller leaves β alone
     horizon: responses over which controller="horizon" acts
     """
+    check_numbers("kl_in_reward", "[0, inf)", coef=coef)
+    check_numbers("kl_in_reward", "(0, inf)", target=target, horizon=horizon)
     if estimator == "full" and clamp != "none":
         raise ProxpoError(f"kl_in_reward: clamp={clamp} bounds an estimate, not estimator=full")
 

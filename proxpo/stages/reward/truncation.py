@@ -3,6 +3,7 @@
 import torch
 
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, Metrics
 
 
@@ -12,6 +13,7 @@ def fail_truncated(*, reward: float = 0.0):
 
     reward: reward of a response that was cut off
     """
+    check_numbers("fail_truncated", "(-inf, inf)", reward=reward)
 
     def shape(batch: Batch, ctx: Context) -> tuple[Batch, Metrics]:
         cut = batch.truncated & ~batch.rewards.isnan()

@@ -1,6 +1,5 @@
 """Schedules of a number of steps: on the whole rollout, on parts of it, on replayed data."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +7,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio import none
 from proxpo.stages.regularisers import entropy_bonus
 from proxpo.stages.schedule._types import Updates
@@ -110,8 +110,8 @@ def poisson_replay(
             f"poisson_replay: expected ratio in [0, {MOST_REPLAYS}], capacity of at least 1 and "
             f"start in [0, capacity], got {ratio:g}, {capacity}, {start}"
         )
-    if batch is not None and not 0 < batch < math.inf:
-        raise ProxpoError(f"poisson_replay: batch is positive and finite, or none, got {batch:g}")
+    check_numbers("poisson_replay", "(0, inf)", batch=batch)
+    check_numbers("poisson_replay", "(-inf, inf)", fresh_entropy=fresh_entropy)
     replay = PoissonReplay(
         ratio=ratio, capacity=capacity, start=start, batch=batch, fresh_entropy=fresh_entropy
     )

@@ -4,9 +4,9 @@ from typing import Literal
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.exact.trpo import trpo_step
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.schedule._types import Updates
 from proxpo.types import Context, Metrics, State
 
@@ -37,13 +37,11 @@ def line_search(
     searches: trials at most
     average: weights of the surrogate: per "token" or per "sequence"
     """
-    if not delta > 0 or damping < 0 or not 0 < shrink < 1 or min(cg_iterations, searches) < 1:
-        raise ProxpoError(
-            f"line_search: expected delta > 0, damping >= 0, shrink in (0, 1) and counts of at "
-            f"least 1, got {delta}, {damping}, {shrink}, {cg_iterations}, {searches}"
-        )
-    if not 0 <= cg_tolerance < 1:
-        raise ProxpoError(f"line_search: cg_tolerance must be in [0, 1), got {cg_tolerance}")
+    check_numbers("line_search", "(0, inf)", delta=delta)
+    check_numbers("line_search", "[0, inf)", damping=damping)
+    check_numbers("line_search", "(0, 1)", shrink=shrink)
+    check_numbers("line_search", "[0, 1)", cg_tolerance=cg_tolerance)
+    check_numbers("line_search", "[1, inf)", cg_iterations=cg_iterations, searches=searches)
 
     def schedule(updates: Updates, ctx: Context) -> tuple[State, Metrics]:
         policy, samples = updates.exact()

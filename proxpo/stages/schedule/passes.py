@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.schedule._types import Updates
 from proxpo.stages.select.probability import probability_split
 from proxpo.types import Context, Metrics, Recipe, State
@@ -38,6 +39,7 @@ def split_passes(
     rule: threshold as a "probability" or a "quantile"
     high_first: start with the probable tokens
     """
+    check_numbers("split_passes", "[0, 1]", threshold=threshold)
     order: tuple[Literal["low", "high"], ...] = ("high", "low") if high_first else ("low", "high")
     parts = [probability_split(threshold=threshold, part=part, rule=rule) for part in order]
 

@@ -4,6 +4,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.schedule._types import Updates
 from proxpo.types import Context, Metrics, State
 
@@ -24,6 +25,7 @@ def reincarnation(*, share: float = 0.4, window: int = 2, passes: int = 2, at: i
     passes: uses of every batch
     at: optimizer step of the new base; none: never
     """
+    check_numbers("reincarnation", "[0, inf)", at=at)
     if not 0 <= share < 1 or window < 1 or passes < 1:
         raise ProxpoError(
             f"reincarnation: expected share in [0, 1), window and passes of at least 1, got "

@@ -4,6 +4,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.schedule._types import Updates
 from proxpo.types import Context, Metrics, State
 
@@ -31,6 +32,7 @@ def transition_buffer(
     value_draws, value_batch: draws whose gradients the critic's step averages, and their size
     value_lr: learning rate of the critic
     """
+    check_numbers("transition_buffer", "[0, inf)", value_lr=value_lr)
     if min(buffer, updates, batch, value_batch) < 1 or value_draws < 0:
         raise ProxpoError(
             "transition_buffer: expected buffer, updates, batch and value_batch of at least 1 and "

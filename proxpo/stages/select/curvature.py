@@ -21,6 +21,7 @@ from proxpo.ops.masked import masked_mean, row_sum, spread
 from proxpo.ops.prompt_memory import find
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, Metrics, PerToken, State
 
 OFFICIAL_RATE = 1.5e-5  # learning rate of the paper's runs
@@ -193,15 +194,12 @@ def curvature_mask(
     eps: Adam's, in the foreseen step
     normalise: divide each response by its kept tokens ("sequence"), or by "all"
     """
-    for name, bound in (("tau_policy", tau_policy), ("tau_objective", tau_objective)):
-        if not bound >= 0:
-            raise ProxpoError(f"curvature_mask: {name} must not be negative, got {bound}")
+    check_numbers("curvature_mask", "[0, inf]", tau_policy=tau_policy, tau_objective=tau_objective)
+    check_numbers("curvature_mask", "[0, 1)", beta1=beta1, beta2=beta2)
+    check_numbers("curvature_mask", "(0, inf)", eps=eps)
     if k < 1:
         raise ProxpoError(f"curvature_mask: k must be at least 1, got {k}")
-    if learning_rate is not None and learning_rate < 0:
-        raise ProxpoError(
-            f"curvature_mask: learning_rate must not be negative, got {learning_rate}"
-        )
+    check_numbers("curvature_mask", "[0, inf)", learning_rate=learning_rate)
 
     def init() -> State:
         if optimizer == "sgd":

@@ -6,6 +6,7 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.quantiles import quantile
 from proxpo.ops.shapes import Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -24,6 +25,7 @@ def probability_split(
     part: tokens that are kept: "low" or "high"
     rule: threshold as a "probability" or a "quantile"
     """
+    check_numbers("probability_split", "[0, 1]", threshold=threshold)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         p = batch.old_logp.detach().exp()

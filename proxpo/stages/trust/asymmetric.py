@@ -55,7 +55,8 @@ def asymmetric_clip(
         soft, gain = weight > cap, -adv
         scale = gain * weight
         live = scale / r.clamp(min=tiny) * ratio
-        x = torch.where(soft, gain * cap * batch.logp, torch.where(silent, scale, live))
+        capped = gain * weight.clamp(max=cap)  # the cap where `soft`, and finite without one
+        x = torch.where(soft, capped * batch.logp, torch.where(silent, scale, live))
         return x, {
             "trust/clipped": masked_mean(silent, batch.mask),
             "trust/soft": masked_mean(soft, batch.mask),

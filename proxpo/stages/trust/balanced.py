@@ -10,6 +10,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.trust.clip import check_dual, clip_between
 from proxpo.types import Batch, Context, PerToken, Scope
 
@@ -71,6 +72,7 @@ def balanced_clip(
     scope: "batch": balance of the whole optimizer step; "microbatch": of each micro-batch
     """
     default = SEARCHES[statistic]
+    check_numbers("balanced_clip", "[0, inf)", target=target)
     goal = default.target if target is None else target
     official = statistic == "official"
     lows = _grid("low", (low_from, low_to, low_step), default.low, cut=official)
@@ -155,7 +157,7 @@ def _grid(
     """Bounds from the first to the last; cut=True adds the last where no step ends on it."""
     first, last, step = (d if g is None else g for g, d in zip(bounds, default))
     steps = (last - first) / step if step > 0 else math.inf
-    if not (math.isfinite(first) and 0 <= steps <= MOST_BOUNDS):
+    if not (all(map(math.isfinite, (first, last, step))) and 0 <= steps <= MOST_BOUNDS):
         raise ProxpoError(
             f"balanced_clip: {side} goes from {first} to {last} in steps of {step}, which is not "
             f"at most {MOST_BOUNDS} positive steps"

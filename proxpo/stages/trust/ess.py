@@ -7,6 +7,7 @@ import torch
 from proxpo.ops.masked import count, masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import AllSum, Batch, Context, PerToken, Scope, local
 
 EpsIn = Literal["squares", "count"]
@@ -61,6 +62,7 @@ def ess_cap(
     eps_in: place of eps: with the "squares", or the "count" as in 2019
     cap: ceiling ESS (true) or 1
     """
+    check_numbers("ess_cap", "[0, inf)", eps=eps)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         size = ess(ratio, batch.mask, eps=eps, eps_in=eps_in, all_sum=ctx.all_sum, scope=scope)
@@ -79,6 +81,7 @@ def two_anchor_ess_cap(*, scope: Scope = "batch", eps: float = 1e-8):
     scope: "batch": ESS of the whole optimizer step; "microbatch": of each micro-batch
     eps: added to Σ r²
     """
+    check_numbers("two_anchor_ess_cap", "[0, inf)", eps=eps)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         behaviour, proximal = two_ess(ratio, batch, ctx, scope=scope, eps=eps)

@@ -8,6 +8,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, Metrics, PerToken
 
 
@@ -17,6 +18,7 @@ def score_function(*, cap: float = math.inf):
 
     cap: largest weight of a token
     """
+    check_numbers("score_function", "(0, inf]", cap=cap)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         weight = ratio.detach()

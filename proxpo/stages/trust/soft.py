@@ -2,10 +2,10 @@
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -17,8 +17,7 @@ def soft_gate(*, tau_pos: float = 1.0, tau_neg: float = 1.05):
 
     tau_pos, tau_neg: sharpness of the gate for A > 0 and for A < 0
     """
-    if tau_pos <= 0 or tau_neg <= 0:
-        raise ProxpoError(f"soft_gate: τ must be positive, got {tau_pos} and {tau_neg}")
+    check_numbers("soft_gate", "(0, inf)", tau_pos=tau_pos, tau_neg=tau_neg)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         # A tensor among the choices: two plain numbers would be rounded to float32.

@@ -2,10 +2,10 @@
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.advantage.returns import Holes, raw_gae, rollout_values
 from proxpo.types import Batch, Context, PerToken
 
@@ -30,8 +30,9 @@ def value_loss(
     lam: GAE's λ, the discount of later TD errors
     holes: masked positions inside a response: "skip" them, or "reset" the sum there
     """
-    if clip is not None and clip < 0:
-        raise ProxpoError(f"value_loss: clip must not be negative, got {clip}")
+    check_numbers("value_loss", "[0, inf)", coef=coef)
+    check_numbers("value_loss", "[0, inf]", clip=clip)
+    check_numbers("value_loss", "[0, 1]", gamma=gamma, lam=lam)
 
     def prepare(batch: Batch) -> dict[str, Tensor]:
         """R = A_raw + V_old, once per rollout; nothing without a critic or when given."""

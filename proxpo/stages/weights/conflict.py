@@ -2,12 +2,12 @@
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.fields import declare_field
 from proxpo.ops.groups import group_stats
 from proxpo.ops.masked import is_packed, masked_mean, packing, row_mean
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 declare_field(
@@ -97,8 +97,7 @@ def conflict_tokens(*, boost: float = 2.0, divide: bool = False):
     boost: weight of conflict tokens in positive responses
     divide: divide by the length of the runs, as released
     """
-    if not boost >= 0:
-        raise ProxpoError(f"conflict_tokens: boost must not be negative, got {boost}")
+    check_numbers("conflict_tokens", "[0, inf)", boost=boost)
 
     def prepare(batch: Batch) -> dict[str, Tensor]:
         for name in ("tokens", "group"):

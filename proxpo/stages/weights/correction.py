@@ -9,6 +9,7 @@ from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean, moments, row_mean, row_sum
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.proximal import Proximal, proximal_logp, proximal_needs
 from proxpo.types import Batch, Context, PerToken
 
@@ -51,6 +52,9 @@ def tis(
     normalise: divide by the batch mean of w
     truncate_tokens: bound the tokens' ratios before they are pooled (verl's GMPO)
     """
+    check_numbers("tis", "(0, inf]", cap=cap)
+    if not 0 <= floor <= cap or floor == math.inf:
+        raise ProxpoError(f"tis: floor must be in [0, cap], got {floor} and cap {cap}")
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         q = torch.nan_to_num(batch.old_logp - batch.rollout_logp, nan=0.0).detach()
@@ -93,8 +97,7 @@ def behaviour(
     level: ratio of a token, of a whole sequence, or its geometric mean
     cap: largest v
     """
-    if not cap > 0:
-        raise ProxpoError(f"behaviour: cap must be positive, got {cap}")
+    check_numbers("behaviour", "(0, inf]", cap=cap)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         q = (proximal_logp(batch, prox=prox) - batch.old_logp).detach()
@@ -119,6 +122,8 @@ def off_policy_mask(*, threshold: float = 0.5):
 
     threshold: largest mean log-ratio of a negative response that still counts
     """
+
+    check_numbers("off_policy_mask", "[0, inf]", threshold=threshold)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         drift = row_mean(batch.rollout_logp - batch.logp.detach(), batch.mask)[:, None]

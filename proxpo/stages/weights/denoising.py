@@ -3,6 +3,7 @@
 from typing import Literal
 
 from proxpo.stages import Parts, stage
+from proxpo.stages._options import check_numbers
 from proxpo.stages.ratio.gaussian import SMALLEST
 from proxpo.types import Batch, Context, PerToken
 
@@ -16,6 +17,7 @@ def inverse_step(*, noise_schedule: Literal["flow", "dance"] = "flow", eta: floa
     noise_schedule: σ_t of Flow-GRPO ("flow") or a constant one ("dance")
     eta: η of noise_schedule="dance"
     """
+    check_numbers("inverse_step", "[0, inf)", eta=eta)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         weight = 1 / batch.step_size.clamp(min=SMALLEST)

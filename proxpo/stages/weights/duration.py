@@ -5,6 +5,7 @@ import torch
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import spread
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -20,10 +21,8 @@ def by_duration(*, max_weight: float | None = None, min_duration: float = 0.0):
     max_weight: largest weight; none: unbounded
     min_duration: shorter durations count as this one
     """
-    if max_weight is not None and not max_weight > 0:
-        raise ProxpoError(f"by_duration: max_weight must be positive, got {max_weight}")
-    if not min_duration >= 0:
-        raise ProxpoError(f"by_duration: min_duration must not be negative, got {min_duration}")
+    check_numbers("by_duration", "(0, inf]", max_weight=max_weight)
+    check_numbers("by_duration", "[0, inf)", min_duration=min_duration)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         filled = batch.mask.any(dim=1)

@@ -2,9 +2,9 @@
 
 import torch
 
-from proxpo.errors import ProxpoError
 from proxpo.ops.masked import count
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -17,8 +17,7 @@ def separate_means(*, summary: float = 1.0, action: float = 1.0):
 
     summary, action: weights of the mean over summaries and of that over actions
     """
-    if summary < 0 or action < 0:
-        raise ProxpoError(f"separate_means: weights are 0 or more, got {summary} and {action}")
+    check_numbers("separate_means", "[0, inf)", summary=summary, action=action)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         inside = batch.mask & batch.summary

@@ -10,6 +10,7 @@ from proxpo.ops.masked import masked_mean
 from proxpo.ops.quantiles import quantile
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages import stage
+from proxpo.stages._options import check_numbers
 from proxpo.types import Batch, Context, PerToken
 
 
@@ -19,6 +20,7 @@ def constant(*, factor: float = 1.0):
 
     factor: the weight
     """
+    check_numbers("constant", "(-inf, inf)", factor=factor)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:
         return torch.full_like(batch.logp, factor), {}

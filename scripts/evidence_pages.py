@@ -202,6 +202,15 @@ def claims() -> list[dict[str, Any]]:
     return yaml.safe_load((RESULTS / "claims.yaml").read_text())
 
 
+def tally_block() -> str:
+    """Number of measurements of each verdict, by paper."""
+    rows = []
+    for paper in claims():
+        seen = [x["verdict"] for claim in paper["claims"] for x in claim["seen"]]
+        rows.append((paper["source"], *(str(seen.count(verdict)) for verdict in VERDICTS)))
+    return table(("paper", *VERDICTS), rows)
+
+
 def claim_block() -> str:
     rows = []
     for paper in claims():
@@ -259,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "weights": weight_block,
     "stale": stale_block,
     "lengths": length_block,
+    "tally": tally_block,
     "claims": claim_block,
     "front": front_block,
 }

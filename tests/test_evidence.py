@@ -1,5 +1,6 @@
 """The script of ratios and the table of claims."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -29,4 +30,6 @@ def test_claims_have_a_verdict_and_a_page():
 
     assert "**not tested**" in evidence_pages.claim_block()
     seen = [s for p in evidence_pages.claims() for c in p["claims"] for s in c["seen"]]
+    counts = re.findall(r"\| (\d+)(?= )", evidence_pages.tally_block())
+    assert sum(map(int, counts)) == len(seen), "a verdict that is in no column"
     assert all((evidence_pages.RESULTS / s["result"]).exists() for s in seen)

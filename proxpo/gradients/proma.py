@@ -167,6 +167,10 @@ class Proma(Transform):
         super().step(skipped=skipped)
         self.rule.running.clear()
 
+    @property
+    def _keeps_lengths(self) -> bool:
+        return super()._keeps_lengths or bool(self.rule.running)
+
     def _collected(self) -> dict[str, Any]:
         return {**super()._collected(), "running": dict(self.rule.running)}
 

@@ -170,5 +170,5 @@ def replaced_backward(finder: Finder) -> Iterator[None]:
 
 def find_backward(call: HeadCall) -> Backward | None:
     """The backward pass that an open `replaced_backward` block offers for a call; None for none."""
-    offers = (finder(call) for finder in reversed(_FINDERS))
+    offers = (finder(call) for finder in _FINDERS[::-1])
     return next((backward for backward in offers if backward is not None), None)

@@ -1,16 +1,19 @@
 """Mistakes around a block of a transform: refused in one line, and the model left as it was."""
 
 import copy
+import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
 from blocks import LENGTHS, A, assert_same, backward
 from models import VOCAB, hf, nll, packed, padded
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients import active_handle, isopo, isopo_ntk
+from proxpo.gradients import active_handle, isopo, isopo_ntk, proma
 
 
 def forwards(model: nn.Module) -> list:
@@ -45,8 +48,12 @@ def test_a_model_is_not_copied_inside_the_block(tiny, batch):
     want = backward(tiny, *batch)
     with isopo(overlap="all").applied(tiny, sequences=batch[1], advantages=A):
         for module in (tiny, tiny.up):
-            with pytest.raises(ProxpoError, match=r"copied inside the `with` block.*before the"):
+            with pytest.raises(
+                ProxpoError, match=r"copied or pickled inside the `with` block.*before the"
+            ):
                 copy.deepcopy(module)
+            with pytest.raises(ProxpoError, match="copied or pickled inside"):
+                pickle.dumps(module)
     assert_same(backward(copy.deepcopy(tiny), *batch), want)
 
 
@@ -331,3 +338,61 @@ def test_a_foreign_state_is_refused():
         isopo().load_state_dict({"steps": 1, "exp_avg": torch.ones(1)})
     with pytest.raises(ProxpoError, match="got no 'steps'"):
         isopo().load_state_dict({})
+
+
+def unfreeze(model: nn.Module) -> None:
+    model.up.requires_grad_(True)
+
+
+def replace(model: nn.Module) -> None:
+    model.up = nn.Linear(8, 24).double()
+
+
+@pytest.mark.parametrize("change", [unfreeze, replace])
+def test_parameters_that_join_inside_the_block_are_refused(tiny, batch, change):
+    tiny.up.requires_grad_(change is not unfreeze)
+    forward = lambda: change(tiny) or tiny(*batch)  # noqa: E731
+    with pytest.raises(
+        ProxpoError, match=r"up\.weight began to be trained inside the `with` block"
+    ):
+        backward(tiny, *batch, forward=forward)
+
+
+@pytest.mark.parametrize("make", [lambda: isopo(reg=0.5), isopo_ntk, proma])
+def test_a_transform_stays_with_its_model(tiny, batch, make):
+    other, transform = copy.deepcopy(tiny), make()
+    backward(tiny, *batch, transform)
+    with pytest.raises(ProxpoError, match="keeps lengths of another model's layers; make one"):
+        backward(other, *batch, transform)
+    backward(nn.ModuleDict({"module": tiny}), *batch, transform, forward=lambda: tiny(*batch))
+    fresh = make()
+    fresh.load_state_dict(transform.state_dict())
+    backward(other, *batch, fresh)
+
+
+def test_updates_do_not_end_inside_a_block(tiny, batch):
+    transform, state = isopo(), isopo().state_dict()
+    with transform.applied(tiny, sequences=batch[1], advantages=A):
+        with pytest.raises(ProxpoError, match=r"step\(\) inside an `applied` block"):
+            transform.step()
+        with pytest.raises(ProxpoError, match=r"load_state_dict\(\) inside an `applied` block"):
+            transform.load_state_dict(state)
+    transform.step()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_that_selective_checkpointing_keeps_is_not_changed(batch, bias):
+    """PyTorch itself overlooks the change where the layer has no bias."""
+    torch.manual_seed(0)
+    kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    contexts = partial(create_selective_checkpoint_contexts, list(kept))
+    embed, up = nn.Embedding(13, 6), nn.Linear(6, 13, bias=bias)
+    model = nn.ModuleList([embed, up]).double()
+
+    def forward(change: str) -> Tensor:
+        segment = lambda x: torch.sin(getattr(up(x), change)(2.0))  # noqa: E731
+        return checkpoint(segment, embed(batch[0]), use_reentrant=False, context_fn=contexts)
+
+    backward(model, *batch, forward=lambda: forward("mul"))
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        backward(model, *batch, forward=lambda: forward("mul_"))

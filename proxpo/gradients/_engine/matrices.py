@@ -17,11 +17,11 @@ from proxpo.gradients._engine.operations import (
     autocast,
     begin_call,
     flat_positions,
+    linear,
     no_autocast,
     once,
     returned,
     shows_positions,
-    without_base,
 )
 from proxpo.gradients._engine.position_axes import broadcast
 from proxpo.gradients._engine.position_gradients import (
@@ -55,8 +55,7 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(x, weight, None if kernel.dtype == weight.dtype else kernel)
             if bias is not None and bias.dtype != x.dtype:
                 bias = bias.to(x.dtype)
-            out = F.linear(x, kernel.T if layer.transposed else kernel, bias)
-        return out if out._base is None else without_base(out)
+            return linear(x, kernel.T if layer.transposed else kernel, bias)
 
     @staticmethod
     @once

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from proxpo.errors import ProxpoError
@@ -46,14 +47,19 @@ def returned(
     return module_handle.handles[attribute].send(gradient)
 
 
-def without_base(out: Tensor) -> Tensor:
-    """The tensor, not as a view of another: autograd lets nobody change views in place."""
-    base = out._base
-    if base is None:
-        return out
-    if base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous():
-        return torch.ops.aten._unsafe_view(base, out.shape)
-    return out.clone()
+def linear(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, with an output that may be changed in place and shows it.
+
+    It is no view, which autograd lets nobody change, but counts versions with the result of the
+    product: selective checkpointing, which keeps that result, refuses it once it has been changed.
+    There alone a dispatch mode is active, and the product is taken of a matrix, since `F.linear`
+    of more axes would return a copy of the count.
+    """
+    if torch._C._len_torch_dispatch_stack() and x.dim() > 2:
+        out = F.linear(x.flatten(0, -2), kernel, bias).unflatten(0, x.shape[:-1])
+    else:
+        out = F.linear(x, kernel, bias)
+    return out if out._base is None else out.detach()
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

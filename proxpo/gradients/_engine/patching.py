@@ -66,6 +66,7 @@ class PatchedModel:
     def __init__(self, model: nn.Module, session: Session, warn: Callable[[str], None]) -> None:
         self.session = session
         self.fingerprint = fingerprint(model)
+        self._trained = {(id(part), own) for part in model.modules() for own in trainable(part)}
         self._forwards: list[tuple[nn.Module, Forward]] = []
         if from_head(session.rule):
             session.head = ParameterHandle(session, model, "head", "weight")
@@ -84,7 +85,7 @@ class PatchedModel:
         own = [module.__dict__.get("forward") for module, _ in self._forwards]
         try:
             for module, forward in self._forwards:
-                module.__dict__.update(forward=forward, _uncopied=_UNCOPIED)
+                module.__dict__.update(_uncopied=_UNCOPIED, forward=forward)
             yield
         finally:
             for (module, _), before in zip(self._forwards, own):
@@ -93,14 +94,28 @@ class PatchedModel:
                 if before is not None:
                     module.__dict__["forward"] = before
 
+    def check_additions(self, model: nn.Module) -> None:
+        """Refuses gradients of parameters that the model did not train when the block began."""
+        if self.session.head is not None or fingerprint(model) == self.fingerprint:
+            return
+        for name, module in model.named_modules():
+            for own in trainable(module):
+                new = (id(module), own) not in self._trained
+                if new and getattr(module, own).grad is not None:
+                    raise ProxpoError(
+                        f"gradients.applied: {clean(name)}.{own} began to be trained inside the "
+                        "`with` block, so that its gradient did not pass through the transform; "
+                        "unfreeze or replace modules before the block"
+                    )
+
 
 class _Uncopied:
     """Keeps a patched module from being copied: the copy would compute with the old weights."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise ProxpoError(
-            "gradients.applied: the model cannot be copied inside the `with` block, where the "
-            "forward of its layers is another; copy it before the block"
+            "gradients.applied: the model cannot be copied or pickled inside the `with` block, "
+            "where the forward of its layers is another; do so before the block"
         )
 
 

@@ -178,6 +178,7 @@ class Transform:
             ):
                 yield
             audit.check()
+            patched.check_additions(model)
             if session.head is not None and not session.head.done:
                 raise ProxpoError(
                     "gradients.applied: scope=head weighs responses in the backward pass of "
@@ -210,6 +211,7 @@ class Transform:
             update, on every rank if one of them says so. An update in which a block raised
             NotFiniteError is a skipped one by itself.
         """
+        self._refuse_open("step")
         keys = [f"{name}/{x}" for name in self._names for x in self.rule.quantities]
         self._steps += self.averages.step(keys, skipped=skipped or self._not_finite)
         self._blocks, self._not_finite = 0, False
@@ -233,7 +235,11 @@ class Transform:
         return {"steps": self._steps, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`; anything collected since the last step is dropped."""
+        """Continues from a `state_dict`; anything collected since the last step is dropped.
+
+        The next block may be on another model.
+        """
+        self._refuse_open("load_state_dict")
         unknown = [key for key in state if key != "steps" and not key.startswith("average.")]
         if unknown or "steps" not in state:
             raise ProxpoError(
@@ -247,6 +253,7 @@ class Transform:
         }
         self.averages.load(averages)
         self._steps, self._blocks = int(state["steps"]), 0
+        self._patched = None
 
     def _open(
         self,
@@ -310,15 +317,45 @@ class Transform:
             self._restore(self._nothing())
         if _OPEN:
             own = {id(module) for module in model.modules()}
-            if any(id(module) in own for other, _ in _OPEN for module in other.modules()):
+            if any(id(module) in own for other, _ in _OPEN[:] for module in other.modules()):
                 raise ProxpoError(
                     "gradients.applied: a transform is already applied to this model; close its "
                     "`with` block first"
                 )
         return device
 
+    @property
+    def _is_open(self) -> bool:
+        """True while a block of this transform is open."""
+        return any(session.averages is self.averages for _, session in _OPEN[:])
+
+    def _refuse_open(self, method: str) -> None:
+        """Refuses what belongs between two updates while a block is open."""
+        if self._is_open:
+            raise ProxpoError(
+                f"gradients: transform.{method}() inside an `applied` block, whose lengths are "
+                "collected when it ends; call it after the block"
+            )
+
+    @property
+    def _keeps_lengths(self) -> bool:
+        """True where numbers of an earlier block have a part in the next one."""
+        return bool(self.averages.values) or self.averages.pending() > 0 or self._is_open
+
+    def _refuse_other(self, model: nn.Module) -> None:
+        """Refuses a model without any module of the one whose lengths are kept."""
+        if self._patched is None or self._patched[0] is model or not self._keeps_lengths:
+            return
+        own = {id(module) for module in model.modules()}
+        if not any(id(module) in own for module in self._patched[0].modules()):
+            raise ProxpoError(
+                "gradients.applied: this transform keeps lengths of another model's layers; "
+                "make one transform for each model (a new one can load this one's state_dict)"
+            )
+
     def _patch(self, model: nn.Module) -> PatchedModel:
         """Handles for the parameters the model trains now; the old ones if it has not changed."""
+        self._refuse_other(model)
         if self._patched is not None:
             known, patched = self._patched
             if known is model and patched.fingerprint == fingerprint(model):
@@ -345,7 +382,7 @@ def active_handle(parameter: Tensor) -> ParameterHandle | None:
 
     A tied weight is found at the module that multiplies by it (the head), not at the embedding.
     """
-    handles = (session.handle_of(parameter) for _, session in reversed(_OPEN))
+    handles = (session.handle_of(parameter) for _, session in _OPEN[::-1])
     return next((handle for handle in handles if handle is not None), None)
 
 

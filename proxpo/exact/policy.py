@@ -178,5 +178,6 @@ def linearise(f: Callable[[Tensor], Tensor], theta: Float[Tensor, " param"]) -> 
 def token_kl(
     log_p: Float[Tensor, "seq tok vocab"], log_q: Float[Tensor, "seq tok vocab"]
 ) -> Float[Tensor, "seq tok"]:
-    """KL(p ‖ q) over the whole vocabulary, position by position."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    """KL(p ‖ q) over the whole vocabulary, position by position; 0 log 0 = 0."""
+    p = log_p.exp()
+    return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)

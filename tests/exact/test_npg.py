@@ -144,6 +144,25 @@ def test_normalised_step_has_the_asked_kl(linear):
     assert errors[2] < 2e-3
 
 
+def test_a_token_with_a_logit_of_minus_infinity_counts_as_absent(policy, samples, advantages):
+    """Models mask tokens so; they have probability 0 under both policies."""
+
+    class Masked(nn.Module):
+        def __init__(self, bias: float) -> None:
+            super().__init__()
+            self.model, self.bias = policy.model, bias
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.cat([z := self.model(ids), torch.full_like(z[..., :1], self.bias)], -1)
+
+    step = torch.full_like(policy.vector(), 0.1)
+    moved = policy.vector() + step * torch.arange(len(step))
+    absent = FlatPolicy(Masked(-torch.inf))
+    for args in ((policy.vector(), moved), (moved, policy.vector())):
+        assert_close(mean_kl(absent, samples, *args), mean_kl(policy, samples, *args), **EXACT)
+    assert trpo_step(absent, samples, advantages).accepted
+
+
 @DAMPING
 @pytest.mark.checks("npg", "the step never points against the gradient")
 def test_step_ascends(policy, samples, generator, damping):

@@ -297,7 +297,7 @@ def isopo(
     signs: negative ones normalise. Reference: arXiv:2512.23353.
 
     preset: fisher (p=-1), nearest-npg (r=-2), figure4 (q=-1, r=-2), euclidean (q=-1), reinforce;
-        it sets p, q and r together.
+        it sets p, q and r together; other values beside it are refused, defaults are not.
     reg: multiple of E[x²] that is added to the square of each length x. E[x²] trails over earlier
         mini-batches.
     history: E[x²] with no earlier mini-batch: the mean of the micro-batch, or each sequence's own

@@ -12,6 +12,7 @@ A link to nothing, a page outside the navigation, an entry without a page and wh
 generator warns of end the build with status 1.
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -143,4 +144,6 @@ def expanded(nav: Any, pages: set[str]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "site"))
+    parser = argparse.ArgumentParser(description="Builds the documentation site.")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "site")
+    sys.exit(main(parser.parse_args().folder))

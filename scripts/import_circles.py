@@ -6,6 +6,7 @@ Imports inside functions and below TYPE_CHECKING count as any other, and so does
 `importlib.import_module("proxpo.x")`. Prints a line for each fault; exit status 1 if there is one.
 """
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,7 +157,7 @@ def _path_through(component: Sequence[str], imports: Imports) -> str:
     raise AssertionError(component)
 
 
-def main(folder: Path = PACKAGE) -> int:
+def main(folder: Path) -> int:
     imports = read_imports(folder)
     for component in (components := circles(imports)):
         print(f"circle of {len(component)}: {_path_through(component, imports)}")
@@ -167,4 +168,6 @@ def main(folder: Path = PACKAGE) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=PACKAGE)
+    sys.exit(main(parser.parse_args().folder))

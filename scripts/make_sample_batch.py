@@ -1,14 +1,14 @@
-"""Make proxpo/data/sample_batch.json: two sums, four answers each, a policy a few updates stale.
+"""Makes proxpo/data/sample_batch.json: two sums, four answers each, a policy a few updates stale.
 
     python scripts/make_sample_batch.py [FILE]
 
 Python's own generator is used, whose sequence is the same on every machine and version.
 """
 
+import argparse
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,5 +109,6 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET
-    target.write_text(render(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=TARGET)
+    parser.parse_args().file.write_text(render(), encoding="utf-8")

@@ -6,6 +6,7 @@
 Ends with status 1 if a model has a wrong gradient or crashes.
 """
 
+import argparse
 import re
 import sys
 import warnings
@@ -74,4 +75,6 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
+    sys.exit(main(parser.parse_args().models))

@@ -52,6 +52,8 @@ class Settings:
                 f"adapt: problems and max_tokens are at least 1, got {self.problems} and "
                 f"{self.max_tokens}"
             )
+        if self.seed < 0:
+            raise ProxpoError(f"adapt: seed is at least 0, got {self.seed}")
         if self.first < 0:
             raise ProxpoError(f"adapt: first is a number of a problem from 0 on, got {self.first}")
         if not 0 < self.temperature <= MOST_TEMPERATURE:

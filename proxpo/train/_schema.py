@@ -277,10 +277,10 @@ class Config:
         0,
         "every stream of random numbers derives from it",
         resume="fixed",
-        low=-(2**63),
+        low=0,
         high=2**63 - 1,
     )
-    out: str | None = setting(None, "folder of the run; none: runs/METHOD-TASK-SEED", resume="now")
+    out: str | None = setting(None, "folder of the run; none: runs/METHOD-TASK-seedN", resume="now")
     method: str = setting(
         "isopo", "a method of the catalogue (see `proxpo methods`)", resume="fixed"
     )

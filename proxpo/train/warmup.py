@@ -78,7 +78,7 @@ class WarmupSettings:
 
     def __post_init__(self) -> None:
         least = {"problems": 1, "epochs": 1, "batch": 1, "max_prompt": 1, "max_tokens": 1}
-        for name, low in {**least, "save_every": 0, "lr": 0.0}.items():
+        for name, low in {**least, "save_every": 0, "seed": 0, "lr": 0.0}.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ProxpoError(f"warmup: {name} is at least {low}, got {value}")

@@ -149,6 +149,7 @@ REFUSED = {
     "takes float32, float64": ["rosa", "--set", "dtype=3"],
     "is answered over several turns": ["rosa", "--task", "arms"],
     "--problems 3 and --set problems=2": ["rosa", "--problems", "3", "--set", "problems=2"],
+    "seed is at least 0, got -1": ["rosa", "--seed", "-1"],
     "leave --seed out": ["rosa", "--seeds", "2", "--set", "seed=7"],
     "finite and at least 0, got inf": ["latentseek", "--set", "lr=inf"],
     "sgd_lr is finite": ["rosa", "--set", "sgd_lr=inf"],

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxpo.cli import main
 from proxpo.errors import ProxpoError
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import leaves
@@ -133,6 +134,7 @@ MISTAKES = {
     "top_p=1.1": "rollout.top_p is at most 1, got 1.1",
     "lr=fast": "train.lr takes float, got 'fast'",
     "lr=nan": "train.lr takes float, got nan",
+    "seed=-1": "seed is at least 0, got -1",
     "seed=1.5": "seed takes int, got 1.5",
     "seed=true": "seed takes int, got True",
     "steps=0": "train.steps is at least 1, got 0",
@@ -306,6 +308,14 @@ def test_changes_are_listed():
         "train.steps: 100 -> 7",
         f"train.lr: {before.train.lr} -> 1e-05",
     ]
+
+
+@pytest.mark.parametrize("columns", ["80", "160"])
+def test_names_of_settings_are_never_broken(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["train", "quickstart", "--explain"]) == 0
+    words = capsys.readouterr().out.split()
+    assert {setting.path for setting in explain()} <= set(words)
 
 
 def test_every_setting_is_explained():

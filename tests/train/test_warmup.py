@@ -24,6 +24,7 @@ def settings(*sets: str, task: str = "arithmetic:mixed"):
 @pytest.mark.parametrize(
     ("sets", "reason"),
     [
+        ("seed=-1", "seed is at least 0, got -1"),
         ("grad_clip=0", "grad_clip is above 0, or none for no limit, got 0"),
         ("task=gsm8k", "task arithmetic:mixed and --set task=gsm8k contradict each other"),
     ],

@@ -44,10 +44,10 @@ OTHER_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def nearest(name: str, valid: Iterable[str], *, listing: str = "") -> str:
     """`; did you mean 'grpo'?` when a valid name is close, the list of them otherwise.
 
-    Of more than MOST_NAMES those that are most alike.
+    Of more than MOST_NAMES those that are most alike, and `listing`, the command that shows all.
     """
     valid = sorted(set(valid))
     for names in OTHER_NAMES.get(fold(name), ()):
@@ -60,17 +60,18 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return f"; did you mean '{folded[best]}'?"
     if len(valid) > MOST_NAMES:
         alike = difflib.get_close_matches(fold(name), list(folded), n=8, cutoff=0.0)
-        return f"; {len(valid)} are valid, among them {', '.join(folded[each] for each in alike)}"
+        shown = f"; {len(valid)} are valid, among them {', '.join(folded[each] for each in alike)}"
+        return f"{shown}; {listing} lists them" if listing else shown
     return f"; valid: {', '.join(valid)}" if valid else ""
 
 
-def resolve(name: str, valid: Iterable[str], *, what: str) -> str:
+def resolve(name: str, valid: Iterable[str], *, what: str, listing: str = "") -> str:
     """The valid name that `name` spells, ignoring case and the difference of `-` and `_`."""
     valid = list(valid)
     for candidate in valid:
         if fold(candidate) == fold(name):
             return candidate
-    raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid)}")
+    raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid, listing=listing)}")
 
 
 def _likeness(text: str, name: str) -> tuple[float, bool]:

@@ -329,4 +329,5 @@ def test_many_valid_names_are_not_all_listed() -> None:
     said = nearest("zz", [*names, *names])
     assert said.startswith("; 300 are valid, among them game-")
     assert said.count("game-") == 8
+    assert nearest("zz", names, listing="ls") == f"{said}; ls lists them"
     assert nearest("zz", names[:2]) == "; valid: game-0-v0, game-1-v0"

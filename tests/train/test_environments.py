@@ -326,6 +326,10 @@ def test_a_game_trains(tmp_path: Path) -> None:
 def test_unknown_games_and_missing_packages(monkeypatch) -> None:
     with pytest.raises(ProxpoError, match=r"unknown game of textarena 'Sokobann'; did you mean"):
         make_task("textarena:Sokobann")
+    with pytest.raises(
+        ProxpoError, match=r"unknown game .* among them .*; python -c .* lists them"
+    ):
+        make_task("textarena:zzz")
     with pytest.raises(ProxpoError, match=r"textarena:TicTacToe-v0 cannot start a game for one"):
         make_task("textarena:TicTacToe-v0")
     monkeypatch.setitem(__import__("sys").modules, "textarena", None)

@@ -9,6 +9,7 @@ from proxpo.rewards._types import RewardSpec
 from proxpo.train.tasks._types import Lazy, Problem, Task
 from proxpo.train.tasks._worked import worked
 
+LISTING = "python -c 'import reasoning_gym as r; print(*r.factory.DATASETS)'"
 SYSTEM = (
     "Think about the problem first. Then give your final answer between <answer> and </answer>, "
     "with nothing else between them."
@@ -38,7 +39,7 @@ def reasoning_gym(
     smaller dataset, which must be 20 at least.
     """
     gym = _package()
-    name = resolve(name, gym.factory.DATASETS, what="reasoning-gym dataset")
+    name = resolve(name, gym.factory.DATASETS, what="reasoning-gym dataset", listing=LISTING)
     wanted = TEST_SIZE if test_size is None else test_size
     if not 0 < size < APART or not 0 < wanted < APART // TRIES:
         raise ProxpoError(

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from proxpo.train.tasks._types import Lazy, Problem, Task
 from proxpo.train.tasks.arithmetic import TRAIN_SIZE
 
 T = TypeVar("T")
+LISTING = "python -c 'import textarena as t; t.pprint_registry_detailed()'"
 RAW = "-raw"  # a game without the package's own wrapping of observations and actions
 
 
@@ -134,11 +136,11 @@ def textarena(
 
 def _game(name: str) -> str:
     """The registered name of a game, without the package's wrappers."""
-    known = [game.removesuffix(RAW) for game in _package().envs.registration.ENV_REGISTRY
-             if game.endswith(RAW)]  # fmt: skip
-    short = {game.removesuffix("-v0"): game for game in known}
-    chosen = resolve(name, [*known, *short], what="game of textarena")
-    return short.get(chosen, chosen) + RAW
+    registry = _package().envs.registration.ENV_REGISTRY
+    games = {game.removesuffix(RAW).removesuffix("-v0"): game for game in registry
+             if game.endswith(RAW)}  # fmt: skip
+    short = re.sub("-v0$", "", name, flags=re.IGNORECASE)
+    return games[resolve(short, games, what="game of textarena", listing=LISTING)]
 
 
 def _package() -> Any:

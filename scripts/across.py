@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from proxpo.report.statistics import paired
+from proxpo.report.terminal import until_reader_leaves
 
 
 def main() -> None:
@@ -71,4 +72,5 @@ def by_seed(
 
 
 if __name__ == "__main__":
-    main()
+    with until_reader_leaves():
+        main()

@@ -12,6 +12,7 @@ from pathlib import Path
 from proxpo.report.analysis import analyse
 from proxpo.report.findings import claims, ranking_heading, ranking_lines
 from proxpo.report.read_runs import read_comparison
+from proxpo.report.terminal import until_reader_leaves
 
 
 def main() -> None:
@@ -31,4 +32,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with until_reader_leaves():
+        main()

@@ -16,6 +16,8 @@ import numpy as np
 from across import by_seed, read_arms
 from scipy.stats import rankdata, spearmanr
 
+from proxpo.report.terminal import until_reader_leaves
+
 DRAWS = 2000
 
 
@@ -66,4 +68,5 @@ def _arms(parser: argparse.ArgumentParser, text: str, measure: str) -> dict[str,
 
 
 if __name__ == "__main__":
-    main()
+    with until_reader_leaves():
+        main()

@@ -1,5 +1,10 @@
 """The console that reports are printed to."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 
 
@@ -8,4 +13,15 @@ def console() -> Console:
     return Console(markup=False, emoji=False, highlight=False)
 
 
-__all__ = ["console"]
+@contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """Ends the program with exit code 1, without a traceback, if `head` or `less` has closed."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+__all__ = ["console", "until_reader_leaves"]

@@ -1,6 +1,7 @@
 """The scripts that set arms of one comparison beside arms of another."""
 
 import json
+import os
 import runpy
 import shutil
 from pathlib import Path
@@ -82,3 +83,17 @@ def test_the_order_of_arms_in_two_comparisons(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             said(*words)
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["rank_by.py", "across.py", "same_order.py"])
+def test_a_reader_that_has_left_ends_a_script_quietly(tmp_path, monkeypatch, script):
+    folder = made.comparison(tmp_path / "one", arms={"grpo": 0.6, "p3o": 0.5, "cispo": 0.4})
+    summarised(folder)
+    words = {"across.py": (f"{folder}:grpo", f"{folder}:p3o"), "same_order.py": (folder, folder)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", out)
+        with pytest.raises(SystemExit) as left:
+            across(patched, *words.get(script, (folder,)), script=script)
+    assert left.value.code == 1

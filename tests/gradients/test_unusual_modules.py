@@ -254,14 +254,38 @@ def test_a_convolution_called_or_used_by_the_module_above(called, checkpointed):
     assert_plain(model, forward if checkpointed else model, names)
 
 
-def test_batch_norm_is_refused_with_the_reason():
-    model = made(nn.Sequential(nn.Unflatten(-1, (6, 1)), nn.BatchNorm2d(5)))
-    _, seq = padded(LENGTHS, 13)
-    with (
-        pytest.raises(ProxpoError, match=r"middle\.1 \(BatchNorm2d\) mixes the sequences"),
-        isopo().applied(model, sequences=seq, advantages=A),
-    ):
-        pass
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_is_refused_with_the_reason(frozen):
+    """Also where it has been evaluated in an earlier block."""
+    model, (ids, seq) = made(nn.BatchNorm1d(7)), padded(LENGTHS, 13)
+    model.middle.requires_grad_(not frozen)
+    transform = isopo()
+
+    def block() -> None:
+        with transform.applied(model, sequences=seq, advantages=A):
+            nll(model(ids), ids, seq).sum().backward()
+
+    model.middle.eval()
+    block()
+    model.middle.train()
+    for _ in range(2):
+        with pytest.raises(ProxpoError, match=r"middle \(BatchNorm1d\) mixes the sequences.*eval"):
+            block()
+    model.middle = nn.BatchNorm1d(7, track_running_stats=False).double().eval()
+    with pytest.raises(ProxpoError, match=r"middle \(BatchNorm1d\) mixes the sequences.*replace"):
+        block()
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_the_eps_of_a_norm_may_change_between_blocks(kind):
+    model, (ids, seq) = made(kind(6, eps=1e-3)), padded(LENGTHS, 13)
+    transform, outputs = isopo(), []
+    for eps in (1e-3, 0.5):
+        model.middle.eps = eps
+        with transform.applied(model, sequences=seq, advantages=A):
+            outputs.append(model(ids))
+        assert_close(outputs[-1], model(ids), **EXACT)
+    assert not torch.allclose(*outputs)
 
 
 def test_a_linear_layer_whose_output_is_changed_in_place():

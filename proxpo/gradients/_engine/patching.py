@@ -42,6 +42,7 @@ from proxpo.gradients._engine.vectors import (
 from proxpo.logp._model import bare_model
 from proxpo.ops.shapes import Tensor
 
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -129,6 +130,7 @@ def _switch(target: TrainedModule, patched: Forward, *, layer: bool) -> Forward:
     it; any other runs between two graphs.
     """
     session, key, original = target.session, id(target.module), target.forward
+    batch_norm = isinstance(target.module, _BATCH_NORM)
     first = next(iter(inspect.signature(original).parameters), "") if layer else ""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -138,6 +140,8 @@ def _switch(target: TrainedModule, patched: Forward, *, layer: bool) -> Forward:
         if session.called is not None and session.accepts.get(key, _always)(*args, **kwargs):
             session.called.add(key)
         plain = session.suspended or not torch.is_grad_enabled() or key in session.covered
+        if batch_norm and torch.is_grad_enabled():
+            _refuse_mixing(target.module, target.name)
         return original(*args, **kwargs) if plain else patched(*args, **kwargs)
 
     if layer or not _compiler_loaded():
@@ -171,7 +175,7 @@ def fingerprint(model: nn.Module) -> list[Any]:
         visited.add(id(module))
         todo.extend(child for child in module._modules.values() if child is not None)
         own = module.__dict__.get("forward")
-        mark += [id(module), id(own) if own else None, *trainable(module)]
+        mark += [id(module), type(module), id(own) if own else None, *trainable(module)]
     return mark
 
 
@@ -210,7 +214,8 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
                 if value.requires_grad
             ]
         # A convolution's weight is often used by the module above, not by calling the convolution.
-        if names or any(isinstance(child, nn.Conv1d) for child in module.children()):
+        uses_children = any(isinstance(child, nn.Conv1d) for child in module.children())
+        if names or uses_children or isinstance(module, _BATCH_NORM):
             yield name, module, names
 
 
@@ -251,10 +256,17 @@ def _refuse(module: nn.Module, name: str, *, layer: bool) -> None:
             f"{where} rescales its rows in its forward (max_norm); rescale them after each "
             "optimizer step instead, and build it with max_norm=None"
         )
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+    if isinstance(module, _BATCH_NORM):
+        _refuse_mixing(module, name)
+
+
+def _refuse_mixing(module: Any, name: str) -> None:
+    """Refuses a batch norm that takes its statistics from the micro-batch, trained or frozen."""
+    if module.training or module.running_mean is None:
+        reason = "call eval() on it" if module.track_running_stats else "replace it"
         raise ProxpoError(
-            f"{where} mixes the sequences of a micro-batch in its statistics, so no gradient "
-            "belongs to one sequence; call eval() on it or freeze it"
+            f"gradients.applied: {name} ({type(module).__name__}) mixes the sequences of a "
+            f"micro-batch in its statistics, so no gradient belongs to one sequence; {reason}"
         )
 
 
@@ -357,14 +369,14 @@ def _embedding(target: TrainedModule) -> Forward:
 
 def _fused_norm(target: TrainedModule) -> Forward:
     module, session, handles = target.module, target.session, target.separate_handles()
-    shape, eps = tuple(module.normalized_shape), module.eps
     layers = {own: VectorLayer(session, handle, own) for own, handle in handles.items()}
     _accept_positions(target)
 
     def apply(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        shape = tuple(module.normalized_shape)
         if isinstance(module, nn.LayerNorm):
-            return F.layer_norm(x, shape, weight, bias, eps)
-        return F.rms_norm(x, shape, weight, eps)
+            return F.layer_norm(x, shape, weight, bias, module.eps)
+        return F.rms_norm(x, shape, weight, module.eps)
 
     def forward(input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -375,7 +387,7 @@ def _fused_norm(target: TrainedModule) -> Forward:
                 if value is not None:
                     out = out * value if own == "weight" else out + value
             return out
-        small = _default_eps(input) if eps is None else eps
+        small = _default_eps(input) if module.eps is None else module.eps
         derivative = partial(_DERIVATIVES[isinstance(module, nn.LayerNorm)], eps=small)
         norm = NormCall(apply, derivative, VectorCall(session, handles, input.shape[:-1]))
         return norm(input, module.weight, getattr(module, "bias", None))

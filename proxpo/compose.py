@@ -8,6 +8,7 @@ policy_loss:  weights -> ratio -> trust -> regularisers -> select -> aggregate (
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -81,8 +82,9 @@ def left_out(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _warn_left_out(recipe: Recipe) -> None:
-    parts = "; ".join(left_out(recipe).values())
+def _warn_left_out(recipe: Recipe, *, but: str = "") -> None:
+    """Warns of parts of the recipe around its loss, those at the place `but` excepted."""
+    parts = "; ".join(part for place, part in left_out(recipe).items() if place != but)
     if parts:
         _warn(f"{recipe.name}: this loss is without {parts}. `proxpo train` applies all of it")
 
@@ -127,7 +129,8 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
     the policy's forward pass are constants, whether they come with a gradient or not.
     """
     recipe, batch = _as_recipe(recipe), _as_batch(batch)
-    if ctx.states is None:
+    if ctx.states is None:  # a loop of one's own: a trainer keeps states
+        _warn_left_out(recipe, but="gradient")  # without which backward_pass refuses
         _warn_fresh_memory(recipe)
     run = _StageRunner(recipe, ctx)
     batch = _constants_detached(batch.clean())
@@ -273,9 +276,18 @@ class _StageRunner:
         if stage.active(self.ctx.clock):
             require(self.recipe, stage, batch)
         own = replace(self.ctx, state=self.states.get(place, {}))
-        value, metrics = stage.apply(*inputs, batch, own)
+        with _full_precision(batch.logp):
+            value, metrics = stage.apply(*inputs, batch, own)
         self.metrics.update(metrics)
         return value
+
+
+def _full_precision(like: Tensor) -> AbstractContextManager[Any]:
+    """Block without autocast, under which matrix products of a stage would run in bfloat16."""
+    device = like.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def count(batch: Batch, *, all_sum: AllSum = local) -> Denominators:

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from helpers import (
+    cast,
     close,
     f64,
     gradients,
@@ -194,11 +195,26 @@ def test_a_loss_without_its_transform_schedule_or_budget_says_so() -> None:
             UserWarning, match=f"^{slug}: this loss is without {part}, which .*train"
         ):
             proxpo.loss_fn(method(slug))
+    compose._WARNED.clear()
+    with pytest.warns(UserWarning, match="^trpo: this loss is without schedule=line_search"):
+        proxpo.prepare(method("trpo"), make_batch(1))
+    proxpo.loss_fn(method("isopo"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        proxpo.prepare(method("isopo"), make_batch(1))  # backward_pass refuses it without
+        proxpo.prepare(method("sfpo"), make_batch(1), proxpo.Context(states={}))
         proxpo.loss_fn(method("isopo"))
         proxpo.loss_fn(method("grpo"))
         proxpo.loss_fn(method("sfpo", schedule=None))
+
+
+def test_autocast_around_a_loss_changes_nothing() -> None:
+    """Discounted returns are matrix products, which autocast would round to bfloat16."""
+    made, batch = method("reinforce", gamma=0.9), cast(make_batch(1), torch.float32)
+    wanted = policy_gradient(made, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = policy_gradient(made, batch)
+    assert torch.equal(found, wanted)
 
 
 def test_a_memory_that_nobody_keeps_is_told_once() -> None:

@@ -69,7 +69,8 @@ def estimator(name: str, make: Make) -> Callable[..., tuple[Tensor, Tensor]]:
         recipe = make((config.get("options", None) or {}) if config is not None else {})
         check_lengths(name, recipe)
         batch = reward_batch(recipe, token_level_rewards, response_mask.bool(), index)
-        ready = prepare(recipe.replace(value=None), batch, Context(clock=NO_CLOCK))
+        ctx = Context(states=recipe.init_state(), clock=NO_CLOCK)
+        ready = prepare(recipe.replace(value=None), batch, ctx)
         advantages = ready.batch.advantages
         assert advantages is not None
         for stage in (*recipe.filter, *recipe.prune):

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -91,9 +91,8 @@ def loss_mode(slug: str) -> Callable[..., tuple[Tensor, dict[str, float]]]:
         batch = loss_batch(recipe, old_log_prob, log_prob, advantages, response_mask, inputs.fields)
         if recipe.gradient is None:  # else the engine saves it
             save_due_batch(config, batch)
-        with full_precision(log_prob):
-            actor = ActorLoss.of(recipe, batch.mask, loss_agg_mode, config, rollout_is_weights)
-            result = actor.rest(batch) if recipe.gradient is not None else actor.whole(batch)
+        actor = ActorLoss.of(recipe, batch.mask, loss_agg_mode, config, rollout_is_weights)
+        result = actor.rest(batch) if recipe.gradient is not None else actor.whole(batch)
         return result.value, verl_metrics(result, batch)
 
     loss.__name__ = loss.__qualname__ = verl_name(slug)
@@ -111,11 +110,6 @@ def recipe_for(slug: str, config: Any) -> Recipe:
             f"actor.kl_loss_coef={kl}; 0 leaves the method alone"
         )
     return recipe
-
-
-def full_precision(like: Tensor) -> AbstractContextManager[None]:
-    """Block without verl's autocast, under which matrix products of a stage run in bfloat16."""
-    return torch.autocast(like.device.type, enabled=False)
 
 
 def loss_batch(
@@ -325,7 +319,6 @@ __all__ = [
     "ActorLoss",
     "EngineInputs",
     "engine_inputs",
-    "full_precision",
     "loss_batch",
     "loss_mode",
     "loss_options",

@@ -257,7 +257,8 @@ An entropy bonus is averaged as the recipe's loss is; TRL's over tokens always. 
 {rows("TRL")}
 
 Arguments inherited from `TrainingArguments` are the Trainer's. `gradient_accumulation_steps` must
-divide `steps_per_generation`; `fp16` is refused with a gradient transform. All arguments of
+divide `steps_per_generation`; with a gradient transform `fp16` is refused, and so are optimizers
+that move the weights inside the backward pass (LOMO, GaLore and APOLLO by layer). All arguments of
 `GRPOTrainer` are TRL's too:
 
 | argument | beside its effect in TRL |

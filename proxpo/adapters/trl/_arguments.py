@@ -93,7 +93,9 @@ ARGUMENTS = {
     "mask_truncated_completions": Argument("TRL", _TRUNCATED, True),
     "num_generations": Argument("TRL", "the group", 4),
     "num_generations_eval": Argument("TRL", "the group in evaluation", 4),
-    "max_completion_length": Argument("TRL", "also the length a recipe divides by or penalises", 2),
+    "max_completion_length": Argument(
+        "TRL", "also the length a recipe divides by or penalises, which then may not be None", 2
+    ),
     "temperature": Argument("TRL", "of sampling and of log-probabilities", 0.7),
     "top_p": Argument("TRL", _SAMPLING, 0.3),
     "top_k": Argument("TRL", _SAMPLING, 2),

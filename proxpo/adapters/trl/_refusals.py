@@ -6,7 +6,7 @@ from typing import Any
 from proxpo.adapters.trl._arguments import check_arguments
 from proxpo.errors import ProxpoError
 from proxpo.fields import CORE
-from proxpo.settings import Settings, make_recipe
+from proxpo.settings import Settings, lengths, make_recipe
 from proxpo.stages import check_stages
 from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.stages.ratio.latent import LATENT
@@ -84,7 +84,9 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
                 "its numbers, which TRL hands to no one after the step"
             )
     check_arguments(recipe, args)
-    _check_updates(recipe, args)
+    if args.max_completion_length is None:
+        _check_lengths(recipe)
+    check_updates(recipe, args)
     if recipe.prompts:
         names = ", ".join(stage.name for stage in recipe.prompts)
         warnings.warn(
@@ -120,9 +122,20 @@ def microbatch_dependence(recipe: Recipe, microbatches: int) -> str:
     )
 
 
-def _check_updates(recipe: Recipe, args: Any) -> None:
+def _check_lengths(recipe: Recipe) -> None:
+    """Refuses a recipe that wants the longest response allowed and has no number for it."""
+    for place, length in lengths(recipe).items():
+        if length is None:
+            raise ProxpoError(
+                f"recipe {recipe.name} depends on the longest response allowed ({place}), and "
+                "GRPOConfig.max_completion_length=None allows any: set it"
+            )
+
+
+def check_updates(recipe: Recipe, args: Any) -> None:
     """Refuses optimizer steps over parts of two rollouts, or other than the recipe prescribes."""
     microbatches, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
+    _check_optimizer(recipe, str(args.optim.value), accumulated)
     if microbatches % accumulated:
         raise ProxpoError(
             f"gradient_accumulation_steps={accumulated} does not divide "
@@ -156,6 +169,20 @@ def _check_updates(recipe: Recipe, args: Any) -> None:
             f"recipe {recipe.name} compares the completions of a prompt with each other: "
             f"per_device_train_batch_size={args.per_device_train_batch_size} must be a multiple of "
             f"num_generations={args.num_generations}"
+        )
+
+
+def _check_optimizer(recipe: Recipe, optim: str, accumulated: int) -> None:
+    """Refuses optimizers that move the weights before an update's gradient is complete."""
+    if optim not in ("lomo", "adalomo") and not optim.endswith("_layerwise"):
+        return
+    reason = f"gradient_accumulation_steps={accumulated} adds up several" if accumulated > 1 else ""
+    if recipe.gradient is not None:
+        reason = f"gradient={recipe.gradient.name} ends after them"
+    if reason:
+        raise ProxpoError(
+            f"recipe {recipe.name}: optim={optim} moves the weights inside each backward pass, and "
+            f"{reason}: use another, such as optim=adamw_torch"
         )
 
 
@@ -207,6 +234,7 @@ __all__ = [
     "PROVIDED",
     "check_engine",
     "check_recipe",
+    "check_updates",
     "microbatch_dependence",
     "needs_whole_groups",
     "resolve_recipe",

@@ -49,6 +49,7 @@ from proxpo.adapters.trl._refusals import (
     check_engine,
     check_evaluated,
     check_recipe,
+    check_updates,
     microbatch_dependence,
     needs_whole_groups,
     resolve_recipe,
@@ -78,11 +79,14 @@ from proxpo.types import (
 )
 
 
-class _BeforeOptimizerStep(TrainerCallback):
-    """Ends the update of a transform, between the last backward and the optimizer's step."""
+class _RunEvents(TrainerCallback):
+    """Calls the trainer where a run begins, and between the last backward and the optimizer."""
 
     def __init__(self, trainer: "ProxpoTrainer") -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._begin_run()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer._end_update()
@@ -153,6 +157,7 @@ class ProxpoTrainer(PolicyPasses):
         if "ref_logp" in self._needs:
             args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
         super().__init__(model, reward_funcs, args, train_dataset, **trl)
+        check_updates(self.recipe, self.args)  # accelerator_config may have changed them
         microbatches = args.gradient_accumulation_steps * self.accelerator.num_processes
         notices.append(microbatch_dependence(self.recipe, microbatches))
         for notice in filter(None, notices):
@@ -160,7 +165,7 @@ class ProxpoTrainer(PolicyPasses):
                 print(f"proxpo: {notice}", file=sys.stderr, flush=True)
         if self._transform is not None:
             check_engine(self.recipe, self)
-            self.add_callback(_BeforeOptimizerStep(self))
+        self.add_callback(_RunEvents(self))
         if args.use_vllm:
             mend_sync(self.vllm_generation)
         self._graphs_wanted = graphs
@@ -306,8 +311,17 @@ class ProxpoTrainer(PolicyPasses):
         else:
             self.accelerator.backward(value)
 
+    def _begin_run(self) -> None:
+        """Begins with a new rollout, whatever an earlier call of `train` has left unfinished."""
+        self._step, self._buffered_inputs, self._optimizer_step = 0, None, None
+        self._skipped = 0
+        if self._transform is not None:
+            self._transform.step(skipped=True)  # drops lengths of an update that was interrupted
+
     def _end_update(self) -> None:
         """Ends the transform's update; one that is not finite is skipped and leaves no trace."""
+        if self._transform is None:
+            return
         optimizer: Any = self.optimizer
         trained = (p for group in optimizer.param_groups for p in group["params"])
         norm = get_total_norm([p.grad for p in trained if p.grad is not None])

@@ -169,6 +169,19 @@ BAD = [
         {},
         "regularisers=kl_dual follows every optimizer step by its numbers",
     ),
+    (
+        *("grpo", {}, {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}),
+        "gradient_accumulation_steps=2 does not divide steps_per_generation=1",
+    ),
+    ("isopo", {}, {"optim": "galore_adamw_layerwise"}, "optim=galore_adamw_layerwise moves the"),
+    (
+        *("grpo", {}, {"optim": "lomo", "gradient_accumulation_steps": 2}),
+        "optim=lomo moves the weights inside each backward pass, and gradient_accumulation_steps=2",
+    ),
+    (
+        *("dr-grpo", {}, {"max_completion_length": None}),
+        r"dr-grpo depends on the longest response allowed \(aggregate.max_tokens\), and GRPO",
+    ),
 ]
 
 

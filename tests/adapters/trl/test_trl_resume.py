@@ -13,6 +13,7 @@ from trl.trainer.utils import RepeatSampler
 from trl_killed import RECIPE, RUN
 from trl_runs import losses, seen, trainer
 
+from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._checkpoint import read_memory
 from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.errors import ProxpoError
@@ -72,6 +73,36 @@ def test_orders_of_epochs(shuffle):
         assert list(order) == list(order) == want[epoch]
         assert len(order) == len(want[epoch])
     assert (want[0] != want[1]) == shuffle
+
+
+class Interrupted(ProxpoTrainer):
+    """A trainer that is interrupted once, before its micro-batch number `at`."""
+
+    at = -1
+
+    def _compute_loss(self, model, inputs):
+        if self._step == self.at:
+            self.at = -1
+            raise KeyboardInterrupt
+        return super()._compute_loss(model, inputs)
+
+
+def test_a_run_interrupted_in_a_notebook_goes_on_in_the_same_trainer(tmp_path):
+    """Half an optimizer step was done: the resumed run makes it whole, from a new rollout."""
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 3}
+    given = {**cut, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    given["options"] = {"overlap": "all", "p": -1.0, "q": -1.0, "reg": 1.0}
+    whole = trainer(tmp_path / "a", "isopo", kind=Interrupted, **given)
+    whole.train()
+    halted = trainer(tmp_path / "b", "isopo", kind=Interrupted, **given)
+    halted.at = 6
+    with pytest.raises(KeyboardInterrupt):
+        halted.train()
+    halted.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-1"))
+    assert losses(halted) == losses(whole)
+    for one, other in zip(halted.model.parameters(), whole.model.parameters()):
+        assert torch.equal(one, other)
+    assert halted._transform.state_dict() == whole._transform.state_dict()
 
 
 def test_memory_matters(killed, tmp_path):

@@ -57,19 +57,26 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
 
     `advantages` has the shape of those in the batch. Where the recipe computed them it has one
     value per response if all valid tokens of each response share it, else a value per token.
+    Responses that a prune stage takes out afterwards keep theirs; their gradient is 0.
     """
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     logp = doubled.pop("logp").detach().clone().requires_grad_()
-    generator = torch.Generator().manual_seed(seed)
-    ctx = Context(generator=generator, states=recipe.init_state())
-    ready, (loss, loss_metrics), gradient = token_gradient(recipe, Batch(logp=logp, **doubled), ctx)
+    whole = Batch(logp=logp, **doubled)
+
+    def context() -> Context:
+        generator = torch.Generator().manual_seed(seed)
+        return Context(generator=generator, states=recipe.init_state())
+
+    ready, (loss, loss_metrics), gradient = token_gradient(recipe, whole, context())
+    unpruned = recipe.replace(prune=())
+    rated = prepare(unpruned, whole, context()).batch if recipe.prune else ready.batch
     metrics = {key: float(value) for key, value in {**ready.metrics, **loss_metrics}.items()}
     return Inspection(
         method=name or recipe.name,
         recipe=recipe,
         loss=float(loss.detach()),
         dloss_dlogp=gradient,
-        advantages=_advantages_shown(ready.batch, batch.advantages),
+        advantages=_advantages_shown(rated, batch.advantages),
         mask=ready.batch.mask,
         metrics=metrics | _measured(recipe, ready, gradient),
     )

@@ -22,6 +22,7 @@ from methods.loops import (
     token_mean,
 )
 from proxpo import Batch
+from proxpo.inspection import inspect_batch
 from proxpo.stages.prompts import within_reach
 from proxpo.stages.prune import is_void
 from proxpo.types import Context
@@ -194,3 +195,14 @@ def test_prompts_within_reach() -> None:
 def test_what_is_missing_is_said(batch: Batch) -> None:
     with pytest.raises(proxpo.ProxpoError, match=r"void_turns needs .*'void'.*environment"):
         proxpo.loss_fn(method("simpletir"))(batch.replace(void=None))
+
+
+@pytest.mark.parametrize(("slug", "options"), [("simpletir", {}), ("cppo", {"rate": 0.5})])
+def test_inspect_shows_the_advantages_of_responses_that_leave(slug: str, options: dict) -> None:
+    batch = with_void(make_batch(1), 0, 4)
+    shown = inspect_batch(method(slug, **options), batch)
+    filled = batch.mask.any(dim=1)
+    eps = method(slug).advantage.options["eps"]
+    close(shown.advantages, inspect_batch(method("grpo", eps=eps), batch).advantages)
+    assert not shown.mask[filled].any(dim=1).all()
+    assert (shown.dloss_dlogp[~shown.mask] == 0).all()

@@ -123,7 +123,9 @@ def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
         return recipe.aggregate.apply(x, batch, ctx)
 
     loss = policy_loss(
-        policy_term(recipe).replace(aggregate=replace(recipe.aggregate, apply=average)),
+        policy_term(recipe).replace(
+            aggregate=replace(recipe.aggregate, apply=average), gradient=None
+        ),
         batch.replace(logp=logp),
         ctx,
     )
@@ -170,8 +172,9 @@ def without_policy_term(
     policy_ctx: for the policy term, where its sums are others. Random draws are the same in both,
     and `ctx.generator` stays as it is.
     """
-    whole = policy_loss(recipe, batch, _same_draws(ctx))
-    policy = policy_loss(policy_term(recipe), batch, _same_draws(policy_ctx or ctx))
+    plain = recipe.replace(gradient=None)
+    whole = policy_loss(plain, batch, _same_draws(ctx))
+    policy = policy_loss(policy_term(plain), batch, _same_draws(policy_ctx or ctx))
     return whole, whole.value - policy.value
 
 
@@ -218,8 +221,10 @@ def sums_over_step(
     if not asks_for_sums(recipe, sample, ctx, scopes=scopes):
         return ctx.all_sum
 
+    plain = recipe.replace(gradient=None)
+
     def loss(batch: Batch, *, all_sum: AllSum) -> Loss:
-        return policy_loss(recipe, batch, replace(ctx, all_sum=all_sum))
+        return policy_loss(plain, batch, replace(ctx, all_sum=all_sum))
 
     return over_microbatches(loss, microbatches(), ranks=ctx.all_sum)
 

@@ -62,12 +62,13 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
     """
     recipe = check_stages(_as_recipe(recipe))
     _warn_left_out(recipe)
+    plain = recipe.replace(gradient=None)  # the line above has said so
 
     def loss(batch: Batch, ctx: Context = Context()) -> Loss:
         if ctx.all_sum is whole:  # and `batch` is: nothing to verify
             ctx = replace(ctx, all_sum=local)
         ready = prepare(recipe, batch, ctx)
-        value, metrics = policy_loss(recipe, ready.batch, ready.ctx)
+        value, metrics = policy_loss(plain, ready.batch, ready.ctx)
         return Loss(value, ready.metrics | metrics)
 
     return loss
@@ -87,6 +88,14 @@ def _warn_left_out(recipe: Recipe, *, but: str = "") -> None:
     parts = "; ".join(part for place, part in left_out(recipe).items() if place != but)
     if parts:
         _warn(f"{recipe.name}: this loss is without {parts}. `proxpo train` applies all of it")
+
+
+def _warn_untransformed(recipe: Recipe) -> None:
+    if recipe.gradient is not None:
+        _warn(
+            f"{recipe.name}: this loss is without gradient={recipe.gradient.name}, which "
+            f"{AROUND['gradient']}: proxpo.backward_pass makes its backward pass"
+        )
 
 
 def _warn_fresh_memory(recipe: Recipe) -> None:
@@ -190,6 +199,8 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
         )
     if batch.advantages.dim() == 1:  # of a caller, in place of those that `prepare` spreads
         batch = batch.replace(advantages=as_tokens(batch.advantages, batch))
+    if ctx.states is None and batch.logp.requires_grad:  # a loop of one's own
+        _warn_untransformed(recipe)
     if ctx.all_sum is whole:
         ctx = replace(ctx, all_sum=_uncut(recipe, batch, ctx.counts))
     run = _StageRunner(recipe, ctx)

@@ -1,5 +1,6 @@
 """The backward pass of a micro-batch: its parts add up to the gradient of the loss."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,6 +124,19 @@ def test_a_recipe_with_a_transform_needs_its_block():
         recipe.replace(gradient=None), batch, ctx, forward=Policy(batch.logp).forward
     ) as plain:
         assert plain.objective.requires_grad
+
+
+def test_losses_inside_a_transform_do_not_warn_that_it_is_missing():
+    recipe = proxpo.make_recipe("isopo", {"regularisers+": "kl_to_ref"})
+    batch, ctx, _ = proxpo.prepare(recipe, make_batch())
+    policy = Policy(batch.logp)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with backward_pass(
+            recipe, batch, ctx, forward=policy.forward, applied=policy.applied
+        ) as step:
+            step.objective.backward()
+    assert len(policy.leaves) == 2
 
 
 def test_an_engine_back_propagates_by_itself():

@@ -199,11 +199,18 @@ def test_a_loss_without_its_transform_schedule_or_budget_says_so() -> None:
     with pytest.warns(UserWarning, match="^trpo: this loss is without schedule=line_search"):
         proxpo.prepare(method("trpo"), make_batch(1))
     proxpo.loss_fn(method("isopo"))
+    ready = proxpo.prepare(method("isopo"), make_batch(1))
+    with pytest.warns(UserWarning, match="^isopo: this loss is without gradient=isopo, .* proxpo"):
+        proxpo.policy_loss(method("isopo"), with_leaves(ready.batch), ready.ctx)
+    compose._WARNED.clear()
+    proxpo.loss_fn(method("isopo"))
+    proxpo.loss_fn(method("sfpo"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         proxpo.prepare(method("isopo"), make_batch(1))  # backward_pass refuses it without
         proxpo.prepare(method("sfpo"), make_batch(1), proxpo.Context(states={}))
-        proxpo.loss_fn(method("isopo"))
+        proxpo.policy_loss(method("isopo"), ready.batch, ready.ctx)  # nothing to descend
+        proxpo.loss_fn(method("isopo"))(with_leaves(make_batch(1)))
         proxpo.loss_fn(method("grpo"))
         proxpo.loss_fn(method("sfpo", schedule=None))
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from proxpo.batch_file import read_batch, saved_steps, step_file
 from proxpo.cli.named import named_recipes
 from proxpo.errors import ProxpoError
+from proxpo.inspection import Inspection, inspect_batch
 from proxpo.inspection import as_json as entry
-from proxpo.inspection import inspect_batch
 from proxpo.runs.files import write_whole
+from proxpo.types import Batch, Recipe
 
 
 def chosen_batch(batch: str | None, run: str | None, step: int | None) -> tuple[str, str]:
@@ -40,8 +41,7 @@ def inspect_methods(
     recipes = named_recipes(methods, settings)
     file = read_batch(batch)
     inspections = [
-        inspect_batch(recipe, file.batch, name=label, seed=seed)
-        for label, recipe in recipes.items()
+        _inspected(label, recipe, file.batch, seed=seed) for label, recipe in recipes.items()
     ]
     if html is not None:
         from proxpo.report.inspection_page import inspect_page
@@ -61,6 +61,15 @@ def inspect_methods(
     console().print(InspectTable(inspections, file, source=source))
     if html is not None:
         print(f"heat map: {html}")
+
+
+def _inspected(label: str, recipe: Recipe, batch: Batch, *, seed: int) -> Inspection:
+    """The inspection of one method; an error opens with its label."""
+    try:
+        return inspect_batch(recipe, batch, name=label, seed=seed)
+    except ProxpoError as error:
+        text = str(error)
+        raise ProxpoError(text if text.startswith(label) else f"{label}: {text}") from None
 
 
 __all__ = ["inspect_methods"]

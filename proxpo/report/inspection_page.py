@@ -14,6 +14,7 @@ from proxpo.recipes import methods
 from proxpo.report.inspection_text import (
     FIGURES,
     batch_line,
+    batch_notes,
     figure_texts,
     inspection_notes,
     loudest,
@@ -76,7 +77,7 @@ def _map(inspection: Inspection, index: int) -> str:
 
 def _notes(inspections: Sequence[Inspection], file: BatchFile) -> str:
     rows, tokens = file.batch.mask.shape
-    notes = inspection_notes(inspections)
+    notes = [*batch_notes(file), *inspection_notes(inspections)]
     if rows > MOST_ROWS or tokens > MOST_TOKENS:
         shown = f"{min(rows, MOST_ROWS):,} responses and {min(tokens, MOST_TOKENS):,} tokens"
         notes.append(f"Drawn: the first {shown}. Figures are of the whole batch.")

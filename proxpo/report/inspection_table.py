@@ -12,6 +12,7 @@ from proxpo.inspection import Inspection
 from proxpo.report.inspection_text import (
     FIGURES,
     batch_line,
+    batch_notes,
     figure_texts,
     inspection_notes,
     loudest,
@@ -56,7 +57,7 @@ class InspectTable:
             yield detail
         else:
             yield Text("Fewer methods or --html show each response.\n", style="dim")
-        for line in inspection_notes(self.inspections):
+        for line in [*batch_notes(self.file), *inspection_notes(self.inspections)]:
             yield Text(line, "yellow")
         yield Text("\n".join(f"{heading:8}{meaning}" for _, heading, meaning in FIGURES), "dim")
         yield Text("▲ ▼     the step makes the response likelier, less likely", "dim")

@@ -56,6 +56,22 @@ def batch_line(file: BatchFile, source: str) -> str:
     return f"{source}: {responses}, {int(batch.mask.sum()):,} valid of {rows * tokens:,} tokens"
 
 
+def batch_notes(file: BatchFile) -> list[str]:
+    """A line on log-probabilities above 0, if there are any."""
+    batch = file.batch
+    above = [
+        name
+        for name, x in batch.items()
+        if name.endswith("logp") and x.shape == batch.mask.shape and bool((x > 0)[batch.mask].any())
+    ]
+    if not above:
+        return []
+    return [
+        f"{' and '.join(above)}: values above 0, which a density may have and a token's "
+        "log-probability never has (is it a negative log-likelihood?)"
+    ]
+
+
 def inspection_notes(inspections: Sequence[Inspection]) -> list[str]:
     """Lines on what a batch of log-probabilities cannot show of a method."""
     return [
@@ -94,6 +110,7 @@ def loudest(inspections: Sequence[Inspection]) -> float:
 __all__ = [
     "FIGURES",
     "batch_line",
+    "batch_notes",
     "figure_texts",
     "inspection_notes",
     "loudest",

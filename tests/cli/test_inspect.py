@@ -253,6 +253,10 @@ def test_wrong_batches(refused, tmp_path):
     assert "grpo: ratio=token needs the batch field 'old_logp'" in refused(
         "inspect", "grpo", "--batch", tmp_path / "batch.json"
     )
+    save_batch(batch.replace(values=None, old_values=None), tmp_path / "batch.json")
+    assert "ppo: advantage=gae needs the batch field 'values'" in refused(
+        "inspect", "grpo", "ppo", "--batch", tmp_path / "batch.json"
+    )
     (tmp_path / "batch.json").write_text('{"logp": [[1], [1, 2]], "mask": [[1, 1]]}')
     assert "ragged" in refused("inspect", "grpo", "--batch", tmp_path / "batch.json")
 
@@ -330,6 +334,17 @@ def test_text_from_the_batch_is_text(proxpo, tmp_path):
     assert code == 0
     assert "[/b] :smile:" in out
     assert "\x1b" not in out
+
+
+def test_positive_log_probabilities_are_pointed_out(proxpo, tmp_path):
+    batch = load_batch("sample")
+    expected = "old_logp: values above 0, which a density may have"
+    assert expected not in proxpo("inspect", "grpo", "--batch", "sample").out
+    save_batch(batch.replace(old_logp=-batch.old_logp), tmp_path / "batch.json")
+    page = tmp_path / "page.html"
+    out = proxpo("inspect", "grpo", "--batch", tmp_path / "batch.json", "--html", page).out
+    assert expected in out
+    assert expected in page.read_text(encoding="utf-8")
 
 
 def test_a_narrow_terminal_keeps_every_digit(proxpo, monkeypatch):

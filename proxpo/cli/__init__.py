@@ -4,11 +4,12 @@ Exit codes: 0 done, 1 something does not work (doctor) or the output has lost it
 input, 130 interrupted.
 """
 
+import difflib
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from proxpo.errors import ProxpoError
 
@@ -56,17 +57,26 @@ def _run(arguments: list[str]) -> int:
 
 def _usage(error: Exception) -> str:
     """click's message with the nearest option, or the command to ask for help."""
-    near = getattr(error, "possibilities", None)
-    if near:
-        return f"no such option '{error.option_name}'; did you mean '{near[0]}'?"  # type: ignore[attr-defined]
-    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
+    name = getattr(error, "option_name", "")
+    near = getattr(error, "possibilities", None) or []
+    if name.startswith("--") and context and _takes_settings(context):  # --steps is one of those
+        near = difflib.get_close_matches(name, near, n=1, cutoff=0.85)
+        if not near:
+            return f"no such option '{name}'; a setting is written --set {name[2:]}=VALUE"
+    if near:
+        return f"no such option '{name}'; did you mean '{near[0]}'?"
+    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     ending = (
         ""
         if message.endswith("?")
         else f"; see {context.command_path if context else 'proxpo'} --help"
     )
     return f"{message[:1].lower()}{message[1:]}{ending}"
+
+
+def _takes_settings(context: Any) -> bool:
+    return any("--set" in parameter.opts for parameter in context.command.params)
 
 
 def _refuse(message: str) -> int:

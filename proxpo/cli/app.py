@@ -10,12 +10,18 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Proximal policy-optimization methods for RL post-training of language models.",
+    epilog="To see a model learn in two minutes: proxpo train quickstart",
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Model = Annotated[str | None, typer.Option(help="tiny, smollm2, a folder, or a Hugging Face id.")]
+FLAG = ""  # a flag takes no value: typer would show <bool>
+AsJson = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON and nothing else.")]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="tiny, smollm2, a folder, or a Hugging Face id."),
+]
 Task = Annotated[
-    str | None, typer.Option(help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file.")
+    str | None,
+    typer.Option(metavar="TASK", help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file."),
 ]
 
 
@@ -31,7 +37,10 @@ def _version(asked: bool) -> bool:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version", metavar=FLAG, callback=_version, is_eager=True, help="Show the version."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -113,7 +122,10 @@ def methods_command(
         ),
     ] = None,
     bibtex: Annotated[
-        bool, typer.Option("--bibtex", help="Print the paper of NAME, or of all, as BibTeX.")
+        bool,
+        typer.Option(
+            "--bibtex", metavar=FLAG, help="Print the paper of NAME, or of all, as BibTeX."
+        ),
     ] = False,
     as_json: AsJson = False,
     picture: Annotated[
@@ -154,9 +166,11 @@ def methods_command(
 def train_command(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset."),
+        typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset: quickstart."),
     ] = None,
-    method: Annotated[str | None, typer.Option(help="A method (see proxpo methods).")] = None,
+    method: Annotated[
+        str | None, typer.Option(metavar="METHOD", help="A method (see proxpo methods).")
+    ] = None,
     model: Model = None,
     task: Task = None,
     settings: Annotated[
@@ -167,14 +181,22 @@ def train_command(
             help="Any setting, e.g. lr=1e-5, steps=50, ratio=kalman. May be repeated.",
         ),
     ] = None,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the run.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder of the run; default: runs/METHOD-TASK-seedN."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar=FLAG, help="Continue the run in DIR.")
+    ] = False,
     list_presets: Annotated[
-        bool, typer.Option("--presets", help="List the presets that CONFIG may name.")
+        bool, typer.Option("--presets", metavar=FLAG, help="List the presets that CONFIG may name.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="List every setting of the run with its meaning.")
+        bool,
+        typer.Option(
+            "--explain", metavar=FLAG, help="List every setting of the run with its meaning."
+        ),
     ] = False,
 ) -> None:
     """Train a model by reinforcement; writes metrics, checkpoints, curves and a report."""
@@ -248,7 +270,9 @@ def adapt_command(
         int | None,
         typer.Option(metavar="K", help="Runs of seeds 0 to K-1, each on problems of its own."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar=FLAG, help="Continue the run in DIR.")
+    ] = False,
 ) -> None:
     """Adapt to one problem at a time, against resampling and plain steps with the same tokens."""
     from proxpo.cli.adapting import run_adaptation
@@ -348,15 +372,19 @@ def compare_command(
         typer.Option(metavar="DIR", help="Folder of the comparison; an existing one is continued."),
     ] = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Repeat the runs that failed.")
+        bool, typer.Option("--retry-failed", metavar=FLAG, help="Repeat the runs that failed.")
     ] = False,
     list_them: Annotated[
-        bool, typer.Option("--studies", help="List the shipped studies and their questions.")
+        bool,
+        typer.Option(
+            "--studies", metavar=FLAG, help="List the shipped studies and their questions."
+        ),
     ] = False,
     search: Annotated[
         bool,
         typer.Option(
             "--search",
+            metavar=FLAG,
             help="Search compositions of stages, against the methods named or else eight of them; "
             "settings of --sweep are part of the search.",
         ),
@@ -468,7 +496,8 @@ def sparsity_command(
     dtype: Annotated[
         str,
         typer.Option(
-            help="bfloat16, float16, float32, float64, or stored: the dtype of the comparison."
+            metavar="DTYPE",
+            help="bfloat16, float16, float32, float64, or stored: the dtype of the comparison.",
         ),
     ] = "bfloat16",
     tol: Annotated[
@@ -477,7 +506,9 @@ def sparsity_command(
     only: Annotated[
         str, typer.Option(metavar="REGEX", help="Only weights whose name contains this.")
     ] = "",
-    rank: Annotated[bool, typer.Option("--rank", help="Also the rank of each change.")] = False,
+    rank: Annotated[
+        bool, typer.Option("--rank", metavar=FLAG, help="Also the rank of each change.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the share of weights that training changed, by layer, in a stated dtype."""

@@ -4,16 +4,17 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -27,6 +28,7 @@ from rich.text import Text
 
 from proxpo.cli.libraries import silence_libraries
 
+WIDE = 110  # columns that a table of settings takes
 LINE_EVERY = 30.0  # seconds at most between lines in a log
 SCORES = {
     "reward": "reward",
@@ -78,25 +80,41 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
     """Prints every setting: default (or value, if a run is described), effect of a change on
     resuming, meaning.
 
-    Below the table stand remarks on the settings of that run.
+    Below the settings stand remarks on the settings of that run.
     """
     from proxpo.train.config import explain, left_out, load_config
 
     described = bool(source or settings or overrides)
     config = load_config(source, settings, overrides=overrides) if described else None
-    table = Table(box=None, pad_edge=False)
-    for column in ("setting", "value" if described else "default", "on resume", "meaning"):
-        table.add_column(column, overflow="fold", no_wrap=column == "on resume")
-    for setting in explain(config):
-        effect = ON_RESUME[setting.resume]
-        table.add_row(setting.path, Text(str(setting.value)), effect, Text(setting.doc))
     console = Console(highlight=False)
-    console.print(table)
+    wide = console.width >= WIDE
+    known = explain(config)
+    console.print(_settings_table(known, described) if wide else _settings_lines(known))
     if config is not None:
         from proxpo.train.build import settings_remarks
 
         for line in [*left_out(source, config), *settings_remarks(config)]:
             console.print(Text(line))
+
+
+def _settings_table(settings: Sequence[Any], described: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("setting", "value" if described else "default", "on resume", "meaning"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("setting", "on resume"))
+    for setting in settings:
+        effect = ON_RESUME[setting.resume]
+        table.add_row(setting.path, Text(str(setting.value)), effect, Text(setting.doc))
+    return table
+
+
+def _settings_lines(settings: Sequence[Any]) -> Group:
+    """The settings for a narrow terminal: each with its value, its meaning below."""
+    lines: list[RenderableType] = []
+    for setting in settings:
+        effect = f"  on resume: {ON_RESUME[setting.resume]}"
+        lines.append(Text.assemble((setting.path, "bold"), f" = {setting.value}", (effect, "dim")))
+        lines.append(Padding(Text(setting.doc), (0, 0, 0, 4)))
+    return Group(*lines)
 
 
 def show_presets() -> None:

@@ -45,6 +45,24 @@ def test_a_mistake_is_one_line_and_exit_code_2():
     assert done.stderr == "proxpo: unknown method 'grpp'; did you mean 'grpo'?\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    {
+        "train --steps 5": "no such option '--steps'; a setting is written --set steps=VALUE",
+        "compare grpo --lr=1": "no such option '--lr'; a setting is written --set lr=VALUE",
+        "train --seeds 5": "no such option '--seeds'; did you mean '--seed'?",
+        "report --oot x": "no such option '--oot'; did you mean '--out'?",
+    }.items(),
+)
+def test_an_option_that_does_not_exist(words, line, proxpo):
+    assert proxpo(*words.split()) == (2, "", f"proxpo: {line}\n")
+
+
+def test_help_shows_no_value_for_a_flag(proxpo):
+    rows = [line.split() for line in proxpo("train", "--help").out.splitlines()]
+    assert next(row for row in rows if "--resume" in row)[2] == "Continue"
+
+
 def test_a_terminal_without_unicode_gets_a_table(monkeypatch):
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)

@@ -62,6 +62,7 @@ def load_config(
     chosen = _method(dict(pairs).get("method", written))
     if chosen != _method(written):
         read.pop("recipe", None)
+    _refuse_unknown([*_entries(read), *pairs], chosen.defaults)
     _refuse_contradictions(_entries(read), flags, own, chosen.defaults)
     check_domain(chosen, task)
     defaults = default_settings(chosen, task).items()
@@ -86,6 +87,18 @@ def left_out(source: str | Path | None, config: Config) -> list[str]:
     return [
         f"recipe of {source} ({written}) left out: it is for {own}, and this is {config.method}"
     ]
+
+
+def _refuse_unknown(pairs: Iterable[tuple[str, Any]], options: Collection[str]) -> None:
+    """Refuses all names that are no setting in one line, so that a file is mended in one go."""
+    faults: list[str] = []
+    for key, _ in pairs:
+        try:
+            place(key, options)
+        except ProxpoError as error:
+            faults.append(str(error))
+    if faults:
+        raise ProxpoError("; ".join(dict.fromkeys(faults)))
 
 
 def _refuse_contradictions(

@@ -17,6 +17,7 @@ from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.optimizers import make_optimizer
 from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
+from proxpo.report.text import plural
 from proxpo.rewards import RewardPool
 from proxpo.runs.jsonlines import CUT_TOKENS
 from proxpo.sampler import (
@@ -284,11 +285,11 @@ def splits(job: LanguageJob) -> list[str]:
         fewer = "" if len(task.train) >= pool else f", all there are (task.problems is {pool})"
         lines.append(f"training on {len(task.train)} different problems{fewer}")
     common, asked = task.overlap(), len(task.held_out)
-    lines.append(f"held out: {asked} questions, {common} of them also in training")
+    lines.append(f"held out: {plural(asked, 'question')}, {common} of them also in training")
     if len(job.exam.problems) < size:
         lines.append(
-            f"evaluating on {len(job.exam.problems)} problems, all there are (evaluate.size is "
-            f"{size})"
+            f"evaluating on {plural(len(job.exam.problems), 'problem')}, all there are "
+            f"(evaluate.size is {size})"
         )
     if common:
         lines.append(

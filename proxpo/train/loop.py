@@ -53,6 +53,7 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
             if resumed is not None:
                 restore(job, *resumed)
                 at.saved = job.step
+                observer.on_notice(_position(job))
             return _finished(_ActiveRun(job, out, at, observer, files))
         finally:
             job.close()
@@ -71,6 +72,13 @@ class _ActiveRun:
     observer: Observer
     files: dict[str, str]
     stop: StopRequest | None = None
+
+    def announce_stop(self, by: str) -> None:
+        """Says that a stop signal has arrived while the work of a step still lasts."""
+        grace = self.job.config.checkpoint.grace
+        self.observer.on_notice(
+            f"{by}: the run stops within {grace:g} s; a second {by} ends it at once"
+        )
 
     @property
     def stoppable(self) -> Observer:
@@ -106,6 +114,7 @@ def _finished(run: _ActiveRun) -> dict[str, Any]:
             signal.SIGINT,
             grace=job.config.checkpoint.grace,
             may_end=lambda: at.phase != "checkpoint",
+            on_wait=run.announce_stop,
         ) as run.stop:
             examined = _trained(run)
     except (_Stopped, Overdue) as end:
@@ -119,6 +128,11 @@ def _finished(run: _ActiveRun) -> dict[str, Any]:
                 f"stopped by {by} after step {at.saved}{late}; --resume continues from there"
             )
         return {"stopped": by, "steps": at.saved or 0, "out": str(out)}
+    except KeyboardInterrupt:  # the second Ctrl-C
+        kept = at.saved is not None
+        after = f"--resume continues after step {at.saved}" if kept else "nothing was saved"
+        observer.on_notice(f"ended at once; {after}")
+        raise
     at.phase = "finish"
     return finish_run(job, out, examined or job.examine(observer), on_notice=observer.on_notice)
 
@@ -243,6 +257,14 @@ def _resumed(
         if change.path not in ("train.steps", "out"):
             observer.on_notice(f"setting changed since the checkpoint: {change}")
     return checkpoint, changed
+
+
+def _position(job: Job) -> str:
+    """One line on the step from which a resumed run goes on."""
+    steps = job.config.train.steps
+    if job.step < steps or job.unwritten is not None:
+        return f"continues after step {job.step} of {steps}"
+    return f"all {steps} steps are done already; --set steps=N with a larger N continues the run"
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -522,10 +522,36 @@ def test_an_update_that_does_not_end_is_given_up_after_the_grace(tmp_path):
     ended = train(config_of(tmp_path, *sets, **GRPO), observer=observer)
     assert not waited_out
     assert ended == {"stopped": "SIGTERM", "steps": 1, "out": str(tmp_path)}
-    assert notes[-1] == (
-        "stopped by SIGTERM after step 1, in the update of step 2; --resume continues from there"
-    )
+    assert notes[-2:] == [
+        "SIGTERM: the run stops within 0.2 s; a second SIGTERM ends it at once",
+        "stopped by SIGTERM after step 1, in the update of step 2; --resume continues from there",
+    ]
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    train(config_of(tmp_path, *sets, **GRPO), resume=True)
+    config = config_of(tmp_path, *sets, **GRPO)
+    train(config, resume=True, observer=Observer(on_notice=notes.append))
+    assert "continues after step 1 of 3" in notes
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_second_ctrl_c_names_the_step_that_is_kept(run):
+    def on_progress(phase: str, *_: int) -> None:
+        if phase == "updating":
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    notes: list[str] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
+    try:
+        config = config_of(run, "steps=4", **GRPO)
+        observer = Observer(on_progress=on_progress, on_notice=notes.append)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, resume=True, observer=observer)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert notes[-1] == "ended at once; --resume continues after step 2"
+
+
+def test_resuming_a_finished_run_says_so(run, capsys):
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert "all 2 steps are done already; --set steps=N" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def inputs(tmp_path_factory) -> Path:
         "".join(json.dumps({"prompt": f"{i}" * 300, "answer": "1"}) + "\n" for i in range(4))
     )
     (place / "bad.yaml").write_text("train: {steps: [\n")
-    (place / "unknown.yaml").write_text("trian: {steps: 3}\n")
+    (place / "unknown.yaml").write_text("trian: {steps: 3}\nsede: 1\n")
     (place / "file").write_text("")
     return place
 
@@ -69,7 +69,7 @@ BAD = {
     "--set model.lora.lora_dropout=0.1": "lora_dropout=0.1 has no effect: models are sampled and",
     "--set lrr=1": "unknown setting 'lrr'; did you mean 'lr'?",
     "bad.yaml": "bad.yaml:2: expected the node content",
-    "unknown.yaml": "unknown setting 'trian'; did you mean 'train'?",
+    "unknown.yaml": "'trian'; did you mean 'train'?; unknown setting 'sede'; did you mean 'seed'?",
 }
 
 

@@ -25,6 +25,7 @@ from proxpo.compare.runner import Pool, open_comparison, run_plan
 from proxpo.compare.state import planned_state
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError, resolve
+from proxpo.report.text import plural
 from proxpo.settings import contradiction, parse_setting
 from proxpo.train.config import task_name
 from proxpo.train.domains import domain_of
@@ -253,8 +254,14 @@ def make_display(console: Console) -> LiveTable | Lines:
 
 def _announcement(plan: Plan, folder: Path) -> str:
     runs = len(plan.runs) + plan.runs_to_come
-    title = f"[bold]{escape(plan.title)}[/bold]: {len(plan.arms)} arms, {runs} runs -> "
+    arms = plural(len(plan.arms), "arm")
+    title = f"[bold]{escape(plan.title)}[/bold]: {arms}, {plural(runs, 'run')} -> "
     words = [plan.question] if plan.question else []
+    done = sum(planned_state(plan, run, folder).status == "done" for run in plan.runs)
+    if done:
+        words.append(f"{done} of {plural(runs, 'run')} done before; the others continue")
+    if done == runs:
+        words[-1] = f"all {plural(runs, 'run')} done before: the report is written again"
     words += [f"note: {note}" for note in plan.notes]
     return title + escape("\n".join([str(folder), *words]))
 

@@ -61,7 +61,9 @@ def test_a_finished_comparison_is_not_repeated(uninterrupted, capsys):
     out, _ = uninterrupted
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/metrics.jsonl")}
     assert main(["compare", "--out", str(out)]) == 0  # the plan is in the folder
-    assert "running" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "running" not in out
+    assert f"all {len(before)} runs done before" in out
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 

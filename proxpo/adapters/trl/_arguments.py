@@ -143,8 +143,11 @@ ARGUMENTS = {
         Argument("TRL", _LOGS),
     ),
 }  # fmt: skip
-# Stages of a group that read the tokens of a completion.
-READ_LENGTHS = ("kl_in_reward", "length_weighted_baseline", "overlong_penalty")
+# Stages of a group that read the tokens of a completion; whitening advantages is one more.
+READ_LENGTHS = (
+    *("kl_in_reward", "length_weighted_baseline", "overlong_penalty"),
+    *("reweighted_baseline", "usable_only"),
+)
 # Arguments of GRPOTrainer, which are all TRL's; a text where a recipe has something to do with it.
 TRAINER_ARGUMENTS = {
     **dict.fromkeys(("model", "args", "train_dataset", "processing_class", "callbacks"), ""),
@@ -215,7 +218,7 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
         )
     before = (*recipe.reward, *([recipe.advantage] if recipe.advantage else []))
     for stage in before if args.mask_truncated_completions else ():
-        if stage.name in READ_LENGTHS:
+        if stage.name in READ_LENGTHS or stage.options.get("whitening"):
             raise ProxpoError(
                 "GRPOConfig.mask_truncated_completions=True hides the tokens of truncated "
                 f"completions from {stage.kind}={stage.name} of recipe {recipe.name}: use "

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_batch
 from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 from trl_runs import canned, closeness, config, questions, trainer
@@ -25,8 +26,11 @@ from proxpo.adapters.trl._arguments import (
     suggestion,
 )
 from proxpo.adapters.trl._metrics import LENGTHS
+from proxpo.adapters.trl._refusals import PROVIDED
 from proxpo.batch_file import load_batch
 from proxpo.errors import ProxpoError
+from proxpo.recipes import methods
+from proxpo.settings import at_length
 from proxpo.train.config import explain
 
 PLAIN = {"eps": 1e-4, "aggregate.count_empty": True}  # grpo with the constants of TRL
@@ -144,6 +148,39 @@ def test_suggestions_hold_the_number_that_was_asked_for(slug):
         assert 4.5 in options_of(advice).values()
         other = proxpo.make_recipe(slug, options_of(advice))
         assert other.replace(options={}) != recipe.replace(options={})
+
+
+FIELDS = PROVIDED | {"rollout_logp"}
+FED = [slug for slug in methods("language") if not proxpo.make_recipe(slug).needs() - FIELDS]
+READS = ("dapo", "entropy-80-20", "opo", "rapid", "reinforce-pp", "reinforce-pp-baseline", "rloo")
+TRUNCATED = make_batch(1).mask & (torch.arange(9) != 4)[:, None]  # as TRL masks the fifth
+
+
+def allowed(recipe: proxpo.Recipe, **changes: Any) -> bool:
+    try:
+        check_arguments(recipe, made(**changes))
+    except ProxpoError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("slug", sorted({*FED} - {"pacs"}))  # which wants labels
+def test_masked_completions_change_no_advantage_of_another(slug):
+    """Or mask_truncated_completions is refused: TRL hides their tokens, not their rewards."""
+    recipe = at_length(proxpo.make_recipe(slug), 6).replace(filter=(), prune=())
+    batch = make_batch(1)
+    batch = batch.replace(**{name: None for name, _ in batch.items() if name not in FIELDS})
+    found = [
+        proxpo.prepare(
+            recipe,
+            batch.replace(mask=mask),
+            proxpo.Context(states=recipe.init_state(), generator=torch.Generator().manual_seed(0)),
+        ).batch.advantages[TRUNCATED]
+        for mask in (batch.mask, TRUNCATED)
+    ]
+    same = torch.allclose(*found)
+    assert same or slug in READS
+    assert allowed(recipe, mask_truncated_completions=True) == (slug not in READS)
 
 
 # Beside TRL's own trainer

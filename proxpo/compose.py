@@ -146,7 +146,7 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
     check_rollout(batch.items(), batch.mask)
     earned = batch.rewards  # filters judge these: a length penalty makes no prompt informative
     with torch.no_grad():
-        if batch.advantages is None or _makes_targets(recipe, batch):
+        if batch.advantages is None or makes_targets(recipe, batch):
             for stage in recipe.reward:
                 batch = run(f"reward.{stage.name}", stage, batch)
         for stage in recipe.filter:
@@ -177,7 +177,7 @@ def _constants_detached(batch: Batch) -> Batch:
     return batch.replace(**{name: x.detach() for name, x in others.items() if x.requires_grad})
 
 
-def _makes_targets(recipe: Recipe, batch: Batch) -> bool:
+def makes_targets(recipe: Recipe, batch: Batch) -> bool:
     """True if the recipe has a critic whose targets the batch does not bring."""
     critic = batch.values is not None or batch.old_values is not None
     return recipe.value is not None and critic and batch.returns is None
@@ -343,6 +343,7 @@ __all__ = [
     "count",
     "left_out",
     "loss_fn",
+    "makes_targets",
     "policy_loss",
     "prepare",
 ]

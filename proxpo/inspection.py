@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from proxpo.compose import Prepared, left_out, policy_loss, prepare
+from proxpo.compose import Prepared, left_out, makes_targets, policy_loss, prepare
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
@@ -80,6 +80,19 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
         mask=ready.batch.mask,
         metrics=metrics | _measured(recipe, ready, gradient),
     )
+
+
+def without_effect(recipe: Recipe, usual: Recipe, batch: Batch) -> list[str]:
+    """Stages that differ from the usual recipe's, and that the batch's own advantages replace."""
+    if batch.advantages is None:
+        return []
+    kinds = ("advantage",) if makes_targets(recipe, batch) else ("reward", "advantage")
+    changed = [kind for kind in kinds if getattr(recipe, kind) != getattr(usual, kind)]
+    stages = {kind: [str(s) for _, s in recipe.stages() if s.kind == kind] for kind in changed}
+    return [
+        f"{kind}={', '.join(shown) or 'none'} has no effect: the advantages are the batch's own"
+        for kind, shown in stages.items()
+    ]
 
 
 class TokenGradient(NamedTuple):
@@ -173,4 +186,11 @@ def _bias_norm(bias: ClippingBias, recipe: Recipe, ready: Prepared) -> Float[Ten
     return torch.zeros_like(value) if slope is None else slope.norm()
 
 
-__all__ = ["Inspection", "TokenGradient", "as_json", "inspect_batch", "token_gradient"]
+__all__ = [
+    "Inspection",
+    "TokenGradient",
+    "as_json",
+    "inspect_batch",
+    "token_gradient",
+    "without_effect",
+]

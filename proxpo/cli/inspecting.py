@@ -1,14 +1,16 @@
 """`proxpo inspect`: a table, JSON or page of what methods do with a batch."""
 
 import json
+import sys
 from collections.abc import Sequence
 
 from proxpo.batch_file import read_batch, saved_steps, step_file
 from proxpo.cli.named import named_recipes
 from proxpo.errors import ProxpoError
-from proxpo.inspection import Inspection, inspect_batch
+from proxpo.inspection import Inspection, inspect_batch, without_effect
 from proxpo.inspection import as_json as entry
 from proxpo.runs.files import write_whole
+from proxpo.settings import make_recipe
 from proxpo.types import Batch, Recipe
 
 
@@ -40,6 +42,9 @@ def inspect_methods(
     """Inspects the methods, then writes: a mistake leaves no file."""
     recipes = named_recipes(methods, settings)
     file = read_batch(batch)
+    for label, recipe in recipes.items():
+        for line in without_effect(recipe, make_recipe(recipe.name), file.batch):
+            print(f"proxpo: {label}: {line}", file=sys.stderr)
     inspections = [
         _inspected(label, recipe, file.batch, seed=seed) for label, recipe in recipes.items()
     ]

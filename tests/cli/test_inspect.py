@@ -114,6 +114,29 @@ def test_given_advantages_are_used_and_keep_their_shape(inspect, tmp_path, per_t
     assert torch.equal(shown, given.masked_fill(~batch.mask, 0.0) if per_token else given)
 
 
+@pytest.mark.parametrize(
+    ("method", "setting", "said"),
+    [
+        ("grpo", "scale=none", "grpo: advantage=group_relative(scale=none, "),
+        ("grpo", "advantage=leave_one_out", "grpo: advantage=leave_one_out("),
+        ("dapo", "reward=none", "dapo: reward=none has no effect: the advantages are the batch"),
+        ("grpo", "clip_high=0.3", ""),
+        ("ppo", "kl_coef=0.1", ""),  # the critic's targets follow the rewards
+    ],
+)
+def test_settings_that_given_advantages_replace_are_named(proxpo, tmp_path, method, setting, said):
+    path = tmp_path / "batch.json"
+    for advantages in (torch.linspace(-1, 1, 8), None):
+        save_batch(load_batch("sample").replace(advantages=advantages), path)
+        code, out, err = proxpo("inspect", method, "--batch", path, "--set", setting, "--json")
+        assert (code, list(strict(out))) == (0, [method])
+        if advantages is None or not said:
+            assert err == ""
+        else:
+            assert err.startswith(f"proxpo: {said}")
+            assert err.count("\n") == 1
+
+
 def test_ess_and_kl_by_hand(inspect):
     batch = load_batch("sample")
     d = (batch.logp - batch.old_logp)[batch.mask]

@@ -100,15 +100,30 @@ def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
     _check_options(recipe, options, actor)
     _check_divisor(recipe, actor, config.data.max_response_length)
     _check_estimator(recipe, options, config)
+    _check_greedy(recipe, config)
     _check_updates(recipe, config)
     _check_correction(recipe, algorithm)
-    groups = algorithm.get("filter_groups", None)
-    if recipe.prompts and not (groups and groups.get("enable", False)):
+    if recipe.prompts and not _redraws_prompts(config):
         names = ", ".join(stage.name for stage in recipe.prompts)
         notify(
-            f"{slug}: prompts={names} redraws prompts, which verl does under "
+            f"{slug}: prompts={names} redraws prompts, which verl's V1 trainer does under "
             "algorithm.filter_groups.enable=True; as it is, every prompt of a batch is trained on "
             "(policy_loss.options.prompts=null says so)"
+        )
+
+
+def _redraws_prompts(config: Any) -> bool:
+    """True if verl draws new prompts in place of those without information."""
+    groups = config.algorithm.get("filter_groups", None)
+    return bool(config.trainer.use_v1 and groups and groups.get("enable", False))
+
+
+def _check_greedy(recipe: Recipe, config: Any) -> None:
+    """Refuses verl's `remax` in its V1 trainer, where it fails after the first rollout."""
+    if str(config.algorithm.adv_estimator) == "remax" and config.trainer.use_v1:
+        raise ProxpoError(
+            f"verl: {recipe.name}: algorithm.adv_estimator=remax needs greedy responses, which "
+            "verl's V1 trainer does not draw: set trainer.use_v1=False"
         )
 
 

@@ -27,7 +27,7 @@ ESTIMATORS = {
     "rloo": "as it is; `proxpo_leave_one_out` gives 0 to a response without siblings",
     "rloo_vectorized": "`proxpo_leave_one_out`",
     "opo": "as it is, or `proxpo_opo`",
-    "remax": "as it is",
+    "remax": "as it is, with `trainer.use_v1=False`: verl's V1 trainer draws no greedy responses",
     "reinforce_plus_plus": "`proxpo_discounted_return` with `whitening=true`",
     "reinforce_plus_plus_baseline": "`proxpo_reinforce_pp_baseline`",
     "gpg": NONE,
@@ -60,7 +60,8 @@ ACTOR_SETTINGS = {
     **dict.fromkeys(("optim", "grad_clip", "freeze_vision_tower", "qat"), "verl's, after the loss"),
     "use_fused_kernels": "verl's; the engine refuses fused heads, which hide their weight",
     "ulysses_sequence_parallel_size": "verl's; the engine's transforms add up over the ranks",
-    "use_rollout_log_probs": "verl's: the sampler's log-probabilities are the old ones",
+    "use_rollout_log_probs": "verl's, which does not read it; "
+    "`algorithm.rollout_correction.bypass_mode=True` takes the sampler's numbers as the old ones",
     **dict.fromkeys(("use_prefix_grouper", "use_torch_compile", "use_remove_padding"), _SPEED),
     **dict.fromkeys(("pad_to_length", "entropy_checkpointing", "fsdp_config"), _SPEED),
     **dict.fromkeys(

@@ -239,6 +239,10 @@ def checked(*overrides: str) -> None:
             r"clip_ratio_low=0.2 is verl's default.*\+.*options.trust.clip_low=0.2 sets it",
         ),
         (
+            [f"{MODE}=proxpo_remax", f"{ESTIMATOR}=remax", "data.train_batch_size=256"],
+            "remax: .*=remax needs greedy responses, .* does not draw: set trainer.use_v1=False",
+        ),
+        (
             [f"{MODE}=proxpo_reinforce", f"{ESTIMATOR}=proxpo_reinforce", prefix("clip_ratio_c=3")],
             "clip_ratio_c=3 is verl's default and does not reach reinforce: it has none",
         ),
@@ -328,6 +332,8 @@ def test_every_loss_mode_has_an_estimator():
         chosen = [f"{MODE}={verl_name(slug)}", f"{ESTIMATOR}={name}"]
         if recipe.schedule is not None:
             chosen += ["data.train_batch_size=256"]  # one mini-batch
+        if name == "remax":
+            chosen += ["trainer.use_v1=False"]
         chosen += [f"+algorithm.options.{key}=512" for key in lengths(recipe) if key in LONGEST]
         checked(*chosen)
 
@@ -338,8 +344,13 @@ def test_verl_s_driver_checks_the_run(capfd, monkeypatch):
     assert main_ppo.validate_config is validate_config
     whole = changed(f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", LONGEST)
     validate_config(whole, False, False)
-    line = "dapo: prompts=informative redraws prompts, which verl does under algorithm.filter_"
+    line = "dapo: prompts=informative redraws prompts, which verl's V1 trainer does under algorithm"
     assert line in capfd.readouterr().err
+    for first, lines in ((True, 0), (False, 1)):  # the older trainer does not read filter_groups
+        monkeypatch.setattr(_environment, "_NOTICES", set())
+        groups = ["algorithm.filter_groups.enable=True", f"trainer.use_v1={first}"]
+        checked(f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", LONGEST, *groups)
+        assert capfd.readouterr().err.count(line) == lines
     with pytest.raises(ValueError, match=r"dapo: algorithm.*=gae lacks overlong_penalty"):
         validate_config(changed(f"{MODE}=proxpo_dapo"), False, True)
 

@@ -8,7 +8,7 @@ import torch
 
 from proxpo.batch_file import BatchFile
 from proxpo.inspection import Inspection
-from proxpo.ops.masked import row_mean, spread
+from proxpo.ops.masked import row_mean
 from proxpo.ops.shapes import Tensor
 from proxpo.recipes import methods
 from proxpo.report.inspection_text import (
@@ -130,17 +130,16 @@ def _data(inspections: Sequence[Inspection], file: BatchFile) -> dict[str, Any]:
 
 
 def _method_data(inspection: Inspection) -> dict[str, Any]:
-    per_row = inspection.advantages.dim() == 1
-    advantages = (
-        spread(inspection.advantages, inspection.mask) if per_row else inspection.advantages
-    )
+    advantages = inspection.advantages
+    per_row = advantages.dim() == 1
+    rows = advantages if per_row else row_mean(advantages, inspection.mask)
     return {
         "name": inspection.method,
         "weight": _cells(-inspection.dloss_dlogp, inspection.mask),
-        "advantage": _rounded(inspection.advantages.tolist()[:MOST_ROWS])
+        "advantage": _rounded(advantages.tolist()[:MOST_ROWS])
         if per_row
         else _cells(advantages, inspection.mask),
-        "adv_row": _rounded(row_mean(advantages, inspection.mask).tolist()[:MOST_ROWS]),
+        "adv_row": _rounded(rows.tolist()[:MOST_ROWS]),
         "share": _rounded(shares(inspection)[:MOST_ROWS]),
         "push": _rounded(inspection.push.tolist()[:MOST_ROWS]),
     }

@@ -10,7 +10,7 @@ import torch
 from proxpo.batch_file import BatchFile, load_batch, read_batch
 from proxpo.inspection import inspect_batch
 from proxpo.report import inspection_page
-from proxpo.report.inspection_page import inspect_page
+from proxpo.report.inspection_page import _method_data, inspect_page
 from proxpo.settings import make_recipe
 
 NASTY = "</script><img src=x onerror=alert(1)>&"
@@ -112,3 +112,12 @@ def test_what_is_left_out_is_said(monkeypatch):
     data = data_of(text)
     assert (data["rows"], data["cols"]) == (3, 5)
     assert [len(row) for row in data["methods"][0]["weight"]] == [5] * 3
+
+
+def test_a_response_that_is_pruned_keeps_its_advantage():
+    inspection = inspect_batch(make_recipe("cppo"), load_batch("sample"))
+    data = _method_data(inspection)
+    pruned = ~inspection.mask.any(dim=1)
+    assert pruned.any()
+    assert data["adv_row"] == data["advantage"]
+    assert any(data["adv_row"][row] for row in pruned.nonzero().flatten().tolist())

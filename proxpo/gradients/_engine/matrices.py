@@ -94,12 +94,19 @@ class LinearLayer:
             x = broadcast(autocast(x), self.session.shape, 1)
             return compiled.linear(x, weight, bias, self.transposed, self.number)
         if x.shape[:-1] == self.session.shape:
-            x, inputs = self.session.shared_input(x, autocast, self.module_handle, self.weight)
+            x, inputs = self._cast(x)
             return _Linear.apply(x, weight, bias, self, inputs)
         x = broadcast(autocast(x), self.session.shape, 1)
         if (not x.requires_grad or _is_constant(x)) and not shows_positions(self.session, x):
             return _ConstantInput.apply(x, weight, bias, self)
         return _Linear.apply(x, weight, bias, self, None)
+
+    def _cast(self, x: Tensor) -> tuple[Tensor, SharedInput | None]:
+        """The input as autocast casts it; the layers before may have had the same."""
+        handle = self.module_handle.handles.get(self.weight)
+        if handle is None:
+            return autocast(x), None
+        return self.session.last_input.cast(x, autocast, self.module_handle, handle)
 
     def begin(self, x: Tensor) -> Call | None:
         """Registers a call of a compiled model; None for an input that is a constant."""

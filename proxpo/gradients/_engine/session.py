@@ -1,6 +1,5 @@
 """State of one `applied` block: layout, sampled overlap sets, one handle per parameter."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,12 +12,14 @@ from proxpo.errors import ProxpoError
 from proxpo.gradients._engine.audit import Audit
 from proxpo.gradients._engine.averages import Averages, Collected
 from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.draws import Draws, DrawSeed
 from proxpo.gradients._engine.groups import Groups
 from proxpo.gradients._engine.inner_products import OverlapSet
+from proxpo.gradients._engine.last_input import LastInput
 from proxpo.gradients._engine.layout import Layout
-from proxpo.gradients._engine.padded_rows import Draw, Lengths, PaddedRows, raise_not_finite
+from proxpo.gradients._engine.padded_rows import Lengths, PaddedRows, raise_not_finite
 from proxpo.gradients._engine.position_axes import SequenceShape
-from proxpo.gradients._engine.position_gradients import AnyGradients, SharedInput, joined
+from proxpo.gradients._engine.position_gradients import AnyGradients, joined
 from proxpo.gradients._engine.shard import Shard
 from proxpo.ops.shapes import Float, Int, Tensor
 
@@ -55,19 +56,6 @@ class Rule(Protocol):
     def base_weights(self, session: "Session") -> Float[Tensor, " row"]:
         """Weights for parameters without a per-sequence gradient: A_i in the scale of the rule."""
         ...
-
-
-class DrawSeed(NamedTuple):
-    """Seed of the random draws of one block."""
-
-    seed: int
-    step: int
-    block: int
-    rank: int
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        digest = hashlib.sha256(repr(tuple(self)).encode()).digest()
-        return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 class ParameterHandle:
@@ -231,16 +219,6 @@ class ModuleHandle:
         return (nested for nested in (False, True) if self._held[nested])
 
 
-class _LastInput(NamedTuple):
-    """The input that the linear layers before had, as long as it exists and is not changed."""
-
-    source: ref[Tensor]
-    version: int
-    value: ref[Tensor]  # cast as autocast does
-    shared: SharedInput
-    layers: list[ModuleHandle]
-
-
 class _Held(NamedTuple):
     """Position gradients of a call, held back until the last call of its module."""
 
@@ -270,7 +248,7 @@ class Session:
         self.accepts: dict[int, Callable[..., bool]] = {}  # tests of a module's input, by module id
         self.block = 0
         self._known: tuple[Tensor | None, int] = (None, 0)
-        self._last_input: _LastInput | None = None
+        self.last_input = LastInput()
         self.calls: list[Any] = []  # of compiled layers
         self._filled = 1  # sequences of the block that have a position
         self._drawing = 0  # parameters with a row in the table of overlap sets
@@ -305,12 +283,12 @@ class Session:
         self.block += 1
         # A graph replays its kernels, not this line: only torch's own generator moves on with it.
         device = sequences.device
-        if capturing():
-            self._generator = torch.cuda.default_generators[device.index]
-        else:
-            self._generator = seed.generator(device)
-        self._table: list[tuple[Tensor, Tensor]] | None = None
-        self._last_input = None
+        captured = capturing()
+        generator = (
+            torch.cuda.default_generators[device.index] if captured else seed.generator(device)
+        )
+        self._draws = Draws(generator, self.layout, padded, parameters=self._drawing)
+        self.last_input = LastInput()
         self.calls.clear()
         self._postponed: list[Any] = []
         self._numbers: list[tuple[str, Tensor]] = []
@@ -393,65 +371,18 @@ class Session:
         multiplying = [h for h in handles if not isinstance(h.module, nn.Embedding)]
         return next(iter(multiplying + handles), None)
 
-    def shared_input(
-        self, x: Tensor, cast: Callable[[Tensor], Tensor], layer: ModuleHandle, weight: str
-    ) -> tuple[Tensor, SharedInput | None]:
-        """The cast input of a linear layer; the layers before may have had the same."""
-        handle = layer.handles.get(weight)
-        if handle is None:
-            return cast(x), None
-        last = self._last_input
-        if last is not None and last.source() is x and last.version == x._version:
-            value = last.value()
-            if value is not None and layer not in last.layers:
-                last.shared.layers += 1
-                last.layers.append(layer)
-                return value, last.shared
-        value, shared = cast(x), SharedInput(handle)
-        self._last_input = _LastInput(ref(x), x._version, ref(value), shared, [layer])
-        return value, shared
-
     def overlap_set(self, handle: ParameterHandle, layout: Layout) -> OverlapSet:
         """The overlap set J of a parameter in this backward."""
-        size = self.rule.overlap
-        if size is None or size >= layout.whole.size:
-            return OverlapSet.all(layout)
-        if layout is not self.layout or handle.number < 0:
-            return OverlapSet.at(self._drawn(layout.whole, 1, size)[0], layout)
-        full = size <= layout.whole.filled  # padding is drawn last
-        if self._table is None:
-            index = self._drawn(layout.whole, self._drawing, size)
-            self._table = list(zip(index, layout.whole.valid[index]))
-        return OverlapSet(*self._table[handle.number], full=full)
-
-    def _drawn(self, layout: Layout, rows: int, size: int) -> Int[Tensor, "parameter pick"]:
-        """`size` positions without replacement for each of `rows` parameters, padding last."""
-
-        def draw(generator: torch.Generator) -> Int[Tensor, "parameter pick"]:
-            step, padding = max(1, (1 << 25) // layout.size), layout.seq < 0
-            drawn = []
-            for start in range(0, rows, step):
-                shape = (min(step, rows - start), layout.size)
-                score = torch.rand(shape, generator=generator, device=layout.seq.device)
-                score = score.masked_fill_(padding, -1.0)
-                drawn.append(score.topk(size, dim=1, sorted=False).indices)
-            return torch.cat(drawn)
-
-        return self._random(draw)
+        return self._draws.overlap_set(handle.number, layout, self.rule.overlap)
 
     def signs(self, *shape: int) -> Int[Tensor, "..."]:
         """Zeros and ones at random."""
-        device = self.layout.seq.device
+        return self._draws.signs(*shape)
 
-        def draw(generator: torch.Generator) -> Int[Tensor, "..."]:
-            return torch.randint(0, 2, shape, generator=generator, device=device)
-
-        return self._random(draw)
-
-    def _random(self, draw: Draw) -> Int[Tensor, "..."]:
-        if self.padded is None:
-            return draw(self._generator)
-        return self.padded.random(self._generator, draw)
+    @property
+    def generator(self) -> torch.Generator:
+        """Random generator of this block."""
+        return self._draws.generator
 
     @property
     def count(self) -> int | Float[Tensor, ""]:
@@ -510,8 +441,3 @@ class Session:
         if bool(torch.isfinite(torch.cat([numbers for _, numbers in self._numbers])).all()):
             return
         raise_not_finite(self._numbers)
-
-    @property
-    def generator(self) -> torch.Generator:
-        """Random generator of this block."""
-        return self._generator

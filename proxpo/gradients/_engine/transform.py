@@ -17,11 +17,11 @@ from proxpo.gradients._engine.audit import Audit
 from proxpo.gradients._engine.averages import Averages
 from proxpo.gradients._engine.axis_order import AxisOrder
 from proxpo.gradients._engine.device import capturing
+from proxpo.gradients._engine.draws import DrawSeed
 from proxpo.gradients._engine.measure import LengthRule
 from proxpo.gradients._engine.padded_rows import PaddedRows, check_advantages
 from proxpo.gradients._engine.patching import PatchedModel, fingerprint
 from proxpo.gradients._engine.session import (
-    DrawSeed,
     ModuleHandle,
     Observer,
     ParameterHandle,

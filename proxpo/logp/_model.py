@@ -101,6 +101,11 @@ class _HeadReplacement:
 
     @contextmanager
     def installed(self, head: nn.Linear, request: _Request) -> Iterator[None]:
+        if self.request is not None:
+            raise ProxpoError(
+                "model_logp: the model is in another call of model_logp or model_states, of another"
+                " thread or of its own forward; make one call after the other"
+            )
         own = vars(head).get("forward")
         self.request, self.result = (head, request), []
         vars(head)["forward"] = self.forward

@@ -208,6 +208,18 @@ def test_the_model_is_put_back_after_an_error():
     assert head.__dict__["forward"] is own
 
 
+def test_a_call_within_a_call_is_refused():
+    """Also from another thread, whose hidden states would be scored by the first one's request."""
+    model, r = build("llama"), Rollout()
+    call = lambda *_: model_logp(model, r.ids, r.mask, attention_mask=r.attention)  # noqa: E731
+    want = call()
+    hook = model.model.norm.register_forward_hook(call)
+    with pytest.raises(ProxpoError, match="in another call of model_logp"):
+        call()
+    hook.remove()
+    assert torch.equal(call(), want)
+
+
 def test_nothing_of_the_model_is_kept():
     model, rollout = build("llama"), Rollout()
     rollout.fused(model)

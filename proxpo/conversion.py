@@ -90,13 +90,13 @@ def as_tensor(name: str, value: Any, text: dict[str, list[str]] | None = None) -
     if isinstance(value, Tensor):
         if value.is_complex():
             raise ProxpoError(f"{name} holds complex numbers, expected real ones")
-        return value
+        return _numeric(name, value)
     if hasattr(value, "__array__"):
         import numpy
 
         array = numpy.array(value)
         if array.dtype.kind in "fiub" and array.dtype.isnative and array.dtype.itemsize <= 8:
-            return torch.from_numpy(array)
+            return _numeric(name, torch.from_numpy(array))
         value = array.tolist()
     if not isinstance(value, (list, tuple)):
         raise ProxpoError(f"{name} is {kind(value)}, expected a list")
@@ -108,6 +108,8 @@ def as_tensor(name: str, value: Any, text: dict[str, list[str]] | None = None) -
         if text is not None:
             text[name] = words
     numbers, shape = _flatten(value, name)
+    if numbers and all(isinstance(number, bool) for number in numbers):
+        _numeric(name, torch.tensor(numbers))
     whole = FIELDS[name].kind == "int" and all(isinstance(number, int) for number in numbers)
     dtype = torch.int64 if whole else torch.float64
     try:
@@ -115,6 +117,14 @@ def as_tensor(name: str, value: Any, text: dict[str, list[str]] | None = None) -
     except (OverflowError, RuntimeError, ValueError):
         label = "int64" if whole else "float64"
         raise ProxpoError(f"{name} holds an integer too large for {label}") from None
+
+
+def _numeric(name: str, value: Tensor) -> Tensor:
+    """Refuses truth values as numbers: a mask in the wrong place. As rewards they are 0 and 1."""
+    field = FIELDS[name]
+    if value.dtype == torch.bool and field.kind in ("float", "number") and not field.squared:
+        raise ProxpoError(f"{name} holds true and false, expected numbers")
+    return value
 
 
 def _stacked(value: Any, place: str) -> Tensor:

@@ -38,9 +38,10 @@ def make_recipe(name: str, settings: Settings = ()) -> Recipe:
 def make_method(name: str, settings: Settings = ()) -> Recipe | Procedure:
     """The method `name` with its options set and, where it is a recipe, its stages swapped."""
     entry = method(name)
-    pairs = list(settings.items() if isinstance(settings, Mapping) else settings)
+    given = settings.items() if isinstance(settings, Mapping) else settings
+    pairs = [(_with_kind(key), value) for key, value in given]
     own = [(key, value) for key, value in pairs if not _is_stage(key)]
-    options = {_option(key, entry.defaults, entry.slug): value for key, value in own}
+    options = {_option(key, entry): value for key, value in own}
     recipe = entry.make(**options)
     swaps = [(key, value) for key, value in pairs if _is_stage(key)]
     if isinstance(recipe, Procedure) and swaps:
@@ -246,7 +247,15 @@ def _is_stage(key: str) -> bool:
     return key.split(".")[0].rstrip("+") in KINDS
 
 
-def _option(key: str, defaults: Mapping[str, Any], slug: str) -> str:
+def _with_kind(key: Any) -> Any:
+    """The key with a kind of stage in the spelling of the registry: RATIO.q is ratio.q."""
+    head = re.match(r"[A-Za-z]+(?=[.+]|$)", str(key))
+    kind = next((kind for kind in KINDS if head and fold(head[0]) == kind), None)
+    return key if head is None or kind is None else f"{kind}{key[head.end() :]}"
+
+
+def _option(key: str, entry: Method) -> str:
+    defaults, slug = entry.defaults, entry.slug
     if "." in key:
         raise ProxpoError(
             f"unknown kind of stage '{key.split('.')[0]}'{nearest(key.split('.')[0], KINDS)}"
@@ -255,6 +264,10 @@ def _option(key: str, defaults: Mapping[str, Any], slug: str) -> str:
         return resolve(key, defaults, what=f"option of {slug}")
     except ProxpoError:
         hint = nearest(key, [*defaults, *KINDS])
+        made = entry.make()
+        if isinstance(made, Recipe) and "did you mean" not in hint:
+            places = [place for place, s in made.stages() if fold(key) in map(fold, s.options)]
+            hint = f"; did you mean '{places[0]}.{key}'?" if places else hint
         raise ProxpoError(f"unknown option '{key}' of {slug}{hint}") from None
 
 
@@ -340,10 +353,10 @@ def _named(recipe: Recipe, key: str) -> Stage:
     kind, *path = key.split(".")
     stages = getattr(recipe, kind)
     if kind not in MANY:
-        if stages is None or len(path) != 1:
-            raise ProxpoError(
-                f"{recipe.name}: '{key}' should read {kind}.OPTION and needs a {kind} stage"
-            )
+        if stages is None:
+            raise ProxpoError(f"{recipe.name}: '{key}' needs a stage: {kind}=NAME adds it")
+        if len(path) != 1:
+            raise ProxpoError(f"{recipe.name}: '{key}' should read {kind}.{path[-1]}")
         return stages
     named = path[0] if len(path) == 2 else None
     fitting = [stage for stage in stages if named is None or fold(stage.name) == fold(named)]

@@ -93,6 +93,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rewards": torch.zeros(2, 1)}, "rewards is 2 x 1, expected a list of 2"),
     ({"rewards": torch.zeros(())}, "rewards is a single number, expected a list of 2"),
     ({"rewards": torch.zeros(2, dtype=torch.complex64)}, "rewards holds complex numbers"),
+    ({"old_logp": torch.ones(2, 3, dtype=torch.bool)}, "old_logp holds true and false, expected n"),
+    ({"advantages": [True, False]}, "advantages holds true and false, expected numbers"),
     ({"rewards": 1.0}, "rewards is the number 1.0, expected a list"),
     ({"rewards": {"a": 1}}, "rewards is an object, expected a list"),
     ({"rewards": range(2)}, "rewards is a range, expected a list"),

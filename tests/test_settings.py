@@ -147,7 +147,13 @@ REFUSED = {
     "a second ratio": ("grpo", {"ratio+": "kalman"}, "there is one ratio stage; write ratio=NAME"),
     "no aggregate": ("grpo", {"aggregate": None}, "the aggregate stage cannot be left out"),
     "stage not there": ("grpo", {"weights.tis.cap": 2}, "weights stages: none"),
-    "no such level": ("grpo", {"ratio.token.limit": 2}, "should read ratio.OPTION"),
+    "no such level": (
+        "grpo",
+        {"ratio.token.limit": 2},
+        "'ratio.token.limit' should read ratio.limit",
+    ),
+    "no gradient stage": ("grpo", {"gradient.p": -1}, "gradient=NAME adds it"),
+    "option of a stage": ("grpo", {"unbiased": False}, "did you mean 'advantage.unbiased'?"),
     "a table without a name": ("grpo", {"weights+": [{"cap": 2}]}, "a table with a 'name'"),
     "clip without a ratio": (
         "reinforce",
@@ -322,6 +328,14 @@ def test_other_names_of_an_option_are_refused_with_its_own(method, old, new):
 )
 def test_lists_and_blocks_on_one_line(text, value):
     assert parse_setting(f"key={text}") == ("key", value)
+
+
+def test_kinds_of_stages_are_spelt_in_any_case() -> None:
+    made = make_recipe("grpo", {"RATIO": "kalman", "Ratio.q": 1e-4, "WEIGHTS+": "tis"})
+    assert (
+        made.stages()
+        == make_recipe("grpo", {"ratio": "kalman", "ratio.q": 1e-4, "weights+": "tis"}).stages()
+    )
 
 
 def test_many_valid_names_are_not_all_listed() -> None:

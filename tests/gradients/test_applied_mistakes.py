@@ -10,6 +10,7 @@ import torch
 from blocks import LENGTHS, A, assert_same, backward
 from models import VOCAB, hf, nll, packed, padded
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from proxpo.errors import ProxpoError
@@ -396,3 +397,37 @@ def test_a_product_that_selective_checkpointing_keeps_is_not_changed(batch, bias
     backward(model, *batch, forward=lambda: forward("mul"))
     with pytest.raises(RuntimeError, match="has been mutated"):
         backward(model, *batch, forward=lambda: forward("mul_"))
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise MemoryError
+
+
+@pytest.mark.parametrize("make", [lambda: isopo(reg=0.5), proma])
+def test_a_backward_that_failed_spoils_its_block(tiny, batch, make):
+    """The layers it has passed have measured lengths, and held back parts of gradients."""
+    clean, transform = make(), make()
+    want = backward(tiny, *batch, clean)
+    hook = tiny.up.register_forward_hook(lambda _, __, out: Failing.apply(out))
+
+    def repeated() -> Tensor:
+        with pytest.raises(MemoryError):
+            nll(tiny(*batch), *batch).sum().backward()
+        hook.remove()
+        tiny.zero_grad()
+        return tiny(*batch)
+
+    with pytest.raises(ProxpoError, match=r"a backward pass of this block failed.*another block"):
+        backward(tiny, *batch, transform, forward=repeated)
+    assert_same(backward(tiny, *batch, transform), want)
+    clean.step()
+    transform.step()
+    assert_close(transform.state_dict(), clean.state_dict(), rtol=0, atol=0)

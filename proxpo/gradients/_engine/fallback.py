@@ -209,7 +209,7 @@ class _AddGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         second: Rerun = ctx.second
-        second.session.check_block(second.block, second.handle)
+        second.session.enter_backward(second.block, second.handle)
         second.reached = torch._C._current_graph_task_id()
         values: list[Tensor] = [nn.Parameter(v.detach()) for v in ctx.saved_tensors]
         with second.outputs(dict(zip(second.handles, values))) as outs:

@@ -130,7 +130,7 @@ class ScaledResponses:
         to_hidden: bool,
     ) -> HeadGradients:
         handle, rule = self.handle, self.handle.session.rule
-        handle.session.check_block(self.block, handle)
+        handle.session.enter_backward(self.block, handle)
         if handle.done:
             raise ProxpoError(
                 "token_logp: the head is used more than once in this `applied` block; score all "

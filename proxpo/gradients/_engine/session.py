@@ -7,6 +7,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._engine.audit import Audit
@@ -163,7 +164,7 @@ class ModuleHandle:
 
     def finish(self, call: Call, rows: dict[str, AnyGradients]) -> dict[str, Tensor]:
         """Gradients by parameter; empty while other calls of the module are still to come."""
-        self.session.check_block(call.block, self)
+        self.session.enter_backward(call.block, self)
         waiting, held = self._open[call.nested], self._held[call.nested]
         if call.mates is not None:
             self.reopened = True
@@ -290,6 +291,7 @@ class Session:
         self._draws = Draws(generator, self.layout, padded, parameters=self._drawing)
         self.last_input = LastInput()
         self.calls.clear()
+        self._passes: dict[int, bool] = {}  # backward passes; True for those that have ended
         self._postponed: list[Any] = []
         self._numbers: list[tuple[str, Tensor]] = []
         self._lengths: list[Lengths] = []
@@ -332,12 +334,25 @@ class Session:
         same = before is sequences and version == sequences._version
         return same and self.layout.count == count
 
-    def check_block(self, block: int, where: "ModuleHandle | ParameterHandle") -> None:
-        """Refuses a backward outside the block that its forward ran in."""
+    def enter_backward(self, block: int, where: "ModuleHandle | ParameterHandle") -> None:
+        """Refuses a backward outside the block that its forward ran in; notes one inside."""
         if self.closed or block != self.block:
             raise ProxpoError(
                 f"gradients.applied: backward reached {where.name} after the `with` block of its "
                 "forward had ended; call backward() inside it"
+            )
+        number = torch._C._current_graph_task_id()
+        if number not in self._passes and number != -1:
+            ends = self._passes
+            ends[number] = False
+            Variable._execution_engine.queue_callback(lambda: ends.update({number: True}))
+
+    def check_passes(self) -> None:
+        """Raises where a backward pass of the block has failed."""
+        if not all(self._passes.values()):
+            raise ProxpoError(
+                "gradients.applied: a backward pass of this block failed on its way, so p.grad "
+                "must not be used; repeat it in another block"
             )
 
     def add(

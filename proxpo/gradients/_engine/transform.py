@@ -177,6 +177,7 @@ class Transform:
                 replaced_backward(partial(head.head_transform, session)),
             ):
                 yield
+            session.check_passes()
             audit.check()
             patched.check_additions(model)
             if session.head is not None and not session.head.done:

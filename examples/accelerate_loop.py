@@ -24,6 +24,8 @@ def main():
     ranks, all_sum = accelerator.num_processes, local
     if ranks > 1:
         all_sum = proxpo.over_ranks()
+    if accelerator.mixed_precision == "fp16":
+        raise SystemExit("fp16 scales the loss, which this loop does not; use bf16")
     if PARTS % ranks:
         raise SystemExit(f"{ranks} processes cannot share {PARTS} micro-batches evenly")
     accelerator.print(f"{ranks} processes")
@@ -37,6 +39,7 @@ def main():
     parts = torch.arange(len(PROBLEMS)).chunk(PARTS)[accelerator.process_index :: ranks]
     local_rows = torch.cat(parts).tolist()
     for step in range(STEPS):
+        sampler.sync()
         seeds = [step * len(PROBLEMS) + row for row in local_rows]
         (ids, attended), batch = sample(
             policy, sampler, [PROBLEMS[row] for row in local_rows], seeds
@@ -55,7 +58,6 @@ def main():
             optimizer.zero_grad()
             if transform:
                 transform.step()
-        sampler.sync()
         reward = accelerator.reduce(batch.rewards.sum()) / len(PROBLEMS)
         accelerator.print(f"step {step + 1}: reward {reward:.3f}, gradient {norm:.6e}", flush=True)
     accelerator.end_training()

@@ -27,7 +27,13 @@ class Learner(lightning.LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
 
-    def training_step(self, step):
+    def on_fit_start(self):
+        if self.trainer.world_size > 1 or self.trainer.precision == "16-mixed":
+            raise SystemExit("one process without a scaled loss; several: accelerate_loop.py")
+
+    def training_step(self, _):
+        self.sampler.sync()  # it has its own copy of the weights, also of a checkpoint's
+        step = self.global_step // UPDATES
         seeds = [step * len(PROBLEMS) + row for row in range(len(PROBLEMS))]
         (ids, attended), batch = sample(self.policy, self.sampler, PROBLEMS, seeds)
         batch, ctx, _ = proxpo.prepare(self.recipe, batch)
@@ -39,7 +45,6 @@ class Learner(lightning.LightningModule):
             optimizer.zero_grad()
             if self.transform:
                 self.transform.step()
-        self.sampler.sync()
         self.log("reward", batch.rewards.mean())
         self.print(f"step {step + 1}: reward {batch.rewards.mean():.3f}", flush=True)
 

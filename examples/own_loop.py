@@ -41,6 +41,7 @@ def main():
     sampler, weights = make_sampler("local", policy), policy.model.parameters()
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0)
     for step in range(STEPS):
+        sampler.sync()  # it has its own copy of the weights
         seeds = [step * len(PROBLEMS) + row for row in range(len(PROBLEMS))]
         (ids, attended), batch = sample(policy, sampler, PROBLEMS, seeds)
         batch, ctx, _ = proxpo.prepare(recipe, batch)
@@ -50,7 +51,6 @@ def main():
             optimizer.zero_grad()
             if transform:
                 transform.step()
-        sampler.sync()
         print(f"step {step + 1}: reward {batch.rewards.mean():.3f}", flush=True)
 
 

@@ -22,6 +22,9 @@ from proxpo.sampler import make_sampler
 class Learner(Trainer):
     def __init__(self, policy, **options):
         super().__init__(policy.model, **options)
+        parts = self.args.gradient_accumulation_steps * self.args.world_size
+        if parts > 1 or self.args.train_batch_size < len(PROBLEMS) or self.args.fp16:
+            raise SystemExit("a step is one batch with all of PROBLEMS here, its loss not scaled")
         self.policy, self.sampler = policy, make_sampler("local", policy)
         self.recipe = proxpo.make_recipe(METHOD)
         self.transform = self.recipe.gradient.apply() if self.recipe.gradient else None
@@ -66,7 +69,7 @@ def main():
         args = TrainingArguments(
             folder,
             max_steps=STEPS * UPDATES,
-            per_device_train_batch_size=len(PROBLEMS),  # whole groups; no accumulation
+            per_device_train_batch_size=len(PROBLEMS),
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
             remove_unused_columns=False,

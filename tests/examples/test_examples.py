@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as lightning
 import pytest
+import torch
 from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -83,6 +86,43 @@ def test_other_trainers_take_the_steps_of_the_own_loop(tmp_path, run):
     assert len(own) == 2
     assert hosted == [own, own]
     assert float(own[-1][1]) > float(own[0][1]) + 0.05
+
+
+@pytest.mark.long
+def test_a_lightning_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    """It draws by the checkpoint's weights, of which the sampler had no copy yet."""
+    two = {"PROBLEMS": "[problem for problem in TASK.train[:2] for _ in range(4)]"}
+    folder = changed(tmp_path, **{"STEPS, UPDATES, LR": "2, 2, 5e-3"}, **two)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "own_loop", raising=False)
+    example = runpy.run_path(str(folder / "lightning_loop.py"))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+
+    def fit(steps: int, **given: str) -> lightning.Trainer:
+        host = lightning.Trainer(max_steps=steps, default_root_dir=tmp_path, devices=1, **quiet)
+        host.fit(example["Learner"](), DataLoader(range(2), batch_size=None), **given)
+        return host
+
+    whole, half = fit(4), fit(2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(4, ckpt_path=str(tmp_path / "half.ckpt"))
+    assert resumed.global_step == 4
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), half.model.parameters())
+    for one, other, before in pairs:
+        assert torch.equal(one, other)
+        assert not torch.equal(other, before)
+    sys.modules.pop("own_loop", None)
+
+
+def test_a_step_in_parts_is_refused_by_the_example_of_trainer(tmp_path, monkeypatch):
+    """Its counts and groups are those of one batch."""
+    folder = changed(tmp_path)
+    script = folder / "transformers_trainer.py"
+    text = script.read_text()
+    script.write_text(text.replace("max_steps=", "gradient_accumulation_steps=2, max_steps="))
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(SystemExit, match="a step is one batch with all of PROBLEMS here"):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def test_two_processes_take_the_steps_of_one(tmp_path, run):

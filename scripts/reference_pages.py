@@ -14,6 +14,7 @@ from proxpo.adapters.verl._settings import METHOD_OPTIONS, STAGE_OPTIONS, option
 from proxpo.cli.app import app
 from proxpo.cli.training import ON_RESUME, opening
 from proxpo.recipes import methods
+from proxpo.report.text import setting_text
 from proxpo.settings import make_recipe
 from proxpo.train.config import explain, presets
 
@@ -41,7 +42,8 @@ def settings_page() -> str:
     for setting in explain(None):
         section = setting.path.partition(".")[0] if "." in setting.path else "run"
         effect = ON_RESUME[setting.resume]
-        row = f"| `{setting.path}` | `{setting.value}` | {effect} | {cell(setting.doc)} |"
+        default = setting_text(setting.value)
+        row = f"| `{setting.path}` | `{default}` | {effect} | {cell(setting.doc)} |"
         sections.setdefault(section, []).append(row)
     heading = "| setting | default | on resume | meaning |\n| --- | --- | --- | --- |"
     tables = "\n\n".join(

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proxpo.cli.libraries import silence_libraries
+from proxpo.report.text import setting_text
 
 WIDE = 110  # columns that a table of settings takes
 LINE_EVERY = 30.0  # seconds at most between lines in a log
@@ -103,7 +104,7 @@ def _settings_table(settings: Sequence[Any], described: bool) -> Table:
         table.add_column(column, overflow="fold", no_wrap=column in ("setting", "on resume"))
     for setting in settings:
         effect = ON_RESUME[setting.resume]
-        table.add_row(setting.path, Text(str(setting.value)), effect, Text(setting.doc))
+        table.add_row(setting.path, Text(setting_text(setting.value)), effect, Text(setting.doc))
     return table
 
 
@@ -112,7 +113,8 @@ def _settings_lines(settings: Sequence[Any]) -> Group:
     lines: list[RenderableType] = []
     for setting in settings:
         effect = f"  on resume: {ON_RESUME[setting.resume]}"
-        lines.append(Text.assemble((setting.path, "bold"), f" = {setting.value}", (effect, "dim")))
+        value = f" = {setting_text(setting.value)}"
+        lines.append(Text.assemble((setting.path, "bold"), value, (effect, "dim")))
         lines.append(Padding(Text(setting.doc), (0, 0, 0, 4)))
     return Group(*lines)
 

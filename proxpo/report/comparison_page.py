@@ -127,9 +127,11 @@ def _nothing(analysis: Analysis) -> str:
     """The sentence that stands for missing findings."""
     tested = [pair.difference for pair in analysis.pairs if pair.difference.seeds > 1]
     if not tested:
-        return "No two arms share two seeds: nothing can be tested."
+        if len(analysis.arms) < 2:
+            return "One arm: there is nothing to compare it with."
+        return "No two arms have two seeds in common: no difference can be tested."
     if all(pair.holds_zero for pair in tested):
-        return "No paired interval excludes zero."
+        return "No method is shown to be better than another."
     return "Nothing is claimed; the reasons stand beside."
 
 

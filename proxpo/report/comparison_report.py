@@ -13,7 +13,7 @@ from proxpo.report.analysis import Analysis, analyse
 from proxpo.report.comparability import affects_numbers
 from proxpo.report.read_runs import read_comparison, read_run
 from proxpo.report.run_data import Comparison, Run
-from proxpo.report.text import one_line
+from proxpo.report.text import one_line, setting_text
 from proxpo.runs.files import write_whole
 
 SEED_SETTINGS = ("seed", "out")  # differ between seeds of one arm
@@ -127,7 +127,8 @@ def _differing(run: Run, runs: Sequence[Run], arm_names: Sequence[str]) -> dict[
 
 
 def _label(run: Run, differing: Mapping[str, Any]) -> str:
-    return one_line(" ".join([run.name, *(f"{key}={value}" for key, value in differing.items())]))
+    differing_texts = (f"{key}={setting_text(value)}" for key, value in differing.items())
+    return one_line(" ".join([run.name, *differing_texts]))
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

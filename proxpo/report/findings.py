@@ -6,7 +6,7 @@ from typing import Any
 
 from proxpo.report.analysis import Analysis, ArmPair, ArmResult
 from proxpo.report.statistics import Interval
-from proxpo.report.text import plural
+from proxpo.report.text import plural, setting_text
 
 MINUS = "−"
 MOST_LINES = 12  # of findings in a terminal
@@ -58,7 +58,7 @@ def duration(seconds: float) -> str:
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
+    return ", ".join(f"{key}={setting_text(value)}" for key, value in settings.items())
 
 
 def claim(pair: ArmPair, analysis: Analysis) -> str:

@@ -25,16 +25,19 @@ def ranking_table(analysis: Analysis) -> str:
     other = analysis.other
     beside = [other.variant.short] if other else []
     columns = ["final score", "", "IQM", *beside, "over training", "KL drift", "per step"]
-    columns += ["samples", "time", "KL at it"] * len(analysis.targets)
-    heads = [(text or "interval", at if text else None) for at, text in enumerate(columns, 1)]
-    heads.append(("runs", None))
+    columns += ["runs", *["samples", "time", "KL at it"] * len(analysis.targets)]
+    sortable = [text not in ("", "runs") for text in columns]
+    heads = [
+        (text or "interval", at if sorts else None)
+        for at, (text, sorts) in enumerate(zip(columns, sortable), 1)
+    ]
     groups = "".join(
         f'<th class="group" colspan="3" scope="colgroup">to reach {format_number(t, share=share)}'
         f"{unit(share)}</th>"
         for t in analysis.targets
     )
     wide = len(columns) - 3 * len(analysis.targets)
-    top = f'<tr><td></td><td colspan="{wide}"></td>{groups}<td></td></tr>' if groups else ""
+    top = f'<tr><td></td><td colspan="{wide}"></td>{groups}</tr>' if groups else ""
     cells = "".join(_head(text, at) for text, at in heads)
     body = "".join(_ranked(result, analysis, low, high) for result in analysis.arms)
     return (
@@ -84,6 +87,8 @@ def _ranked(result: ArmResult, analysis: Analysis, low: float, high: float) -> s
         _cell(result.mean("kl"), format_number(result.mean("kl"))),
         _cell(result.mean("step_seconds"), duration(result.mean("step_seconds"))),
     ]
+    warn = "warn" if result.failed else ""
+    cells.append(f'<td class="{warn}">{escape(run_counts(result))}</td>')
     for i in range(len(analysis.targets)):
         cost = result.reach(i)
         arrived = f"({result.arrived(i)}/{len(result.runs)})"
@@ -91,8 +96,6 @@ def _ranked(result: ArmResult, analysis: Analysis, low: float, high: float) -> s
         cells.append(_cell(cost.samples, format_number(cost.samples)))
         cells.append(_cell(cost.seconds, duration(cost.seconds)))
         cells.append(_cell(cost.kl, part))
-    warn = "warn" if result.failed else ""
-    cells.append(f'<td class="{warn}">{escape(run_counts(result))}</td>')
     return f'<tr data-arm="{escape(result.arm.name)}">{"".join(cells)}</tr>'
 
 

@@ -11,4 +11,9 @@ def one_line(label: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in " ".join(label.split()))
 
 
-__all__ = ["one_line", "plural"]
+def setting_text(value: object) -> str:
+    """The value of a setting as YAML and `--set` write it: none, true, 0.5."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+__all__ = ["one_line", "plural", "setting_text"]

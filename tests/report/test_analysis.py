@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import made
@@ -21,6 +22,7 @@ from proxpo.report.findings import (
     ranking_lines,
     spoken_claims,
 )
+from proxpo.report.html_tables import ranking_table
 from proxpo.report.read_runs import read_comparison
 from proxpo.report.run_data import Run
 from proxpo.runs.jsonlines import CUT_TOKENS
@@ -450,12 +452,31 @@ def test_equal_differences_are_not_said_to_hold_zero():
     assert not claims(found)
     assert "holds zero" not in text
     assert "differs by the same amount on every seed" in text
-    assert "No paired interval excludes zero" not in comparison_page(found, [])
+    assert "No method is shown to be better" not in comparison_page(found, [])
     same = compared(*a, *[replace(run, name="b") for run in a])
     assert "every interval holds zero" in said(same)
     alone = compared(a[0], b[0])
     assert "holds zero" not in said(alone)
     assert "Fewer than two seeds in common" in said(alone)
+
+
+def test_the_ranking_shows_the_runs_before_the_costs_and_sorts_numbers():
+    found = compared(*[run_of(name, s, [0.5, 0.6, 0.7]) for name in "ab" for s in range(2)])
+    table = ranking_table(found)
+    heads = re.findall(r"<th[^>]* scope=\"col\".*?</th>", table)
+    cells = re.findall(r"<t[dh][^>]*>", table.partition("<tbody>")[2].partition("</tr>")[0])
+    assert len(cells) == len(heads)
+    names = [re.sub("<.*?>", "", head) for head in heads]
+    assert names.index("runs") < names.index("samples")
+    for head, cell in zip(heads, cells):
+        column = re.search(r'data-column="(\d+)"', head)
+        assert (column is not None) == ("data-v" in cell)
+        assert column is None or cells[int(column[1])] is cell
+
+
+def test_one_arm_is_compared_with_nothing():
+    found = compared(*[run_of("a", s, [0.5, 0.6]) for s in range(2)])
+    assert "One arm: there is nothing to compare it with." in comparison_page(found, [])
 
 
 def test_a_score_that_became_nan_is_said_and_wins_nothing():

@@ -3,6 +3,8 @@
 import warnings
 from typing import Any
 
+from torch import nn
+
 from proxpo.adapters.trl._arguments import check_arguments
 from proxpo.errors import ProxpoError
 from proxpo.fields import CORE
@@ -122,6 +124,18 @@ def microbatch_dependence(recipe: Recipe, microbatches: int) -> str:
     )
 
 
+def warn_of_dropout(recipe: Recipe, model: nn.Module) -> None:
+    """Warns that sums over micro-batches come from a pass with other dropout than the loss's."""
+    active = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p and m.training]
+    if active:
+        warnings.warn(
+            f"recipe {recipe.name}: statistics of an optimizer step are taken in a pass before it, "
+            "with other dropout than the loss: disable_dropout=True, or lora_dropout=0 in "
+            "peft_config, makes them exact",
+            stacklevel=2,
+        )
+
+
 def _check_lengths(recipe: Recipe) -> None:
     """Refuses a recipe that wants the longest response allowed and has no number for it."""
     for place, length in lengths(recipe).items():
@@ -238,4 +252,5 @@ __all__ = [
     "microbatch_dependence",
     "needs_whole_groups",
     "resolve_recipe",
+    "warn_of_dropout",
 ]

@@ -53,6 +53,7 @@ from proxpo.adapters.trl._refusals import (
     microbatch_dependence,
     needs_whole_groups,
     resolve_recipe,
+    warn_of_dropout,
 )
 from proxpo.adapters.trl._sampler import EpochSampler
 from proxpo.adapters.trl._vllm import mend_sync
@@ -391,6 +392,7 @@ class ProxpoTrainer(PolicyPasses):
 
         @torch.no_grad()
         def microbatches() -> list[Batch]:
+            warn_of_dropout(recipe, model)
             batches = [step.microbatch(part) for part in step.inputs]
             fields = map(partial(self._present, model), step.inputs, batches)
             return [batch.replace(**present) for batch, present in zip(batches, fields)]

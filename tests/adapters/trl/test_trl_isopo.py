@@ -1,6 +1,7 @@
 """Gradient transforms inside TRL: the gradients are those of proxpo's own loop."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -114,6 +115,16 @@ def test_accumulation_changes_no_statistic(case, tmp_path):
         agree(cut, whole, to=EXACT if run._transform is not None else FUSED)
     assert_close(found["2x4"][1], found["1x8"][1], rtol=1e-6, atol=1e-7)  # TRL adds in float32
     assert_close(found["2x4"][2], found["1x8"][2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_statistics_under_other_dropout_than_the_loss_are_told(rate, tmp_path):
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", lora_dropout=rate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first_step(tmp_path, "p3o", {}, peft_config=lora, **CUTS["2x4"])
+    said = [w for w in caught if "p3o: statistics of an optimizer step" in str(w.message)]
+    assert bool(said) == bool(rate)
 
 
 def metrics_of(run: Any) -> list[dict[str, float]]:

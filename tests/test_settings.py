@@ -6,7 +6,7 @@ import yaml
 from helpers import close, loss_and_gradients, make_batch
 
 import proxpo
-from proxpo import Batch, ProxpoError, Recipe, Stage, make_recipe, methods
+from proxpo import Batch, ProxpoError, Recipe, Stage, make_recipe, make_stage, methods
 from proxpo.errors import nearest
 from proxpo.recipes._registry import METHODS
 from proxpo.settings import make_method, parse_setting
@@ -328,6 +328,14 @@ def test_other_names_of_an_option_are_refused_with_its_own(method, old, new):
 )
 def test_lists_and_blocks_on_one_line(text, value):
     assert parse_setting(f"key={text}") == ("key", value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    made = make_recipe("grpo", {"clip_high": numpy.float32(0.5), "clip_low": numpy.int64(1)})
+    assert repr(made.trust.options["clip_high"]) == "0.5"
+    assert repr(made.trust.options["clip_low"]) == "1.0"
+    assert make_stage("schedule", "inner_steps", steps=numpy.int64(3)).options["steps"] == 3
 
 
 def test_kinds_of_stages_are_spelt_in_any_case() -> None:

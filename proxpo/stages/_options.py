@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -109,13 +110,13 @@ _INTERVALS = {  # in words
 }
 
 
-def check_numbers(by: str, interval: str, **numbers: float | int | None) -> None:
+def check_numbers(by: str, interval: str, **values: float | int | None) -> None:
     """Refuses a number outside the interval: `check_numbers("gae", "[0, 1]", gamma=gamma)`.
 
     interval: `[` and `]` include their bound, `(` and `)` do not; none is in every interval
     """
     low, high = map(float, interval[1:-1].split(","))
-    for name, x in numbers.items():
+    for name, x in values.items():
         if x is None or low < x < high:
             continue
         if not (x == low and interval[0] == "[") and not (x == high and interval[-1] == "]"):
@@ -182,11 +183,11 @@ def _as(value: Any, kind: Any) -> tuple[bool, Any]:
 
 
 def _as_number(value: Any, kind: type) -> tuple[bool, Any]:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        return False, value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
+        return False, value  # numpy's numbers are real ones too
     if kind is int:
-        whole = isinstance(value, int) or value.is_integer()
-        return whole, int(value) if whole else value
+        whole = isinstance(value, numbers.Integral) or value % 1 == 0
+        return whole, math.floor(value) if whole else value
     try:
         return True, float(value)
     except OverflowError:  # an integer beyond the largest float

@@ -8,8 +8,10 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from proxpo.cli.libraries import silence_libraries
+from proxpo.report.text import plural
 from proxpo.train.observer import Observer
 from proxpo.train.warmup import load_warmup, warm_up
 
@@ -21,6 +23,10 @@ def run_warmup(task: str, settings: list[str], *, out: str, **common: Any) -> No
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     chosen = load_warmup(settings, task=task, **common)
     silence_libraries()
+    console.print(
+        f"warm start of {escape(chosen.model)} on {escape(chosen.task)} -> {escape(out)}",
+        emoji=False,
+    )
     start = last = time.monotonic()
 
     def on_step(step: int, metrics: dict[str, Any]) -> None:
@@ -41,9 +47,10 @@ def run_warmup(task: str, settings: list[str], *, out: str, **common: Any) -> No
         on_notice(f"stopped after step {summary['steps']}; the same command continues")
         raise typer.Exit(128 + signal.Signals[summary["stopped"]])
     console.print(
-        f"{summary['solutions']} solutions, {summary['steps']} steps, "
+        f"{plural(summary['solutions'], 'solution')}, {plural(summary['steps'], 'step')}, "
         f"{time.monotonic() - start:.0f} s: loss {summary['loss_first']:.3f} -> "
-        f"{summary['loss_last']:.3f} nats a token; proxpo train --model {out}"
+        f"{summary['loss_last']:.3f} nats a token; proxpo train --model {out} --task {task}",
+        markup=False,
     )
 
 

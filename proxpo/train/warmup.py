@@ -141,8 +141,14 @@ def warm_up(settings: WarmupSettings, out: Path, observer: Observer = SILENT) ->
 
 def _refuse_other(settings: WarmupSettings, out: Path, begun: Mapping[str, Any]) -> None:
     """Refuses to go on with other settings, or other files under the same names."""
-    if begun["settings"] != asdict(settings):
-        raise ProxpoError(f"{out} holds a warm start with other settings: choose another --out")
+    before, now = begun["settings"], asdict(settings)
+    apart = "; ".join(
+        f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]
+    )
+    if before != now:
+        raise ProxpoError(
+            f"{out} holds a warm start with other settings ({apart}): choose another --out"
+        )
     changed = changed_file(_files(settings), begun.get("files"))
     if changed:
         raise ProxpoError(
@@ -259,6 +265,9 @@ class WarmupRun:
         return summary
 
 
+FIELD = " (of a file: --set task.options.solution_field=NAME)"
+
+
 def solved(task: Task, count: int | None) -> list[Problem]:
     """The training problems of a warm start; refused where one has no worked solution."""
     if count is None and isinstance(task.train, Lazy):
@@ -268,6 +277,7 @@ def solved(task: Task, count: int | None) -> list[Problem]:
     if missing is not None:
         raise ProxpoError(
             f"task {task.name}: problem {missing.index} has no worked solution to warm up on"
+            f"{FIELD if task.name.endswith('.jsonl') else ''}"
         )
     return problems
 

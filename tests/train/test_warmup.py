@@ -78,7 +78,7 @@ def test_a_stopped_warm_start_goes_on_as_if_it_had_not_been(tmp_path):
     whole = warmup.warm_up(chosen, tmp_path / "whole")
     run = warmup.WarmupRun(chosen, tmp_path / "cut", Observer(on_step=stop))
     assert run.make(request) == {"stopped": "SIGTERM", "steps": 2}
-    with pytest.raises(ProxpoError, match="other settings"):
+    with pytest.raises(ProxpoError, match=r"other settings \(lr: \S+ -> 0.0001\)"):
         warmup.warm_up(settings("lr=1e-4"), tmp_path / "cut")
     rest = warmup.warm_up(chosen, tmp_path / "cut")
     assert rest == whole == warmup.warm_up(chosen, tmp_path / "cut")
@@ -100,6 +100,10 @@ def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path):
             settings(sets)
     with pytest.raises(ProxpoError, match="problem 0 has no worked solution"):
         warmup.warm_up(settings(task="calculator"), tmp_path / "none")
+    file = tmp_path / "plain.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 12)
+    with pytest.raises(ProxpoError, match=r"--set task\.options\.solution_field=NAME"):
+        warmup.warm_up(settings(task=str(file)), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

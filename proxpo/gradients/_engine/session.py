@@ -341,8 +341,10 @@ class Session:
                 f"gradients.applied: backward reached {where.name} after the `with` block of its "
                 "forward had ended; call backward() inside it"
             )
+        if torch.compiler.is_compiling():  # compiled autograd traces this
+            return
         number = torch._C._current_graph_task_id()
-        if number not in self._passes and number != -1:
+        if number not in self._passes:
             ends = self._passes
             ends[number] = False
             Variable._execution_engine.queue_callback(lambda: ends.update({number: True}))

@@ -45,7 +45,7 @@ NOT_RUN = {  # part of a line -> reason; the line is parsed
     "--run runs/verl": "a run of verl",
     "winner.yaml": "the result of a search",
     "--confirm comparisons/hot": "the result of a long study; those of the results are planned",
-    "--set problems=3072": "a warm start of minutes on a CPU; docs/howto/warmup.md has one that is run",
+    "--set problems=3072": "a warm start of minutes on a CPU; howto/warmup.md has one that is run",
 }
 SNIPPETS_ELSEWHERE = {  # page, or text in a snippet -> reason
     "docs/tutorials/": "tests/test_site.py runs the scripts that the pages are made of",

@@ -177,7 +177,11 @@ REFUSED = {
     "rollout.thoughts=2 has no effect": (DIGITS, "dpok", "rollout.thoughts=2"),
     "a chain has 1 to 500 denoising steps": (DIGITS, "dpok", "rollout.max_tokens=501"),
     "sigma_max=1 must be above sigma_min=2": (ENERGY, "adjoint-sampling", "sigma_min=2"),
-    r"ac-flow: samples_per_step must be in \[2, inf\), got 0": (DIGITS, "ac-flow", "samples_per_step=0"),
+    r"ac-flow: samples_per_step must be in \[2, inf\), got 0": (
+        DIGITS,
+        "ac-flow",
+        "samples_per_step=0",
+    ),
     "adjoint-sampling: control_lr must not be negative or infinite, got -1": (
         *(ENERGY, "adjoint-sampling"),
         "control_lr=-1",

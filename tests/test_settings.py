@@ -1,5 +1,6 @@
 """Recipes from names and settings: from Python, from YAML, from the command line."""
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -331,7 +332,6 @@ def test_lists_and_blocks_on_one_line(text, value):
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
     made = make_recipe("grpo", {"clip_high": numpy.float32(0.5), "clip_low": numpy.int64(1)})
     assert repr(made.trust.options["clip_high"]) == "0.5"
     assert repr(made.trust.options["clip_low"]) == "1.0"

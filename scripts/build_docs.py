@@ -2,7 +2,7 @@
 docs/papers.md, docs/stages.md, docs/fields.md, docs/trl-arguments.md, docs/engines.md,
 docs/reference, the tables of docs/choose.md; the tutorials, with the output of a run; the tables
 and figures of speed, from what the benchmarks have measured (speed_pages.py), and those of
-docs/results/why.md and README's front (evidence_pages.py).
+docs/results/why.md, claims.md and README's front (evidence_pages.py).
 
     python scripts/build_docs.py           write them
     python scripts/build_docs.py --check   fail if a committed page differs from the code

@@ -7,7 +7,8 @@
     docs/results/STUDY/summary.json  proxpo report              README's front figure
 
 A file holds a list of entries, or several such lists by name: results are added by dropping entries
-in. The pages are docs/results/why.md and README.md, their blocks as in speed_pages.py.
+in. The pages are docs/results/why.md, claims.md beside it and README.md, their blocks as in
+speed_pages.py.
 """
 
 import textwrap
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from markdown.extensions.toc import slugify
 from speed_pages import ROOT, filled_pages, load, save_drawing, table
 from speed_pages import stale_figures as stale_among
 
@@ -27,7 +29,7 @@ FRONT_SIZE = (
     "the included model of 0.25 M parameters, four updates a rollout, each method at its best "
     "learning rate"
 )
-PAGES = ("docs/results/why.md", "README.md")
+PAGES = ("docs/results/why.md", "docs/results/claims.md", "README.md")
 VERDICTS = ("held", "held in part", "did not hold", "not tested")
 OPTIMIZERS = ("adamw clipped", "adamw unclipped", "muon clipped", "muon unclipped")
 RATIOS = {
@@ -211,22 +213,35 @@ def tally_block() -> str:
     return table(("paper", *VERDICTS), rows)
 
 
-def claim_block() -> str:
+def claim_summary_block() -> str:
+    """One row for each claim: the number of its verdicts, and what was seen in short."""
     rows = []
     for paper in claims():
         for claim in paper["claims"]:
-            text, nothing = claim["claim"], {"verdict": "not tested"}
-            for seen in claim["seen"] or [nothing]:
-                if seen["verdict"] not in VERDICTS:
-                    raise ValueError(
-                        f"claims.yaml: {seen['verdict']!r}, expected one of {VERDICTS}"
-                    )
-                link = f" ([numbers]({seen['result']}))" if "result" in seen else ""
-                what = f"{seen.get('what', '')}{link}"
-                rows.append(
-                    (paper["source"], text, f"**{seen['verdict']}**", what, seen.get("size", ""))
+            seen = [x["verdict"] for x in claim["seen"]]
+            counts = (str(seen.count(verdict) or "") for verdict in VERDICTS)
+            name = f"[{claim['name']}](#{slugify(claim['name'], '-')})"
+            rows.append((paper["source"].split(",")[0], name, *counts, claim["short"].strip()))
+    return table(("paper", "claim", *VERDICTS, "in short"), rows)
+
+
+def claim_block() -> str:
+    """A section for each paper; for each claim its text and a table of what was seen."""
+    parts = []
+    for paper in claims():
+        parts.append(f"\n## {paper['source']}\n")
+        for claim in paper["claims"]:
+            rows = [
+                (
+                    f"**{seen['verdict']}**",
+                    seen["size"],
+                    f"{seen['what']} ([numbers]({seen['result']}))",
                 )
-    return table(("paper", "claim", "verdict", "what was seen", "at"), rows)
+                for seen in claim["seen"]
+            ]
+            parts.append(f"\n### {claim['name']}\n\nThe claim: {claim['claim']}.\n\n")
+            parts.append(table(("verdict", "setting", "what was seen"), rows))
+    return "".join(parts)
 
 
 # --- front
@@ -269,6 +284,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stale": stale_block,
     "lengths": length_block,
     "tally": tally_block,
+    "claims-in-short": claim_summary_block,
     "claims": claim_block,
     "front": front_block,
 }

@@ -33,3 +33,7 @@ def test_claims_have_a_verdict_and_a_page():
     counts = re.findall(r"\| (\d+)(?= )", evidence_pages.tally_block())
     assert sum(map(int, counts)) == len(seen), "a verdict that is in no column"
     assert all((evidence_pages.RESULTS / s["result"]).exists() for s in seen)
+    rows = evidence_pages.claim_summary_block().splitlines()[2:]
+    assert len(rows) == sum(len(p["claims"]) for p in evidence_pages.claims())
+    shown = [int(n) for row in rows for n in re.findall(r"\| (\d+)(?= )", row)]
+    assert sum(shown) == len(seen)

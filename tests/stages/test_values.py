@@ -56,17 +56,18 @@ REFUSED = [
     ),
 ]
 # Options with a meaning below 0: rewards and their bounds, exponents, seeds, an entropy that is
-# kept down, a weight that unlearns, a covariance.
+# kept down, a weight that unlearns, a covariance, a mean log-ratio.
 SIGNED = {
     *("reward=clip_reward.low", "reward=fail_truncated.reward", "weights=constant.factor"),
     *("regularisers=entropy_bonus.coef", "schedule=poisson_replay.fresh_entropy"),
     *("trust=clip_cov.cov_low", "regularisers=mirror_kl.tsallis"),
+    "weights=off_policy_mask.threshold",
     *(f"gradient=isopo.{option}" for option in ("p", "q", "r", "seed")),
     "gradient=proma.seed",
 }
 SIGNED_IN_METHODS = {  # besides entropy_coef
     *("clip-cov.cov_low", "mdpo.tsallis", "rloo.reward_low", "rloo.reward_high"),
-    *("isopo.q", "isopo.r", "latentseek.threshold"),
+    *("isopo.q", "isopo.r", "latentseek.threshold", "grpo.off_policy_threshold"),
 }
 REQUIRED = {"coef": 0.1, "max_lag": 2.0, "max_tokens": 4.0, "low": 0.3, "high": 0.6}
 

@@ -219,10 +219,11 @@ def claim_summary_block() -> str:
     for paper in claims():
         for claim in paper["claims"]:
             seen = [x["verdict"] for x in claim["seen"]]
-            counts = (str(seen.count(verdict) or "") for verdict in VERDICTS)
-            name = f"[{claim['name']}](#{slugify(claim['name'], '-')})"
-            rows.append((paper["source"].split(",")[0], name, *counts, claim["short"].strip()))
-    return table(("paper", "claim", *VERDICTS, "in short"), rows)
+            counts = [f"{seen.count(v)} {v}" for v in VERDICTS if v in seen]
+            link = f"[{claim['name']}](#{slugify(claim['name'], '-')})"
+            source = paper["source"].split(",")[0]
+            rows.append((f"{source}: {link}", ", ".join(counts), claim["short"].strip()))
+    return table(("claim", "settings", "in short"), rows)
 
 
 def claim_block() -> str:

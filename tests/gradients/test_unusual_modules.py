@@ -276,6 +276,25 @@ def test_batch_norm_is_refused_with_the_reason(frozen):
         block()
 
 
+def test_a_frozen_batch_norm_of_constants_is_left_alone():
+    """As in a frozen vision tower, which `model.train()` puts in training mode again and again."""
+    model, (ids, seq) = made(nn.BatchNorm1d(7)), padded(LENGTHS, 13)
+    for part in (model.embed, model.middle):
+        part.requires_grad_(False)
+    with isopo(preset="reinforce").applied(model, sequences=seq, advantages=A):
+        nll(model(ids), ids, seq).sum().backward()
+    actual = model.head.weight.grad.clone()
+    model.zero_grad()
+    (A @ nll(model(ids), ids, seq).sum(1)).backward()
+    assert_close(actual, model.head.weight.grad, **EXACT)
+    model.embed.requires_grad_(True)
+    with (
+        pytest.raises(ProxpoError, match=r"middle \(BatchNorm1d\) mixes the sequences"),
+        isopo().applied(model, sequences=seq, advantages=A),
+    ):
+        model(ids)
+
+
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
 def test_the_eps_of_a_norm_may_change_between_blocks(kind):
     model, (ids, seq) = made(kind(6, eps=1e-3)), padded(LENGTHS, 13)

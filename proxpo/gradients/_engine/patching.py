@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._pytree import tree_leaves
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._engine import compiled, experts, fallback
@@ -140,7 +141,7 @@ def _switch(target: TrainedModule, patched: Forward, *, layer: bool) -> Forward:
         if session.called is not None and session.accepts.get(key, _always)(*args, **kwargs):
             session.called.add(key)
         plain = session.suspended or not torch.is_grad_enabled() or key in session.covered
-        if batch_norm and torch.is_grad_enabled():
+        if batch_norm and torch.is_grad_enabled() and _passes_gradient(target, args, kwargs):
             _refuse_mixing(target.module, target.name)
         return original(*args, **kwargs) if plain else patched(*args, **kwargs)
 
@@ -256,12 +257,18 @@ def _refuse(module: nn.Module, name: str, *, layer: bool) -> None:
             f"{where} rescales its rows in its forward (max_norm); rescale them after each "
             "optimizer step instead, and build it with max_norm=None"
         )
-    if isinstance(module, _BATCH_NORM):
+    if isinstance(module, _BATCH_NORM) and trainable(module):
         _refuse_mixing(module, name)
 
 
+def _passes_gradient(target: TrainedModule, args: Any, kwargs: Any) -> bool:
+    """False for a frozen module of constants, such as a layer of a frozen vision tower."""
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return bool(target.names) or any(x.requires_grad for x in inputs)
+
+
 def _refuse_mixing(module: Any, name: str) -> None:
-    """Refuses a batch norm that takes its statistics from the micro-batch, trained or frozen."""
+    """Refuses a batch norm that takes its statistics from the micro-batch."""
     if module.training or module.running_mean is None:
         reason = "call eval() on it" if module.track_running_stats else "replace it"
         raise ProxpoError(

@@ -162,9 +162,10 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
         for stage in recipe.prune:  # rows that leave now have had their say in the advantages
             batch = batch.replace(mask=batch.mask & run(f"prune.{stage.name}", stage, batch))
     batch = batch.replace(advantages=as_tokens(batch.advantages, batch)).clean()
-    for _, stage in recipe.stages():
-        if stage.prepare is not None:
-            batch = batch.replace(**stage.prepare(batch))
+    with _full_precision(batch.logp):
+        for _, stage in recipe.stages():
+            if stage.prepare is not None:
+                batch = batch.replace(**stage.prepare(batch))
     if batch.group is not None and batch.group_tokens is None:
         batch = batch.replace(group_tokens=tokens_of_group(batch))
     counted = replace(ctx, denominators=count(batch, all_sum=ctx.all_sum))

@@ -224,6 +224,15 @@ def test_autocast_around_a_loss_changes_nothing() -> None:
     assert torch.equal(found, wanted)
 
 
+def test_autocast_around_prepare_leaves_the_targets_of_a_critic() -> None:
+    made, batch = method("ppo", **{"value.gamma": 0.9}), cast(make_batch(1), torch.float32)
+    batch = batch.replace(returns=None)
+    wanted = proxpo.prepare(made, batch).batch.returns
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = proxpo.prepare(made, batch).batch.returns
+    assert torch.equal(found, wanted)
+
+
 def test_a_memory_that_nobody_keeps_is_told_once() -> None:
     compose._WARNED.clear()
     memories = {"dcpo": "advantage=smooth_standardised", "fixpo": "regularisers=kl_dual"}

@@ -58,14 +58,8 @@ def _run(arguments: list[str]) -> int:
 def _usage(error: Exception) -> str:
     """click's message with the nearest option, or the command to ask for help."""
     context = getattr(error, "ctx", None)
-    name = getattr(error, "option_name", "")
-    near = getattr(error, "possibilities", None) or []
-    if name.startswith("--") and context and _takes_settings(context):  # --steps is one of those
-        near = difflib.get_close_matches(name, near, n=1, cutoff=0.85)
-        if not near:
-            return f"no such option '{name}'; a setting is written --set {name[2:]}=VALUE"
-    if near:
-        return f"no such option '{name}'; did you mean '{near[0]}'?"
+    if hasattr(error, "possibilities"):  # an option that does not exist
+        return _no_such_option(error, context)
     message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     ending = (
         ""
@@ -73,6 +67,22 @@ def _usage(error: Exception) -> str:
         else f"; see {context.command_path if context else 'proxpo'} --help"
     )
     return f"{message[:1].lower()}{message[1:]}{ending}"
+
+
+def _no_such_option(error: Any, context: Any) -> str:
+    """The nearest options; in a command of settings --steps may be meant as one of those."""
+    name, near = error.option_name, error.possibilities or []
+    line = f"no such option '{name}'"
+    if name.startswith("--") and context and _takes_settings(context):
+        near = difflib.get_close_matches(name, near, n=1, cutoff=0.7)
+        if not difflib.get_close_matches(name, near, cutoff=0.85):
+            setting = f"--set {name[2:]}=VALUE"
+            if near:
+                return f"{line}; did you mean {near[0]} or {setting}?"
+            return f"{line}; a setting is written {setting}"
+    if near:
+        return f"{line}; did you mean '{near[0]}'?"
+    return f"{line}; see {context.command_path if context else 'proxpo'} --help"
 
 
 def _takes_settings(context: Any) -> bool:

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from torch import nn
+from transformers.training_args import OptimizerNames
 
 from proxpo.adapters.trl._arguments import check_arguments
 from proxpo.errors import ProxpoError
@@ -149,7 +150,7 @@ def _check_lengths(recipe: Recipe) -> None:
 def check_updates(recipe: Recipe, args: Any) -> None:
     """Refuses optimizer steps over parts of two rollouts, or other than the recipe prescribes."""
     microbatches, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
-    _check_optimizer(recipe, str(args.optim.value), accumulated)
+    _check_optimizer(recipe, OptimizerNames(args.optim).value, accumulated)
     if microbatches % accumulated:
         raise ProxpoError(
             f"gradient_accumulation_steps={accumulated} does not divide "

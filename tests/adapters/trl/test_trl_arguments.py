@@ -26,7 +26,7 @@ from proxpo.adapters.trl._arguments import (
     suggestion,
 )
 from proxpo.adapters.trl._metrics import LENGTHS
-from proxpo.adapters.trl._refusals import PROVIDED
+from proxpo.adapters.trl._refusals import PROVIDED, check_updates
 from proxpo.batch_file import load_batch
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -181,6 +181,15 @@ def test_masked_completions_change_no_advantage_of_another(slug):
     same = torch.allclose(*found)
     assert same or slug in READS
     assert allowed(recipe, mask_truncated_completions=True) == (slug not in READS)
+
+
+def test_an_optimizer_may_be_named_in_a_config_that_exists():
+    args = made()
+    args.optim = "sgd"  # a string, as TRL takes it too
+    check_updates(proxpo.make_recipe("grpo"), args)
+    args.optim = "galore_adamw_layerwise"
+    with pytest.raises(ProxpoError, match="optim=galore_adamw_layerwise moves the weights"):
+        check_updates(proxpo.make_recipe("isopo"), args)
 
 
 # Beside TRL's own trainer

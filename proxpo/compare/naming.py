@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from proxpo.compare.plan import Arm
+from proxpo.report.text import setting_text
 
 PLAIN = re.compile(r"[a-z0-9][a-z0-9.]*(?:-[a-z0-9.]+)*")
 LONGEST = 80  # characters of a name that is kept as it is
@@ -34,9 +35,8 @@ def setting_key(settings: Mapping[str, Any]) -> str:
 
 def set_text(value: Any) -> str:
     """A value as `--set` reads it."""
-    if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+    short = isinstance(value, float) and float(f"{value:g}") == value
+    return f"{value:g}" if short else setting_text(value)
 
 
 __all__ = ["run_name", "set_text", "setting_key"]

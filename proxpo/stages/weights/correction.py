@@ -122,7 +122,6 @@ def off_policy_mask(*, threshold: float = 0.5):
 
     threshold: largest mean log-ratio of a negative response that still counts
     """
-
     check_numbers("off_policy_mask", "[-inf, inf]", threshold=threshold)
 
     def weights(batch: Batch, ctx: Context) -> PerToken:

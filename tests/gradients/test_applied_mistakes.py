@@ -371,6 +371,14 @@ def test_a_transform_stays_with_its_model(tiny, batch, make):
     backward(other, *batch, fresh)
 
 
+def test_a_transform_whose_lengths_have_no_part_in_the_next_block_takes_another_model(tiny, batch):
+    other, transform = copy.deepcopy(tiny), isopo(overlap="all")
+    want = backward(other, *batch)
+    backward(tiny, *batch, transform)
+    transform.step()
+    assert_same(backward(other, *batch, transform), want)
+
+
 def test_updates_do_not_end_inside_a_block(tiny, batch):
     transform, state = isopo(), isopo().state_dict()
     with transform.applied(tiny, sequences=batch[1], advantages=A):

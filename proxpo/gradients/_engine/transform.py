@@ -341,7 +341,9 @@ class Transform:
     @property
     def _keeps_lengths(self) -> bool:
         """True where numbers of an earlier block have a part in the next one."""
-        return bool(self.averages.values) or self.averages.pending() > 0 or self._is_open
+        kept = bool(self.averages.values) or self.averages.pending() > 0
+        read = getattr(self.rule, "regularised", True)  # without reg, ISOPO only writes them
+        return (kept and read) or self._is_open
 
     def _refuse_other(self, model: nn.Module) -> None:
         """Refuses a model without any module of the one whose lengths are kept."""

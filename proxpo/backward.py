@@ -93,6 +93,7 @@ def backward_pass(
         backward(ranks * rest)
     with applied(advantages=ranks * advantages_per_response(recipe, batch)):
         fields = _computed(forward)
+        _check_computed(policy_term(recipe), fields, ctx)
         weights, _, loss = objective(recipe, batch.replace(**fields), policy_ctx)
         if whole is not None:
             loss = Loss(whole.value, whole.metrics | loss.metrics)
@@ -116,6 +117,11 @@ def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
     carry no advantage and want a backward pass of their own.
     """
     logp = batch.logp.detach().requires_grad_()
+    others = {
+        name: x.detach().requires_grad_()
+        for name, x in batch.items()
+        if name != "logp" and find_field(name).source == "policy" and x.is_floating_point()
+    }
     averaged: list[Tensor] = []
 
     def average(x: Tensor, batch: Batch, ctx: Context) -> Any:
@@ -126,9 +132,10 @@ def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
         policy_term(recipe).replace(
             aggregate=replace(recipe.aggregate, apply=average), gradient=None
         ),
-        batch.replace(logp=logp),
+        batch.replace(logp=logp, **others),
         ctx,
     )
+    _check_through_logp(recipe, loss.value, others)
     slope, share = torch.autograd.grad(loss.value, [logp, averaged[0]])
     advantages = advantages_per_response(recipe, batch)[:, None]
     if bool((batch.mask & (advantages == 0) & (slope != 0)).any()):
@@ -140,6 +147,21 @@ def objective(recipe: Recipe, batch: Batch, ctx: Context) -> Objective:
         advantages == 0, share, -slope / torch.where(advantages == 0, 1.0, advantages)
     )
     return Objective(torch.where(batch.mask, weights, 0.0), advantages[:, 0], loss)
+
+
+def _check_through_logp(recipe: Recipe, value: Tensor, others: Mapping[str, Tensor]) -> None:
+    """Refuses a policy term with a gradient through other fields than `logp`: it would be lost."""
+    if not others:
+        return
+    gradients = torch.autograd.grad(
+        value, list(others.values()), allow_unused=True, retain_graph=True
+    )
+    for name, gradient in zip(others, gradients):
+        if gradient is not None:
+            raise ProxpoError(
+                f"{recipe.name}: gradient={_transform(recipe)} takes the gradient of "
+                f"log-probabilities alone, but this loss has one through '{name}' as well"
+            )
 
 
 def advantages_per_response(recipe: Recipe, batch: Batch) -> Float[Tensor, " seq"]:
@@ -184,8 +206,9 @@ def _computed(forward: ForwardPass) -> Mapping[str, Tensor]:
 
 
 def _check_computed(recipe: Recipe, fields: Collection[str], ctx: Context) -> None:
-    """Refuses a penalty on a field that the forward pass left out: it would have no gradient."""
-    for stage in (*recipe.regularisers, *([recipe.value] if recipe.value else [])):
+    """Refuses a term of a field that the forward pass left out: it would have no gradient."""
+    critic = [recipe.value] if recipe.value else []
+    for stage in (recipe.ratio, *recipe.regularisers, *critic):
         for name in stage.needs if stage.active(ctx.clock) else ():
             if find_field(name).source == "policy" and name not in fields:
                 raise ProxpoError(

@@ -101,6 +101,10 @@ REFUSED = {
         ("grpo", {"regularisers+": {"name": "entropy_bonus", "coef": 0.1}}),
         "regularisers=entropy_bonus needs 'entropy' from the forward pass",
     ),
+    "a ratio of what is not computed": (
+        ("grpo", {"ratio": "recentred"}),
+        "ratio=recentred needs 'vocab_logp' from the forward pass",
+    ),
 }
 
 
@@ -111,6 +115,28 @@ def test_a_gradient_that_would_be_lost_is_refused(method, reason):
     policy = Policy(batch.logp)
     step = backward_pass(recipe, batch, ctx, applied=policy.applied, forward=policy.forward)
     with pytest.raises(proxpo.ProxpoError, match=reason), step:
+        pass
+
+
+@pytest.mark.parametrize(("ratio", "field"), [("recentred", "vocab_logp"), ("latent", "mean")])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_policy_term_with_a_gradient_beside_log_probabilities_is_refused(ratio, field, grad):
+    recipe, batch, ctx = prepared({"ratio": ratio})
+    policy = Policy(batch.logp)
+
+    def forward() -> dict[str, Tensor]:
+        x = getattr(batch, field).detach().clone().requires_grad_(grad)
+        return policy.forward() | {field: x}
+
+    step = backward_pass(recipe, batch, ctx, applied=policy.applied, forward=forward)
+    with pytest.raises(proxpo.ProxpoError, match=f"but this loss has one through '{field}'"), step:
+        pass
+
+
+def test_a_ratio_of_a_stale_field_is_refused_without_a_transform_too():
+    recipe, batch, ctx = prepared({"ratio": "recentred"})
+    step = backward_pass(recipe, batch, ctx, forward=Policy(batch.logp).forward)
+    with pytest.raises(proxpo.ProxpoError, match="ratio=recentred needs 'vocab_logp'"), step:
         pass
 
 

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import io
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -124,8 +125,16 @@ def load_policy(
 def save_policy(policy: Policy, folder: Path) -> None:
     """Writes weights and tokenizer in the form that transformers loads."""
     with _quiet(_transformers()[1]):
-        policy.model.save_pretrained(folder)
-        policy.tokenizer.save_pretrained(folder)
+        try:
+            policy.model.save_pretrained(folder)
+            policy.tokenizer.save_pretrained(folder)
+        except Exception as error:
+            # safetensors and tokenizers name a full disk in the text of errors of their own.
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(folder)) from error
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from proxpo.runs.jsonlines import JsonLines, OnNotice, read_rows
 from proxpo.runs.status import clear_end, write_failure, write_summary
 from proxpo.runs.yaml_file import dump_yaml
 from proxpo.sampler import LocalSampler
+from proxpo.train._schema import TaskConfig
+from proxpo.train.sources import check_sources, fingerprints, write_sources
 from proxpo.train.tasks import Problem, Task, make_task
 
 ROWS = "problems.jsonl"
@@ -44,17 +46,22 @@ def adapt(
     """Answers every problem with the method, and with both baselines within the method's tokens.
 
     Leaves config.yaml, problems.jsonl, summary.json and report.html in `out`; returns the summary.
-    With `resume`, problems that have a row are not done again. Input that cannot be used is refused
-    before anything is written.
+    With `resume`, problems that have a row are not done again, and other weights, problems or
+    another reward file under the same name are refused. Input that cannot be used is refused before
+    anything is written.
     """
     folder = Path(out or settings.folder)
     with hold_folder(folder, on_notice=on_notice):
-        rows = _rows_done(folder, settings, resume=resume)
+        rows, files = _rows_done(folder, settings, resume=resume), _files(settings)
+        if rows:
+            check_sources(files, folder)
         with _ready(settings) as (problems, solve):
             left = (solve(number) for number in range(len(rows), len(problems)))
             begun = [row for row in [next(left, None)] if row is not None]
             clear_end(folder)
             write_whole(folder / CONFIG, dump_yaml(settings.as_dict()).encode())
+            if not rows:
+                write_sources(files, folder)
             with JsonLines(folder / ROWS, resume_at=len(rows) - 1, on_notice=on_notice) as lines:
                 try:
                     for row in chain(begun, left):
@@ -63,8 +70,9 @@ def adapt(
                         on_row(len(rows), len(problems), row)
                 except Exception as error:
                     reason = " ".join(str(error).split())
-                    kind = type(error).__name__
-                    write_failure(folder, reason=reason, step=len(rows), phase="adapt", kind=kind)
+                    kind, step = type(error).__name__, len(rows)
+                    with suppress(OSError):  # a full disk: the error is raised all the same
+                        write_failure(folder, reason=reason, step=step, phase="adapt", kind=kind)
                     raise
         summary = summarise(settings, rows)
         for line in idle_notes(summary):
@@ -260,6 +268,14 @@ def _rows_done(folder: Path, settings: Settings, *, resume: bool) -> list[Row]:
             "fewer"
         )
     return [stored[k] for k in range(count)]
+
+
+def _files(settings: Settings) -> dict[str, str]:
+    """Fingerprints of the local files that a run reads."""
+    task = TaskConfig(
+        name=settings.task, options=settings.task_options, reward=settings.task_reward
+    )
+    return fingerprints(settings.model, task)
 
 
 def adapt_task(settings: Settings) -> Task:

@@ -56,7 +56,8 @@ class WarmupSettings:
     batch: solutions of an optimizer step; the rate rises over a twentieth of the steps, then falls
         to 0 in a straight line
     max_tokens: longer solutions, and prompts longer than max_prompt, are left out
-    save_every: steps between checkpoints; 0: after a stop signal alone
+    save_every: steps between checkpoints; after a stop signal and after the last step there is one
+        in any case
     """
 
     task: str
@@ -214,7 +215,8 @@ class WarmupRun:
             learner.optimizer.zero_grad(set_to_none=True)
             self.observer.on_step(step + 1, {"loss": self.losses[-1], "steps": self.steps})
             due = settings.save_every and (step + 1) % settings.save_every == 0
-            if step + 1 < self.steps and (stop.requested or due):
+            # The last one marks the folder: a kill in `_finish` leaves a part of the model there.
+            if step + 1 == self.steps or stop.requested or due:
                 self._save()
             if stop.requested and step + 1 < self.steps:
                 return {"stopped": stop.by, "steps": step + 1}

@@ -1,5 +1,6 @@
 """`proxpo adapt`: rows, budget, resuming, the page, and input that cannot be used."""
 
+import errno
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from proxpo.adapt.seeds import adapt_seeds
 from proxpo.adapt.settings import load_settings, resumed_settings
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
-from proxpo.runs.jsonlines import read_rows
+from proxpo.runs.jsonlines import JsonLines, read_rows
 
 METHODS = {"rosa": ["parameters=hidden", "turns=3"], "latentseek": ["fraction=0.6", "lr=0.3"]}
 
@@ -50,6 +51,33 @@ def test_a_killed_run_goes_on_with_the_next_problem(tmp_path, method):
     changed = resumed_settings(parts, method, ["temperature=0.5"])
     with pytest.raises(ProxpoError, match=r"temperature: 1\.0 -> 0\.5"):
         adapt(changed, out=parts, resume=True)
+
+
+def test_a_run_does_not_go_on_with_another_file(tmp_path):
+    problems, out = tmp_path / "own.jsonl", tmp_path / "run"
+    problems.write_text(12 * '{"prompt": "1+1=", "answer": "2"}\n')
+    sets = [*METHODS["latentseek"], "task.reward=exact", "task.options.held_out=0.5"]
+    settings = load_settings("latentseek", sets, problems=1, task=str(problems))
+    adapt(settings, out=out)
+    adapt(settings, out=out, resume=True)
+    problems.write_text(12 * '{"prompt": "1+2=", "answer": "3"}\n')
+    with pytest.raises(ProxpoError, match=r"own\.jsonl has changed since this run began; --out"):
+        adapt(settings, out=out, resume=True)
+
+
+def test_a_full_disk_ends_a_run_in_the_line_of_the_rows(tmp_path, monkeypatch):
+    """The file that says why the run failed cannot be written either."""
+
+    def full(target, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    def full_rows(lines, row):
+        raise ProxpoError(f"{lines.path} cannot be written: No space left on device")
+
+    monkeypatch.setattr("proxpo.runs.status.write_whole", full)
+    monkeypatch.setattr(JsonLines, "append", full_rows)
+    with pytest.raises(ProxpoError, match=r"problems\.jsonl cannot be written: No space left"):
+        adapt(load_settings("latentseek", problems=1), out=tmp_path / "run")
 
 
 def check_arms(rows):

@@ -127,6 +127,24 @@ def test_a_warm_start_that_was_killed_early_begins_again(tmp_path):
     assert warmup.warm_up(settings(), tmp_path)["steps"]
 
 
+def test_a_warm_start_whose_model_was_written_in_part_writes_it_again(tmp_path, monkeypatch):
+    """A full disk while the tokenizer is written; a kill there leaves the same files."""
+
+    def full(*_, **__):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers raises it
+
+    chosen, out, steps = settings("save_every=0"), tmp_path / "warm", []
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedTokenizerFast._save_pretrained", full)
+        with pytest.raises(OSError, match="No space left on device") as error:
+            warmup.warm_up(chosen, out)
+    assert error.value.filename == str(out)
+    assert (out / "model.safetensors").exists()
+    warmup.warm_up(chosen, out, Observer(on_step=lambda step, metrics: steps.append(step)))
+    assert not steps
+    assert load_policy(str(out)).name == str(out)
+
+
 def test_column_sums_carry():
     assert column_addition([97, 5, 801]).splitlines() == [
         "7 + 5 + 1 = 13, write 3, carry 1",

@@ -229,7 +229,7 @@ def filter_log_ratio(
 ) -> Float[Tensor, "seq tok"]:
     """Log-ratios smoothed along each response, x̂_t = (1 − K_t) x̂_{t−1} + K_t z_t.
 
-    A masked position inside a response is an observation z = 0 that also uses up a gain
+    A masked position before a valid one is an observation z = 0 that also uses up a gain
     (`mask_mode="zero"`, what the code released with KPO does) or is passed over: state and
     schedule wait (`"skip"`). Padding on the right never matters. Values at masked positions are
     never read; the result there is the state.

@@ -32,14 +32,16 @@ def kalman(
     """x̂_t = (1-K_t) x̂_{t-1} + K_t z_t, z = log π - log π_old; r̂ = exp(x̂). KPO, arXiv:2602.10609.
 
     K_t = P⁻_t/(P⁻_t + V), P⁻_t = P_{t-1} + Q, P_t = V K_t, from P_{-1} = p0 (released: 0).
-    No gradient flows through the filter. mask_mode="zero": a masked position inside a response
-    counts as an observation of 0 (released code); "skip": it is passed over. clamp holds the gains
-    within [1e-6, 1-1e-6].
+    No gradient flows through the filter. mask_mode="zero": a masked position before a token of the
+    response, also one of a prompt, counts as an observation of 0 and uses up a gain (released code,
+    whose rows begin with the response); "skip": it is passed over. clamp holds the gains within
+    [1e-6, 1-1e-6].
 
     q: variance by which the true log-ratio moves from token to token
     v: variance of an observed log-ratio
     p0: variance before the first token
-    mask_mode: a masked position counts as an observation of 0 ("zero"), or is passed over ("skip")
+    mask_mode: a masked position, of a prompt too, counts as an observation of 0 ("zero") or is
+        passed over ("skip")
     clamp: hold the gains within [1e-6, 1-1e-6]
     limit: upper bound on the log-ratio
     """
@@ -75,7 +77,8 @@ def ema(
     q: variance by which the true log-ratio moves from token to token
     v: variance of an observed log-ratio
     p0: variance before the first token
-    mask_mode: a masked position counts as an observation of 0 ("zero"), or is passed over ("skip")
+    mask_mode: a masked position, of a prompt too, counts as an observation of 0 ("zero") or is
+        passed over ("skip")
     limit: upper bound on the log-ratio
     """
     check_variances(q=q, v=v, p0=p0)

@@ -12,6 +12,7 @@ from typing import Any
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.files import parse_json, write_whole
+from proxpo.runs.page import json_ready
 
 METRICS = "metrics.jsonl"
 CUT_TOKENS = "proxpo/micro_batch_tokens"  # the most of a micro-batch that memory cut
@@ -45,8 +46,8 @@ class JsonLines:
         self.append({"step": step} | {name: as_number(value) for name, value in metrics.items()})
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes any row; values JSON does not know become text."""
-        line = json.dumps(row, default=str).encode() + b"\n"
+        """Writes any row; NaN and infinities become null, other values JSON does not know text."""
+        line = json.dumps(json_ready(row), default=str, allow_nan=False).encode() + b"\n"
         with self._clear_errors():
             while line:
                 line = line[self._file.write(line) :]

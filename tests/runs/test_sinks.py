@@ -40,6 +40,16 @@ def test_no_line_is_invalid_json(tmp_path):
     assert json.loads(line, parse_constant=refuse) == {"step": 1, "loss": None, "kl": None}
 
 
+def test_no_line_of_samples_is_invalid_json(tmp_path):
+    """A reward that could not be had is NaN."""
+    row = {"step": 1, "reward": math.nan, "extra": {"x": [1.0, -math.inf]}, "at": tmp_path}
+    with JsonLines(tmp_path / "samples.jsonl") as lines:
+        lines.append(row)
+    text = (tmp_path / "samples.jsonl").read_text()
+    plain = {"step": 1, "reward": None, "extra": {"x": [1.0, None]}, "at": str(tmp_path)}
+    assert json.loads(text, parse_constant=pytest.fail) == plain
+
+
 def test_what_is_no_number_is_refused(tmp_path):
     with make_sinks(tmp_path) as sinks, pytest.raises(TypeError, match="a metric is a number"):
         sinks.write(1, {"loss": "high"})

@@ -107,9 +107,9 @@ class Speed:
 
 
 def overview(plan: Plan, states: Mapping[str, RunState], speed: Speed) -> str:
-    """The line `7 of 15 runs done, 2 running, 1 failed; about 6 min left`."""
+    """The line `7 of 15 runs done, 2 running, 1 failed; about 6 min left`; runs to come count."""
     counts = Counter(state.status for state in states.values())
-    words = [f"{counts['done']} of {len(plan.runs)} runs done"]
+    words = [f"{counts['done']} of {len(plan.runs) + plan.runs_to_come} runs done"]
     words += [f"{counts[name]} {name}" for name in ("running", "failed") if counts[name]]
     total = sum(run.steps for run in plan.runs if states[run.id].status != "failed")
     done = sum(state.step for state in states.values() if state.status != "failed")

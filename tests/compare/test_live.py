@@ -78,3 +78,11 @@ def test_the_time_left_follows_the_pace(plan, states, monkeypatch):
     later = {**states, "grpo-seed1": RunState(status="running", step=9)}
     # 5 steps in 10 s; 30 steps in all without the failed run, 19 done, 11 to go
     assert overview(plan, later, speed).endswith("; about 22 s left")
+
+
+def test_runs_that_follow_from_choices_count():
+    request = Request(arms=[parse_arm("grpo")], seeds=3, sweep={"lr": (1e-4, 1e-3)})
+    plan = make_plan(request)
+    states = {run.id: RunState(status="waiting") for run in plan.runs}
+    assert len(plan.runs) == 4
+    assert overview(plan, states, Speed()) == "0 of 7 runs done"

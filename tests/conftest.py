@@ -33,3 +33,16 @@ def _shapes_unchecked(request: pytest.FixtureRequest) -> Iterator[None]:
     jaxtyping_config.update("jaxtyping_disable", long)
     yield
     jaxtyping_config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods and stages that the test registers are forgotten at its end."""
+    from proxpo.recipes import _registry
+    from proxpo.stages import STAGES, load_stages
+
+    load_stages()
+    _registry.methods()
+    monkeypatch.setattr(_registry, "METHODS", dict(_registry.METHODS))
+    for kind, stages in STAGES.items():
+        monkeypatch.setitem(STAGES, kind, dict(stages))

@@ -22,7 +22,6 @@ from proxpo.cli.app import app
 from proxpo.compare.design import command
 from proxpo.fields import FIELDS, BatchFields
 from proxpo.models import TINY
-from proxpo.stages import STAGES
 from proxpo.train.config import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -184,10 +183,10 @@ def snippets() -> list[tuple[str, str]]:
     return [(page, code) for code, page in pages.items()]
 
 
+@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(("page", "code"), snippets())
 def test_snippets_run_as_pasted(page, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(STAGES, "weights", dict(STAGES["weights"]))
     try:
         exec(compile(code, page, "exec"), {"__name__": "snippet"})
     finally:

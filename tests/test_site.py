@@ -39,6 +39,7 @@ def test_described_names_of_a_docstring_become_a_list():
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     "script", sorted(tutorial_pages.SCRIPTS.glob("*.py")), ids=lambda path: path.stem
 )

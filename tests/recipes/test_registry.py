@@ -114,14 +114,6 @@ def test_worked_example_as_an_installed_package(tmp_path: Path) -> None:
     assert run(tmp_path, load="") == EXPECTED
 
 
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    proxpo.methods()
-    from proxpo.recipes import _registry
-
-    monkeypatch.setattr(_registry, "METHODS", dict(_registry.METHODS))
-
-
 @pytest.mark.usefixtures("registry")
 def test_register_names_the_recipe_and_checks_it() -> None:
     @register("half-grpo", paper="none", confidence="reconstructed")

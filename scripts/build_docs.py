@@ -36,6 +36,7 @@ from proxpo.ops import kl
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
 from proxpo.stages import STAGES, aggregate, load_stages
+from proxpo.train._settings import TRL_NAMES
 from proxpo.train.config import explain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,7 +222,7 @@ def trl_arguments_page() -> str:
 
     own = {setting.path: setting.doc for setting in explain(None)}
     train = "\n".join(
-        f"| `{name}` | `{path}` | {_cell(own[path])} |" for name, path in trl.TRAIN_SETTINGS.items()
+        f"| `{name}` | `{path}` | {_cell(own[path])} |" for name, path in TRL_NAMES.items()
     )
     texts = {n: text for n, text in trl.TRAINER_ARGUMENTS.items() if text}
     trainer = "\n".join(f"| `{name}` | {text} |" for name, text in texts.items())

@@ -75,8 +75,8 @@ def _no_such_option(error: Any, context: Any) -> str:
     line = f"no such option '{name}'"
     if name.startswith("--") and context and _takes_settings(context):
         near = difflib.get_close_matches(name, near, n=1, cutoff=0.7)
-        if not difflib.get_close_matches(name, near, cutoff=0.85):
-            setting = f"--set {name[2:]}=VALUE"
+        if not difflib.get_close_matches(name, near, cutoff=0.8):
+            setting = f"--set {name[2:].replace('-', '_')}=VALUE"
             if near:
                 return f"{line}; did you mean {near[0]} or {setting}?"
             return f"{line}; a setting is written {setting}"

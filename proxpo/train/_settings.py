@@ -2,12 +2,13 @@
 
 import types
 import typing
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.errors import ProxpoError, fold, nearest, resolve
 from proxpo.runs.sinks import SINKS
 from proxpo.stages._options import brief, coerce
 from proxpo.train._schema import ROWS, SECTIONS, Config, Resume, leaves
@@ -15,6 +16,37 @@ from proxpo.types import KINDS
 
 VALUES = 10_000  # in one block of options
 TEXT = 4096  # characters, as of a path
+
+
+# Arguments of TRL's GRPOConfig, and the setting that is the same thing.
+TRL_NAMES = {
+    "output_dir": "out",
+    "seed": "seed",
+    "max_steps": "train.steps",
+    "learning_rate": "train.lr",
+    "lr_scheduler_type": "train.lr_schedule",
+    "warmup_steps": "train.warmup_steps",
+    "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.grad_clip",
+    "optim": "train.optimizer",
+    "num_generations": "rollout.samples_per_prompt",
+    "generation_batch_size": "rollout.prompts_per_step",
+    "steps_per_generation": "train.mini_batches",
+    "num_iterations": "train.updates_per_rollout",
+    "per_device_train_batch_size": "train.micro_batch",
+    "max_completion_length": "rollout.max_tokens",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "use_vllm": "rollout.backend",
+    "vllm_gpu_memory_utilization": "rollout.options",
+    "bf16": "model.dtype",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+    "eval_steps": "evaluate.every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "report_to": "log.sinks",
+    "num_completions_to_print": "log.samples",
+}
 
 
 class Setting(NamedTuple):
@@ -149,9 +181,13 @@ def place(key: str, options: Collection[str]) -> list[str]:
 
 
 def _hint(key: str, known: Collection[str], options: Collection[str]) -> str:
-    last = (path.split(".")[-1] for path in known)
-    words = known if "." in key else [*last, *SECTIONS, *options, *KINDS]
-    hint = nearest(key, words)
+    if path := TRL_NAMES.get(fold(key.split(".")[-1])):
+        return f"; did you mean '{path}'?"
+    words = Counter([*(path.split(".")[-1] for path in known), *options, *KINDS])
+    # A word that several settings end in is refused, so their paths stand for it.
+    paths = [path for path in known if "." in key or words[path.split(".")[-1]] > 1]
+    single = [] if "." in key else [word for word in words if words[word] == 1]
+    hint = nearest(key, [*paths, *single, *([] if "." in key else SECTIONS)])
     return hint if "did you mean" in hint else "; `proxpo train --explain` lists them"
 
 
@@ -167,7 +203,9 @@ def _made(kind: Any, tree: Any, prefix: str) -> Any:
     named = {member.name: member for member in fields(kind)}
     for key in tree:
         if key not in named:
-            raise ProxpoError(f"unknown setting '{prefix}{key}'{nearest(str(key), named)}")
+            path = TRL_NAMES.get(fold(str(key)))
+            hint = f"; did you mean '{path}'?" if path else nearest(str(key), named)
+            raise ProxpoError(f"unknown setting '{prefix}{key}'{hint}")
     values: dict[str, Any] = {}
     for key, value in tree.items():
         inner, path = hints[key], f"{prefix}{key}"

@@ -50,6 +50,8 @@ def test_a_mistake_is_one_line_and_exit_code_2():
     {
         "train --steps 5": "no such option '--steps'; a setting is written --set steps=VALUE",
         "train --output x": "no such option '--output'; did you mean --out or --set output=VALUE?",
+        "train --k-x 1": "no such option '--k-x'; a setting is written --set k_x=VALUE",
+        "compare grpo p3o --sed 3": "no such option '--sed'; did you mean '--seeds'?",
         "compare grpo --lr=1": "no such option '--lr'; a setting is written --set lr=VALUE",
         "train --seeds 5": "no such option '--seeds'; did you mean '--seed'?",
         "report --oot x": "no such option '--oot'; did you mean '--out'?",

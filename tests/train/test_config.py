@@ -126,6 +126,9 @@ MISTAKES = {
     "tasks.name=a": "unknown setting 'tasks.name'; did you mean 'task.name'?",
     "overlapp=3": "unknown setting 'overlapp'; did you mean 'overlap'?",
     "zzzz=1": "unknown setting 'zzzz'; `proxpo train --explain` lists them",
+    "learning_rate=1e-4": "unknown setting 'learning_rate'; did you mean 'train.lr'?",
+    "train.max-steps=9": "unknown setting 'train.max-steps'; did you mean 'train.steps'?",
+    "eval_every=3": "unknown setting 'eval_every'; did you mean 'evaluate.every'?",
     "every=3": "'every' could be evaluate.every or checkpoint.every: write one of them in full",
     "reward=a": "'reward' could be task.reward or recipe.reward: write one of them in full",
     "train=3": "'train' is a group of settings: write train.NAME=VALUE",
@@ -210,6 +213,7 @@ def test_mistakes_in_the_recipe_are_found_at_once():
 
 BAD_FILES = {
     "unknown key": ("trian: {lr: 1}", "unknown setting 'trian'; did you mean 'train'?"),
+    "TRL's key": ("learning_rate: 1", "'learning_rate'; did you mean 'train.lr'?"),
     "unknown inner key": ("train: {lrr: 1}", "unknown setting 'train.lrr'; did you mean"),
     "twice": ("seed: 1\nseed: 2", "run.yaml:2: 'seed' is given twice"),
     "twice inside": ("train:\n  lr: 1\n  lr: 2", "run.yaml:3: 'lr' is given twice"),

@@ -169,36 +169,6 @@ LOSS_TYPES = {
     "luspo": "recipe='gspo' with {'variant': 'luspo'} in recipe_options",
 }
 
-# Settings of `proxpo train` that are the same thing as an argument of GRPOConfig.
-TRAIN_SETTINGS = {
-    "output_dir": "out",
-    "seed": "seed",
-    "max_steps": "train.steps",
-    "learning_rate": "train.lr",
-    "lr_scheduler_type": "train.lr_schedule",
-    "warmup_steps": "train.warmup_steps",
-    "weight_decay": "train.weight_decay",
-    "max_grad_norm": "train.grad_clip",
-    "optim": "train.optimizer",
-    "num_generations": "rollout.samples_per_prompt",
-    "generation_batch_size": "rollout.prompts_per_step",
-    "steps_per_generation": "train.mini_batches",
-    "num_iterations": "train.updates_per_rollout",
-    "per_device_train_batch_size": "train.micro_batch",
-    "max_completion_length": "rollout.max_tokens",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "use_vllm": "rollout.backend",
-    "vllm_gpu_memory_utilization": "rollout.options",
-    "bf16": "model.dtype",
-    "gradient_checkpointing": "model.gradient_checkpointing",
-    "eval_steps": "evaluate.every",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "report_to": "log.sinks",
-    "num_completions_to_print": "log.samples",
-}
-
 
 def check_arguments(recipe: Recipe, args: Any) -> None:
     """Refuses values of GRPOConfig that would silently have no effect."""
@@ -402,7 +372,6 @@ __all__ = [
     "ARGUMENTS",
     "LOSS_TYPES",
     "TRAINER_ARGUMENTS",
-    "TRAIN_SETTINGS",
     "Argument",
     "agrees",
     "check_arguments",

@@ -20,7 +20,6 @@ import proxpo
 from proxpo.adapters.trl._arguments import (
     ARGUMENTS,
     LOSS_TYPES,
-    TRAIN_SETTINGS,
     TRAINER_ARGUMENTS,
     check_arguments,
     suggestion,
@@ -31,6 +30,7 @@ from proxpo.batch_file import load_batch
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
 from proxpo.settings import at_length
+from proxpo.train._settings import TRL_NAMES
 from proxpo.train.config import explain
 
 PLAIN = {"eps": 1e-4, "aggregate.count_empty": True}  # grpo with the constants of TRL
@@ -67,8 +67,8 @@ def test_every_argument_of_trl_is_in_the_table():
     assert set(inspect.signature(GRPOTrainer.__init__).parameters) - {"self"} == set(
         TRAINER_ARGUMENTS
     )
-    assert set(TRAIN_SETTINGS) <= {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert set(TRAIN_SETTINGS.values()) <= {setting.path for setting in explain(None)}
+    assert set(TRL_NAMES) <= {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert set(TRL_NAMES.values()) <= {setting.path for setting in explain(None)}
     text = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"].partition(".")[2]
     assert set(re.findall(r"'(\w+)'", text.partition(".")[0])) == {*LOSS_TYPES, "vespo"}
 

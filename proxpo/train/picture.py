@@ -84,7 +84,8 @@ def draw_run(rows: Sequence[Mapping[str, Any]], *, title: str) -> Any:
         axis.margins(x=0)
         axis.locator_params(axis="x", integer=True)
         if unit in ("s", "tokens", "nats per response"):
-            axis.set_ylim(bottom=0)
+            high = axis.dataLim.y1  # from 0, a margin of the data's spread may be too thin to see
+            axis.set_ylim(0, 1.05 * high if 0 < high < math.inf else None)
         if name == "Validation accuracy":
             axis.set_ylim(0, 1.02)
             axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")

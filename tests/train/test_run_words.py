@@ -15,7 +15,7 @@ from proxpo.report.metrics import SCORE, pick_variant
 from proxpo.report.read_runs import read_run
 from proxpo.train.config import load_config, presets
 from proxpo.train.loop import train
-from proxpo.train.picture import panels
+from proxpo.train.picture import draw_run, panels
 
 pytestmark = pytest.mark.long
 
@@ -135,6 +135,14 @@ def test_a_bonus_for_the_format_is_no_accuracy(tmp_path, capsys):
     assert pick_variant(SCORE, [run]).variant.label == "greedy reward, held out"
     state = state_of(tmp_path / "run", steps=1, score="proxpo/eval/accuracy")
     assert (state.status, state.score) == ("done", pytest.approx(0.1))
+
+
+def test_the_curves_of_a_picture_end_below_its_edge():
+    rows = [{"step": i + 1, "completions/mean_length": 100 + i % 2} for i in range(9)]
+    (axis,) = draw_run(rows, title="a run").axes
+    bottom, top = axis.get_ylim()
+    assert bottom == 0
+    assert top > 1.04 * 101
 
 
 def test_what_is_right_can_be_set(tmp_path, capsys):

@@ -9,7 +9,7 @@ components of a Gaussian action, `prompt` prompts of the next rollout. `compose.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import FrozenInstanceError, dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -362,24 +362,8 @@ class Recipe:
 
 
 MOST_SKIPPED = 5  # updates in a row without a finite gradient before a run stops
-KINDS = (
-    "budget",
-    "prompts",
-    "reward",
-    "filter",
-    "advantage",
-    "prune",
-    "weights",
-    "ratio",
-    "trust",
-    "regularisers",
-    "select",
-    "aggregate",
-    "value",
-    "gradient",
-    "schedule",
-)
-MANY = ("budget", "prompts", "reward", "filter", "prune", "weights", "regularisers", "select")
+KINDS = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "options"))
+MANY = tuple(f.name for f in fields(Recipe) if f.default == ())  # kinds with several stages
 
 
 class Loss(NamedTuple):

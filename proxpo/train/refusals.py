@@ -14,7 +14,7 @@ from proxpo.train._schema import Config
 from proxpo.train._settings import changes
 from proxpo.train.domains import default_config, unread
 from proxpo.train.tasks import Task
-from proxpo.types import FIELDS, Recipe, Stage
+from proxpo.types import FIELDS, KINDS, Recipe, Stage
 
 NOT_PROVIDED = {
     **dict.fromkeys(
@@ -47,16 +47,7 @@ DECIDED = {
     "loss": ((), "has a loss of its own"),
 }
 # Kinds of stages that make a loss and its gradient.
-OF_THE_LOSS = {
-    "weights",
-    "ratio",
-    "trust",
-    "regularisers",
-    "select",
-    "aggregate",
-    "value",
-    "gradient",
-}
+OF_THE_LOSS = KINDS[KINDS.index("weights") : KINDS.index("schedule")]
 
 
 def unused(config: Config, recipe: Recipe | Procedure) -> dict[str, str]:

@@ -1,7 +1,9 @@
 """Errors a user can act on: one line that says what, where, and what was expected."""
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class ProxpoError(ValueError):
@@ -72,6 +74,14 @@ def resolve(name: str, valid: Iterable[str], *, what: str, listing: str = "") ->
         if fold(candidate) == fold(name):
             return candidate
     raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid, listing=listing)}")
+
+
+def imported(module: str, refusal: str) -> Any:
+    """The module of a package that may be missing; `refusal` says so, and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ProxpoError(refusal) from None
 
 
 def _likeness(text: str, name: str) -> tuple[float, bool]:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from proxpo.errors import ProxpoError, nearest
+from proxpo.errors import ProxpoError, imported, nearest
 from proxpo.logp import bare_model
 
 SHIPPED = ("tiny", "smollm2")  # models that are no folder, whatever lies under their name
@@ -166,12 +166,8 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _transformers() -> tuple[Any, Any]:
-    try:
-        return importlib.import_module("transformers"), importlib.import_module(
-            "transformers.utils.logging"
-        )
-    except ImportError:
-        raise ProxpoError("models need the train extra: pip install 'proxpo[train]'") from None
+    needs = "models need the train extra: pip install 'proxpo[train]'"
+    return imported("transformers", needs), imported("transformers.utils.logging", needs)
 
 
 def check_name(name: str) -> None:
@@ -244,10 +240,7 @@ def _context(model: Any, tokenizer: Any) -> int:
 
 
 def _with_lora(model: Any, options: dict[str, Any], seed: int) -> Any:
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError:
-        raise ProxpoError("LoRA needs peft: pip install 'proxpo[train]'") from None
+    peft = imported("peft", "LoRA needs peft: pip install 'proxpo[train]'")
     settings = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", **options}
     valid = peft.LoraConfig.__dataclass_fields__
     for key in settings:

@@ -15,7 +15,6 @@ gradient by it, `shampoo` has no grafting and `kfac` steps along a natural gradi
 rate of their own.
 """
 
-import importlib
 import inspect
 import types
 import typing
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxpo.errors import ProxpoError, nearest, resolve
+from proxpo.errors import ProxpoError, imported, nearest, resolve
 from proxpo.stages._options import brief, coerce
 
 ALONE = ("adamw", "sgd", "soap")  # optimizers of every parameter, without an AdamW for the rest
@@ -336,13 +335,8 @@ def _is_union(kind: Any) -> bool:
 
 
 def _load(package: str, cls: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(package), cls)
-    except ImportError as error:
-        raise ProxpoError(
-            f"optimizer '{name}' needs the package {package.partition('.')[0]}: "
-            "pip install 'proxpo[optimizers]'"
-        ) from error
+    extra = f"the package {package.partition('.')[0]}: pip install 'proxpo[optimizers]'"
+    return getattr(imported(package, f"optimizer '{name}' needs {extra}"), cls)
 
 
 _MAKERS: dict[str, Callable[[nn.Module, Options, Options], Optimizer]] = {

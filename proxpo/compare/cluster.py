@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.compare.work import make_run
-from proxpo.errors import ProxpoError
+from proxpo.errors import imported
 
 RETRIES = 3  # of a run whose process or machine is lost
 
@@ -29,7 +29,7 @@ class RayPool:
     def __init__(
         self, entry: str, *, jobs: int | None = None, threads: int = 1, gpus: float = 0.0
     ) -> None:
-        self._ray = _ray()
+        self._ray = imported("ray", "--on ray needs Ray: pip install 'proxpo[ray]'")
         if not self._ray.is_initialized():
             # The address in RAY_ADDRESS, a cluster that runs on this machine, or else a new one.
             self._ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
@@ -79,14 +79,6 @@ class RayPool:
         except errors.RayError as error:
             return " ".join(str(error).split())[-300:]
         return ""
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise ProxpoError("--on ray needs Ray: pip install 'proxpo[ray]'") from None
-    return ray
 
 
 __all__ = ["RayPool"]

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from proxpo.errors import ProxpoError, nearest
+from proxpo.errors import ProxpoError, imported, nearest
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.stages._options import bind, brief
-
-INSTALL = "pip install 'proxpo[control]'"
 
 
 class Actions(NamedTuple):
@@ -69,10 +67,7 @@ def make_environment(name: str, options: Mapping[str, Any]) -> Any:
     """One environment with flat observations, or one line on the reason why there is none."""
     if not name:
         raise ProxpoError("task gym needs an environment: gym:NAME, such as gym:CartPole-v1")
-    try:
-        import gymnasium as gym
-    except ImportError:
-        raise ProxpoError(f"task gym:{name} needs gymnasium: {INSTALL}") from None
+    gym = imported("gymnasium", f"task gym:{name} needs gymnasium: pip install 'proxpo[control]'")
     try:
         environment = gym.make(name, **options)
     except (gym.error.DependencyNotInstalled, ImportError) as error:

@@ -10,20 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, imported
 from proxpo.ops.shapes import Float, Int, Tensor
 
 TRAINED = 1000  # steps of the schedule that the denoiser was trained with
-INSTALL = "pip install 'proxpo[generative]'"
 
 
 def make_scheduler() -> Any:
     """DDIM's schedule as Stable Diffusion has it: no step without noise, the last one included."""
-    try:
-        from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-    except ImportError:
-        raise ProxpoError(f"denoising needs diffusers: {INSTALL}") from None
-    return DDIMScheduler(
+    ddim = imported(
+        "diffusers.schedulers.scheduling_ddim",
+        "denoising needs diffusers: pip install 'proxpo[generative]'",
+    )
+    return ddim.DDIMScheduler(
         num_train_timesteps=TRAINED,
         beta_schedule="linear",
         clip_sample=False,

@@ -3,14 +3,13 @@
 Names are TRL's where TRL has one, so that plots made for its runs work; ours begin with proxpo/.
 """
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, imported, resolve
 from proxpo.runs.jsonlines import METRICS, JsonLines, OnNotice, as_number
 
 # Names that TRL's GRPOTrainer logs; a trailing / stands for a whole family.
@@ -69,7 +68,7 @@ class TensorBoard:
     """Writes event files to a folder of the run; after a resume, repeated steps are purged."""
 
     def __init__(self, folder: Path, *, resume_at: int | None = None) -> None:
-        module = _package("torch.utils.tensorboard", "tensorboard")
+        module = imported("torch.utils.tensorboard", _not_installed("tensorboard"))
         purge = None if resume_at is None else resume_at + 1
         self._writer = module.SummaryWriter(str(folder), purge_step=purge)
 
@@ -87,7 +86,7 @@ class Tracker:
     """Writes to trackio or wandb, which share `init`, `log` and `finish`."""
 
     def __init__(self, package: str, *, project: str, name: str, config: Mapping[str, Any]) -> None:
-        self._module = _package(package, package)
+        self._module = imported(package, _not_installed(package))
         self._run = self._module.init(project=project, name=name, config=dict(config))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -152,18 +151,11 @@ def check_sinks(names: Sequence[str]) -> None:
         package = resolve(name, SINKS, what="sink of log.sinks")
         loaded = package in sys.modules
         if (sys.modules[package] if loaded else importlib.util.find_spec(package)) is None:
-            raise _not_installed(package)
+            raise ProxpoError(_not_installed(package))
 
 
-def _package(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise _not_installed(package) from None
-
-
-def _not_installed(package: str) -> ProxpoError:
-    return ProxpoError(f"log.sinks: '{package}' is not installed: pip install {package}")
+def _not_installed(package: str) -> str:
+    return f"log.sinks: '{package}' is not installed: pip install {package}"
 
 
 __all__ = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxpo.compare.naming import setting_key
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, imported
 from proxpo.ops.streams import derive
 from proxpo.search.space import Settings, Space
 
@@ -195,13 +195,10 @@ class _TreeDraws:
 
 def import_optuna() -> Any:
     """Optuna; where it is missing, one line with the command that installs it."""
-    try:
-        import optuna
-    except ImportError:
-        raise ProxpoError(
-            "--proposals tpe needs Optuna: pip install 'proxpo[search]', or --proposals random"
-        ) from None
-    return optuna
+    return imported(
+        "optuna",
+        "--proposals tpe needs Optuna: pip install 'proxpo[search]', or --proposals random",
+    )
 
 
 __all__ = ["PROPOSERS", "Proposal", "RandomDraw", "import_optuna", "propose", "replay"]

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, imported, resolve
 from proxpo.rewards._types import RewardSpec
 from proxpo.rewards.answers import VERIFIERS
 from proxpo.train.tasks._files import read_jsonl, split_by_hash
@@ -82,19 +82,14 @@ def _local(path: Path) -> tuple[list[dict], list[dict]]:
 
 
 def _hub() -> tuple[list[dict], list[dict]]:
-    try:
-        import datasets
-    except ImportError:
-        raise ProxpoError(
-            "task gsm8k reads the hub with the package 'datasets' (pip install datasets); "
-            "for a local copy write gsm8k:FOLDER with train.jsonl and test.jsonl in it"
-        ) from None
+    local = "for a local copy write gsm8k:FOLDER with train.jsonl and test.jsonl in it"
+    needs = "task gsm8k reads the hub with the package 'datasets' (pip install datasets)"
+    datasets = imported("datasets", f"{needs}; {local}")
     try:
         splits = datasets.load_dataset(HUB, "main")
     except Exception as error:
         raise ProxpoError(
-            f"task gsm8k: {HUB} could not be fetched ({type(error).__name__}); "
-            "for a local copy write gsm8k:FOLDER with train.jsonl and test.jsonl in it"
+            f"task gsm8k: {HUB} could not be fetched ({type(error).__name__}); {local}"
         ) from error
     return list(splits["train"]), list(splits["test"])
 

@@ -3,7 +3,7 @@
 from itertools import islice
 from typing import Any
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, imported, resolve
 from proxpo.ops.streams import derive
 from proxpo.rewards._types import RewardSpec
 from proxpo.train.tasks._types import Lazy, Problem, Task
@@ -38,7 +38,10 @@ def reasoning_gym(
     one of the training split. test_size: held-out questions; none: 500, or a fifth of those of a
     smaller dataset, which must be 20 at least.
     """
-    gym = _package()
+    gym = imported(
+        "reasoning_gym",
+        "task reasoning-gym needs the package of that name: pip install 'proxpo[reasoning-gym]'",
+    )
     name = resolve(name, gym.factory.DATASETS, what="reasoning-gym dataset", listing=LISTING)
     wanted = TEST_SIZE if test_size is None else test_size
     if not 0 < size < APART or not 0 < wanted < APART // TRIES:
@@ -121,16 +124,6 @@ def _prompt(chat: bool, question: str) -> Any:
     if not chat:
         return f"{SYSTEM}\n\n{question}\n\n"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-
-
-def _package() -> Any:
-    try:
-        import reasoning_gym as package
-    except ImportError:
-        raise ProxpoError(
-            "task reasoning-gym needs the package of that name: pip install 'proxpo[reasoning-gym]'"
-        ) from None
-    return package
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, imported, resolve
 from proxpo.ops.streams import derive
 from proxpo.train.tasks._session import EARNED, Memory, Move, Script, Session, Show, sessions
 from proxpo.train.tasks._types import Lazy, Problem, Task
@@ -144,13 +144,8 @@ def _game(name: str) -> str:
 
 
 def _package() -> Any:
-    try:
-        import textarena as package
-    except ImportError:
-        raise ProxpoError(
-            "task textarena needs the agents extra: pip install 'proxpo[agents]'"
-        ) from None
-    return package
+    needs = "task textarena needs the agents extra: pip install 'proxpo[agents]'"
+    return imported("textarena", needs)
 
 
 __all__ = ["ArenaGame", "textarena"]

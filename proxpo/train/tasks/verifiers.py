@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, imported
 from proxpo.train.tasks._files import split_by_hash
 from proxpo.train.tasks._identity import question
 from proxpo.train.tasks._session import EARNED, Memory, Move, Script, Session, Show, sessions
@@ -241,7 +241,11 @@ def verifiers(
         chat=chat,
         whole=False,
     )
-    package = _package()
+    package = imported(
+        "verifiers.v1",
+        "task verifiers needs the package of that name, 0.4 or later: pip install "
+        "'proxpo[verifiers]'",
+    )
     try:
         made, seat = _environment(package, name, env, config or {}, max_turns)
         tasks = list(made.taskset.take(size))
@@ -354,16 +358,6 @@ def _refusal(name: str, reason: object) -> ProxpoError:
     )
     words = " ".join(str(reason).split())[:300] or type(reason).__name__
     return ProxpoError(f"task {name}: {words}{hub}")
-
-
-def _package() -> Any:
-    try:
-        return importlib.import_module("verifiers.v1")
-    except ImportError:
-        raise ProxpoError(
-            "task verifiers needs the package of that name, 0.4 or later: pip install "
-            "'proxpo[verifiers]'"
-        ) from None
 
 
 __all__ = ["Conversation", "Host", "verifiers"]

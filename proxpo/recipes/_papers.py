@@ -252,24 +252,30 @@ OTHERS = {
 }
 
 
+def find_paper(entry: Method) -> tuple[str, Paper | None]:
+    """The arXiv number of the method's paper, empty without one, and its facts if known."""
+    found = re.search(r"arXiv:(\d{4}\.\d{4,5})", entry.paper)
+    number = found[1] if found else ""
+    return number, OTHERS.get(entry.slug) or ARXIV.get(number)
+
+
 def bibtex(entry: Method) -> str:
     """BibTeX of the method's paper; a field that is not known is left out."""
-    number = re.search(r"arXiv:(\d{4}\.\d{4,5})", entry.paper)
-    paper = OTHERS.get(entry.slug) or (ARXIV.get(number[1]) if number else None)
+    number, paper = find_paper(entry)
     title = f"{{{paper.title}}}" if paper and paper.title else ""
     fields = {"title": title, "author": paper.authors} if paper else {}
     if paper and (paper.year or not number):
         fields |= {"year": str(paper.year or ""), "howpublished": paper.note}
     elif number:
         fields |= {
-            "year": f"20{number[1][:2]}",
-            "eprint": number[1],
+            "year": f"20{number[:2]}",
+            "eprint": number,
             "archivePrefix": "arXiv",
-            "url": f"https://arxiv.org/abs/{number[1]}",
+            "url": f"https://arxiv.org/abs/{number}",
         }
     fields = fields or {"note": entry.paper}
     lines = [f"  {name} = {{{value}}}," for name, value in fields.items() if value]
     return "\n".join([f"@misc{{{entry.slug},", *lines, "}"])
 
 
-__all__ = ["Paper", "bibtex"]
+__all__ = ["Paper", "bibtex", "find_paper"]

@@ -5,6 +5,7 @@ is refused with the recipe options that do the same; or nothing in proxpo does i
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ _ADAPTIVE = (
     "proxpo has no adaptive entropy bonus; {'regularisers+': 'entropy_bonus'} has a fixed one"
 )
 _VESPO = "proxpo has no recipe for VESPO"
-_TIS = "use {'weights+': 'tis'} in recipe_options"
+_TIS = "it takes no {'weights+': 'tis'}"
 _TRUNCATED = "out of the loss, not of the group; refused where the group's stages read lengths"
 _SAPO = "it is an option of recipe='sapo'"
 _CLIP = "a clip range, where it has one, is set by options of its trust stage"
@@ -171,8 +172,13 @@ LOSS_TYPES = {
 
 
 def check_arguments(recipe: Recipe, args: Any) -> None:
-    """Refuses values of GRPOConfig that would silently have no effect."""
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    """Refuses values of GRPOConfig that would silently have no effect.
+
+    A class derived from it may have other defaults, which its author has written down.
+    """
+    from trl import GRPOConfig
+
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     for name, argument in ARGUMENTS.items():
         value = getattr(args, name)
         if argument.rule == "TRL" or value == defaults[name] or agrees(recipe, name, args):
@@ -205,7 +211,8 @@ def suggestion(recipe: Recipe, name: str, args: Any) -> str:
     for target in _targets(recipe, name, args):
         options = _options(recipe, name, target)
         if options is not None:
-            return f"use {options} in recipe_options"
+            written = str(dict(options)).replace(": inf", ": float('inf')")
+            return f"use {written} in recipe_options"
     return ARGUMENTS[name].text
 
 
@@ -305,9 +312,10 @@ def _options(recipe: Recipe, name: str, target: _Target) -> Mapping[str, Any] | 
     own: list[dict[str, Any]] = [dict(zip(keys, target.options.values())) for keys in names]
     if name == "beta":  # the method's coefficient, the stage's correction
         own.append({"kl_coef": target.options["coef"]} | dict(list(stage.items())[1:]))
-    for options in [*own, *tries]:
+    # Without the options that are set, last: one of them may be the obstacle, and is named then.
+    for kept, options in itertools.product((recipe.options, {}), [*own, *tries]):
         try:
-            made = make_recipe(recipe.name, {**recipe.options, **options})
+            made = make_recipe(recipe.name, {**kept, **options})
         except ProxpoError:
             continue
         if target.held(made):

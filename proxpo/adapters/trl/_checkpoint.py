@@ -1,4 +1,4 @@
-"""A recipe's memory and the reference model beside TRL's own files in a checkpoint."""
+"""A recipe's memory, the reference model and the paper beside TRL's own files in a checkpoint."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,8 @@ from torch import nn
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients import Transform
+from proxpo.recipes import methods
+from proxpo.recipes._papers import bibtex, find_paper
 from proxpo.runs.files import write_whole
 from proxpo.runs.trees import flatten, unflatten
 from proxpo.types import Recipe, States
@@ -65,4 +67,21 @@ def read_reference(folder: Path, model: nn.Module) -> None:
     load_model(model, str(folder / REFERENCE))
 
 
-__all__ = ["MEMORY", "read_memory", "read_reference", "write_memory", "write_reference"]
+def paper_of(recipe: Recipe) -> dict[str, str]:
+    """The recipe's paper for TRL's model card; empty for a recipe outside the catalogue."""
+    entry = methods().get(recipe.name)
+    if entry is None:
+        return {}
+    number, paper = find_paper(entry)
+    title = paper.title if paper else ""
+    return {"title": title or f"arXiv:{number}", "id": number, "citation": bibtex(entry)}
+
+
+__all__ = [
+    "MEMORY",
+    "paper_of",
+    "read_memory",
+    "read_reference",
+    "write_memory",
+    "write_reference",
+]

@@ -60,7 +60,10 @@ def resolve_recipe(recipe: str | Recipe, options: Settings | None) -> Recipe:
     if isinstance(recipe, str):
         return make_recipe(recipe, options or {})
     if options:
-        raise ProxpoError("recipe_options go with the name of a recipe; this one is already made")
+        raise ProxpoError(
+            "recipe_options go with the name of a recipe; this one is already made: give them to "
+            "proxpo.make_recipe, or a stage to recipe.replace"
+        )
     return check_stages(recipe)
 
 

@@ -23,6 +23,7 @@ from trl import GRPOConfig
 
 from proxpo.adapters.trl._arguments import replaced_defaults
 from proxpo.adapters.trl._checkpoint import (
+    paper_of,
     read_memory,
     read_reference,
     write_memory,
@@ -125,7 +126,7 @@ class ProxpoTrainer(PolicyPasses):
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
-        *,
+        *rest: Any,
         recipe: str | Recipe = "isopo",
         recipe_options: Settings | None = None,
         batch_every: int = 0,
@@ -155,9 +156,14 @@ class ProxpoTrainer(PolicyPasses):
         self._block = ExitStack()  # holds the transform open until TRL's backward is done
         self._skipped = 0
         notices = [replaced_defaults(self.recipe, args)]
+        beta = args.beta
         if "ref_logp" in self._needs:
             args.beta = 1.0  # TRL's switch for reference log-probabilities; its loss does not run
-        super().__init__(model, reward_funcs, args, train_dataset, **trl)
+        name = self.recipe.name or "recipe"  # of the model card, which would say GRPO
+        self._name, self._tag_names = f"{name} (proxpo)", ["trl", "proxpo", name]
+        self._paper = paper_of(self.recipe)
+        super().__init__(model, reward_funcs, args, train_dataset, *rest, **trl)
+        self.args.beta = beta
         check_updates(self.recipe, self.args)  # accelerator_config may have changed them
         microbatches = args.gradient_accumulation_steps * self.accelerator.num_processes
         notices.append(microbatch_dependence(self.recipe, microbatches))

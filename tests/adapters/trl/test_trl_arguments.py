@@ -14,7 +14,7 @@ import torch
 from helpers import make_batch
 from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
-from trl_runs import canned, closeness, config, questions, trainer
+from trl_runs import SMALL, canned, closeness, config, questions, trainer
 
 import proxpo
 from proxpo.adapters.trl._arguments import (
@@ -148,6 +148,27 @@ def test_suggestions_hold_the_number_that_was_asked_for(slug):
         assert 4.5 in options_of(advice).values()
         other = proxpo.make_recipe(slug, options_of(advice))
         assert other.replace(options={}) != recipe.replace(options={})
+
+
+def test_a_suggestion_can_be_written_as_it_stands():
+    recipe = proxpo.make_recipe("grpo", {"eps": 1e-4})  # which scale=none leaves without effect
+    advice = suggestion(recipe, "scale_rewards", made(scale_rewards="none"))
+    assert advice == "use {'advantage.scale': 'none'} in recipe_options"
+    name = "vllm_importance_sampling_clip_max"
+    advice = suggestion(recipe, name, made(**{name: None}))
+    assert "'weights.tis.cap': float('inf')" in advice
+
+
+@dataclasses.dataclass
+class WithKL(GRPOConfig):
+    """A user's own config, whose defaults are not TRL's."""
+
+    beta: float = 0.04
+
+
+def test_a_default_of_a_derived_config_is_a_written_value():
+    with pytest.raises(ProxpoError, match=r"GRPOConfig.beta=0.04 has no effect on recipe grpo"):
+        check_arguments(proxpo.make_recipe("grpo"), WithKL("unused", **SMALL))
 
 
 FIELDS = PROVIDED | {"rollout_logp"}

@@ -1,5 +1,6 @@
 """Every recipe TRL can feed trains the model in the box; every other one says why it cannot."""
 
+import copy
 import math
 import runpy
 import warnings
@@ -7,9 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from trl_runs import Watched, canned, losses, right_or_wrong, seen, trainer
+from trl_runs import (
+    Watched,
+    canned,
+    closeness,
+    config,
+    losses,
+    policy,
+    questions,
+    right_or_wrong,
+    seen,
+    trainer,
+)
 
 import proxpo
+from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._generation_batch import trained_tokens
 from proxpo.adapters.trl._refusals import PROVIDED, check_evaluated
 from proxpo.batch_file import load_batch, saved_steps
@@ -259,6 +272,23 @@ def test_batches_are_saved_as_the_losses_saw_them(tmp_path):
 def test_options_belong_to_a_name(tmp_path):
     with pytest.raises(ProxpoError, match="recipe_options go with the name of a recipe"):
         trainer(tmp_path, proxpo.make_recipe("grpo"), options={"clip_low": 0.1})
+
+
+def test_what_is_written_down_names_the_method(tmp_path):
+    """The model card names the recipe, the config keeps its beta; positions are TRL's."""
+    base, data = policy(), questions().select(range(4))
+    run = ProxpoTrainer(
+        *(copy.deepcopy(base.model), closeness, config(tmp_path), data, data, base.tokenizer),
+        recipe="isopo",
+        recipe_options={"regularisers+": "kl_to_ref"},
+    )
+    assert run.eval_dataset is not None
+    assert (run.args.beta, run.beta) == (0.0, 1.0)
+    run.create_model_card("name")
+    card = (tmp_path / "README.md").read_text()
+    assert "trained with isopo (proxpo), a method introduced in [ISOPO: Proximal policy" in card
+    assert "- isopo" in card
+    assert "grpo" not in card.lower()
 
 
 def test_lengths_are_trls_unless_set(tmp_path):

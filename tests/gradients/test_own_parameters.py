@@ -99,6 +99,39 @@ def test_a_view_or_cast_of_a_parameter_is_followed_to_its_use(use):
         assert_close(actual[name], want, **EXACT, msg=lambda m, n=name: n + m)
 
 
+class Bare(nn.Module):
+    """A module without a forward."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = w
+
+
+CONTAINERS = {
+    "ParameterDict": (lambda w: nn.ParameterDict({"w": w}), lambda c: c["w"]),
+    "ParameterList": (lambda w: nn.ParameterList([w]), lambda c: c[0]),
+    "no forward": (Bare, lambda c: c.w),
+    "nested": (lambda w: nn.ModuleDict({"a": nn.ModuleList([Bare(w)])}), lambda c: c["a"][0].w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "read"), CONTAINERS.values(), ids=CONTAINERS.keys())
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_parameter_in_a_container_belongs_to_the_module_that_reads_it(make, read, shared):
+    model, ids, seq = made(lambda m, x: x @ m.w)
+    if shared:
+        model.owner = nn.Sequential(model.owner, Owner(model.owner.use))
+        model.owner[1].w = model.owner[0].w
+    want = gradients(model, ids, seq, isopo(overlap="all"))
+    owners = [*model.owner] if shared else [model.owner]
+    name, container = ("owner.0.w" if shared else "owner.w"), make(owners[0].w)
+    for owner in owners:
+        del owner.w
+        owner.container, owner.use = container, lambda m, x: x @ read(m.container)
+    (inside,) = (n for n, p in model.named_parameters() if p is read(container))
+    assert_close(gradients(model, ids, seq, isopo(overlap="all"))[inside], want[name], **EXACT)
+
+
 SEVERAL: dict[str, Use] = {
     "linear and .T": lambda m, x: F.linear(x, m.w) + x @ m.w.T + m.b,
     "all blocks": lambda m, x: torch.cat([x @ m.w[:, :2], x @ m.w[:, 2:]], -1) * m.b + m.b,

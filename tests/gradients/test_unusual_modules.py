@@ -350,6 +350,32 @@ def test_dora():
             assert same == ("magnitude" in name)
 
 
+ADAPTERS = {
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    "hra": lambda: peft.HRAConfig(r=2, target_modules=["q_proj"]),
+    "embedding": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens"]),
+    "tied tokens": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], trainable_token_indices=[3, 5], task_type="CAUSAL_LM"
+    ),
+}
+
+
+@pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS.keys())
+def test_adapters_that_keep_parameters_in_a_dict(config):
+    model = peft.get_peft_model(hf("llama", tie_word_embeddings=True), config()).double()
+    with torch.no_grad():
+        for value in filter(lambda p: p.requires_grad, model.parameters()):
+            value.add_(0.3 * torch.randn_like(value))
+    ids, seq = padded(LENGTHS, VOCAB)
+    with isopo(p=0.0).applied(model, sequences=seq, advantages=A):
+        nll(model(input_ids=ids).logits, ids, seq).sum().backward()
+    actual = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    (A @ nll(model(input_ids=ids).logits, ids, seq).sum(1)).backward()
+    for name, value in model.named_parameters():
+        assert_close(actual[name], value.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_key_value_cache_is_filled_once():
     """GPT-OSS runs its attention again for the gradient of the sinks, with its cache."""
     import conformance

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from proxpo.errors import ProxpoError
-from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.module import Forward, TrainedModule, is_container
 from proxpo.gradients._engine.outputs import floating, guard_others, with_floating
 from proxpo.gradients._engine.position_axes import with_channels_last
 from proxpo.gradients._engine.proxies import (
@@ -41,7 +41,7 @@ def tracked(target: TrainedModule) -> Forward:
     a vector takes part need not be that of the output.
     """
     session, module, original = target.session, target.module, target.forward
-    leaf = not any(module.children())
+    leaf = all(part is module or is_container(part) for part in module.modules())
     if not all(target.value(own).dim() in ((1, 2) if leaf else (2,)) for own in target.names):
         return rerun_all(target)
     handles = target.separate_handles()

@@ -5,7 +5,8 @@ A module is recognised by what its forward computes, never by a model's name:
     any other *Norm* whose parameters are vectors as long as the last axis of its input, if a trial
     on random numbers shows that each position reads them by itself
     banks of experts (3-D weights, one slice per expert), see `experts.py`
-    matrices and vectors that a module multiplies or adds itself (routers), see `proxies.py`
+    matrices and vectors that a module multiplies or adds itself (routers), see `proxies.py`; those
+    of a child without a forward (ParameterDict) are the module's own
 Everything else gets Σ_i A_i V_i, that is s_i = 1, by running the module a second time in the
 backward pass (`fallback.py`), with one warning that names it.
 """
@@ -29,7 +30,7 @@ from proxpo.errors import ProxpoError
 from proxpo.gradients._engine import compiled, experts, fallback
 from proxpo.gradients._engine.inputs import from_head
 from proxpo.gradients._engine.matrices import EmbeddingLayer, LinearLayer
-from proxpo.gradients._engine.module import Forward, TrainedModule
+from proxpo.gradients._engine.module import Forward, TrainedModule, containers
 from proxpo.gradients._engine.operations import shows_positions
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.vectors import (
@@ -75,7 +76,7 @@ class PatchedModel:
             self._forwards += _refusing_head(model, session, warn)
             return
         for name, module, names in _holders(model):
-            build = _builder(module)
+            build = _builder(module, names)
             layer = build in _LAYERS or isinstance(build, partial)
             _refuse(module, clean(name), layer=layer)
             target = TrainedModule(session, module, clean(name), names, module.forward, warn)
@@ -201,6 +202,7 @@ def _refusing_head(
 def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Modules that hold or use trained parameters, with the names of those they hold."""
     covered: set[int] = set()
+    readers: dict[int, list[str]] = {}  # names of the modules that read a container
     for name, module in model.named_modules():
         if id(module) in covered:
             continue
@@ -214,6 +216,12 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
                 for own, value in part.named_parameters()
                 if value.requires_grad
             ]
+        for path, container in containers(module):
+            covered.add(id(container))
+            above = readers.setdefault(id(container), [])
+            if not any(f"{name}.".startswith(prefix) for prefix in above):
+                above.append(f"{name}." if name else "")
+                names += [f"{path}.{own}" for own in trainable(container)]
         # A convolution's weight is often used by the module above, not by calling the convolution.
         uses_children = any(isinstance(child, nn.Conv1d) for child in module.children())
         if names or uses_children or isinstance(module, _BATCH_NORM):
@@ -277,12 +285,14 @@ def _refuse_mixing(module: Any, name: str) -> None:
         )
 
 
-def _builder(module: nn.Module) -> Callable[[TrainedModule], Forward]:
-    """The function that makes the patched forward of a module."""
+def _builder(module: nn.Module, names: list[str]) -> Callable[[TrainedModule], Forward]:
+    """The function that makes the patched forward of a module with these trained parameters."""
     kind = type(module)
-    opaque = _parts(module) or isinstance(module, nn.RNNBase) or not trainable(module)
+    opaque = _parts(module) or isinstance(module, nn.RNNBase) or not names
     if opaque or "forward" in module.__dict__:
         return fallback.rerun_all
+    if any("." in name for name in names):
+        return fallback.tracked
     if kind.forward is nn.Linear.forward:
         return partial(_linear, transposed=False)
     if kind.__name__ == "Conv1D" and hasattr(module, "nf"):

@@ -2,17 +2,18 @@
 
 A weight that is also used without calling its module (`h @ embed.weight.T`) would get a gradient
 without advantages for that use. Each handle reports the very tensor that it returns to autograd; a
-hook on the parameter sees the tensor that arrives. With one use they are the same object, which
-costs nothing to see. Where autograd adds up several (tied weights), some entries of the sum are
-compared with those of its parts.
+hook on the parameter, which runs before any other, sees the tensor that arrives. With one use they
+are the same object, which costs nothing to see. Where autograd adds up several (tied weights), some
+entries of the sum are compared with those of its parts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._engine.device import capturing
@@ -53,7 +54,7 @@ class Audit:
         shards = {key: p for key, p in parameters.items() if hasattr(p, "device_mesh")}
         self._shards = {key: (p, _mark(p)) for key, p in shards.items()}
         hooks = [
-            parameter.register_hook(partial(self._receive, key))
+            _hook_first(parameter, partial(self._receive, key))
             for key, parameter in parameters.items()
             if key not in shards  # what arrives there has another shape
         ]
@@ -109,8 +110,8 @@ class Audit:
             if bad:
                 raise ProxpoError(
                     f"gradients.applied: {names[key]} received a gradient that did not pass "
-                    "through the transform: its weight is also used without calling the module, or "
-                    "a hook on it changes its gradient; p.grad must not be used"
+                    "through the transform: its weight is also used without calling the module; "
+                    "p.grad must not be used"
                 )
 
 
@@ -122,6 +123,15 @@ class _Sent:
     def __init__(self, whole: Tensor) -> None:
         self.whole: Tensor | None = whole
         self.parts: list[Tensor] = []
+
+
+def _hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Registers a hook that runs before those of the user, which may change the gradient."""
+    handle = parameter.register_hook(hook)
+    hooks: Any = parameter._backward_hooks  # read as a dict, whatever `move_to_end` says
+    for other in [number for number in hooks if number != handle.id]:
+        hooks[other] = hooks.pop(other)
+    return handle
 
 
 def _mark(parameter: Tensor) -> tuple[int, int] | None:

@@ -10,7 +10,9 @@ from typing import Any
 
 TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-UNIT = re.compile(r"(?<=[\d.])\s+[^\d]*$")
+_SPACE = r"(?:\s|~|\\[ ;:])"
+# Words, bare or as \text{...}; any other command of TeX makes 5 \pi another number than 5.
+UNIT = re.compile(rf"(?<=[\d.])(?:{_SPACE}+|{_SPACE}*\\(?:text|mathrm)\{{[^{{}}\d]*\}})[^\d\\]*$")
 VERIFIERS = ("numeric", "math-verify")
 ANSWER_FIELDS = ("answer", "ground_truth", "solution")
 

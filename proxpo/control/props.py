@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from proxpo.control.networks import Actor, RecurrentActor
+from proxpo.control.networks import LOG_STD, Actor, RecurrentActor
 from proxpo.control.recipe_job import ControlJob, Steps, build_recipe_job
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Float, Tensor
@@ -41,7 +41,7 @@ def kl_divergence(actor: Any, other: Any, x: Float[Tensor, "row obs"]) -> Float[
         logp, logq = (policy.logits(x).log_softmax(-1) for policy in (actor, other))
         return (logp.exp() * (logp - logq)).sum(-1)
     mean, mean_other = actor.logits(x), other.logits(x)
-    width, width_other = actor.log_std, other.log_std
+    width, width_other = (policy.log_std.clamp(*LOG_STD) for policy in (actor, other))
     square = (width.exp().square() + (mean - mean_other).square()) / width_other.exp().square()
     return (width_other - width + 0.5 * (square - 1)).sum(-1)
 

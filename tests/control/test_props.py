@@ -54,12 +54,15 @@ def test_divergences_of_both_directions(discrete: bool) -> None:
     with torch.no_grad():
         for p in other.parameters():
             p += 0.2
+        if not discrete:
+            other.log_std += 3  # beyond e², where the policy draws with e²
     x = torch.randn(4, 2).double()
 
     def known(actor: Actor):
         if discrete:
             return torch.distributions.Categorical(logits=actor.logits(x))
-        normal = torch.distributions.Normal(actor.logits(x), actor.log_std.exp())
+        width = actor.log_std.clamp(max=2).exp()
+        normal = torch.distributions.Normal(actor.logits(x), width)
         return torch.distributions.Independent(normal, 1)
 
     for pair in ((one, other), (other, one)):

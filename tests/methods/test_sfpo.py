@@ -105,6 +105,7 @@ def test_trigger() -> None:
 
 def test_z_score_needs_a_spread() -> None:
     assert z_score(f64(5.0), f64([])) == 0 == z_score(f64(5.0), f64([1.0, 1.0]))
+    assert z_score(f64(0.1 + 0.2), f64([0.3] * 19 + [0.1 + 0.2])) == 0  # alike but for rounding
     close(z_score(f64(4.0), f64([1.0, 3.0])), 2.0)
 
 

@@ -9,6 +9,8 @@ from proxpo.stages import Parts, stage
 from proxpo.stages.schedule._types import Updates
 from proxpo.types import Context, Metrics, State
 
+ROUNDING = 1e-12  # a std below this share of the values is of the arithmetic
+
 
 @stage("schedule", needs=("old_logp", "entropy"), decides=("count", "parts"))
 def fast_slow(
@@ -74,11 +76,15 @@ def fast_slow(
 
 
 def z_score(x: Float[Tensor, ""], past: Float[Tensor, " past"]) -> Float[Tensor, ""]:
-    """(x - mean)/std over earlier values, population std; 0 without any, or if all are equal."""
+    """(x - mean)/std over earlier values, population std; 0 without any, or if all are equal.
+
+    Values that rounding alone tells apart are equal.
+    """
     if not len(past):
         return torch.zeros_like(x)
     spread = past.std(correction=0)
-    return torch.where(spread > 0, (x - past.mean()) / spread.clamp(min=1e-300), 0.0)
+    varied = spread > ROUNDING * past.abs().max()
+    return torch.where(varied, (x - past.mean()) / torch.where(varied, spread, 1.0), 0.0)
 
 
 @torch.no_grad()

@@ -247,6 +247,12 @@ def test_problems_in_both_files_are_counted(tmp_path):
     assert make_task(one, reward="exact").overlap() == 1
 
 
+def test_the_byte_order_mark_of_some_editors_is_passed_over(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8-sig")
+    assert make_task(str(path), reward="exact").train[0].prompt == "a"
+
+
 BAD_FILES = {
     "no answer": (
         ['{"prompt": "a", "answer": "b"}', '{"prompt": "c"}'],
@@ -318,6 +324,12 @@ UNKNOWN = {
     "arithmetic:hrad": "unknown level of arithmetic 'hrad'; did you mean 'hard'?",
     "gsm8k:/no/such/place": "/no/such/place cannot be read: No such file or directory",
     "data.jsonl": "data.jsonl cannot be read: No such file or directory",
+    "sums.csv": "task sums.csv: not a file of JSON lines (.jsonl), one problem a line; the package "
+    'datasets writes one: load_dataset("csv", data_files="sums.csv", split="train")'
+    '.to_json("problems.jsonl")',
+    "openai/sums": "task openai/sums: not a file of JSON lines (.jsonl), one problem a line; the "
+    'package datasets writes one: load_dataset("openai/sums", split="train")'
+    '.to_json("problems.jsonl")',
 }
 
 

@@ -85,7 +85,7 @@ def make_task(
 
 
 def _make(name: str, reward: str | None, options: dict[str, Any]) -> Task:
-    if re.search(r"\.jsonl?$|[/\\]", name.split(":")[0]):
+    if re.search(r"\.(jsonl?|csv|parquet)$|[/\\]", name.split(":")[0]):
         return own(**bind(own, {"path": name, "reward": reward, **options}, what=f"task {name}"))
     head, colon, rest = name.partition(":")
     known = [*TASKS, *(prefix for domain in DOMAINS for prefix in domain.prefixes)]

@@ -13,7 +13,7 @@ from proxpo.train.tasks._identity import question
 def read_jsonl(path: Path, *, needed: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
     """The objects of the file; blank lines are passed over, an empty file is refused."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             rows = [
                 _row(line, f"{path}:{number}", needed or {})
                 for number, line in enumerate(lines, start=1)

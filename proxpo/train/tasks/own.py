@@ -7,6 +7,7 @@
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def own(
     """
     if not 0 < held_out < 1:
         raise ProxpoError(f"task {path}: held_out is a share between 0 and 1, got {held_out}")
+    _refuse_other_sources(path)
     rows = read_jsonl(Path(path))
     key = _field(rows[0], path, prompt_field, PROMPTS, "prompt_field")
     if test is None:
@@ -65,6 +67,21 @@ def own(
         test=made["test"],
         reward=reward_spec(reward, reward_kwargs or {}, path),
         template=template or {},
+    )
+
+
+def _refuse_other_sources(path: str) -> None:
+    """Refuses a table or a dataset of the hub with the line that makes JSON lines of it."""
+    kind = Path(path).suffix[1:].lower()
+    if kind in ("csv", "parquet"):
+        source = f'"{kind}", data_files="{path}"'
+    elif re.fullmatch(r"[\w-]+/[\w-]+", path) and not Path(path).exists():
+        source = f'"{path}"'
+    else:
+        return
+    raise ProxpoError(
+        f"task {path}: not a file of JSON lines (.jsonl), one problem a line; the package datasets "
+        f'writes one: load_dataset({source}, split="train").to_json("problems.jsonl")'
     )
 
 

@@ -198,3 +198,7 @@ def test_the_official_length_stands_without_a_host() -> None:
     assert longest(long, Context())[0].rewards.lt(0).all()
     close(overlong_penalty().apply(long, Context())[0].rewards, longest(long, Context())[0].rewards)
     assert math.isclose(method("dapo").trust.options["clip_high"], 0.28)
+
+
+def test_no_soft_zone() -> None:
+    close(penalties([19, 20, 21], max_tokens=20, cache=0), f64([0.0, 0.0, -1.0]))

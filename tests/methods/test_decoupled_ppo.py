@@ -183,3 +183,12 @@ def test_stale_responses_are_dropped() -> None:
     fresh = torch.where(batch.mask, batch.lag, 0).amax(1) <= 3
     assert torch.equal(kept, batch.mask & fresh[:, None])
     assert 0 < fresh.sum() < 9
+
+
+def test_lag_zero_differs_between_article_and_code() -> None:
+    p, batch = prox_at(0, "a3po")
+    close(p, batch.logp)
+    p, batch = prox_at(0, "areal")
+    close(p, batch.old_logp)
+    for lag in (1, 2, 5):
+        close(prox_at(lag, "a3po")[0], prox_at(lag, "areal")[0])

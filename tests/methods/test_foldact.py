@@ -127,10 +127,6 @@ CASES = {
 }
 
 
-def batch_with(summary: torch.Tensor) -> Batch:
-    return make_batch(3, spread=0.6).replace(summary=summary)
-
-
 @pytest.mark.checks(
     SLUG, "only summaries, or none, and λ = 1, λ_c = 0: the token mean of PPO's clip"
 )

@@ -221,3 +221,18 @@ def test_equal_rewards_get_a_gradient_unless_unwanted(batch: Batch) -> None:
 def test_what_is_missing_is_said(batch: Batch) -> None:
     with pytest.raises(proxpo.ProxpoError, match=r"'features'.*proxpo.logp.score_features"):
         proxpo.loss_fn(method("g2rl"))(batch.replace(features=None))
+
+
+def test_small_groups_keep_their_rewards() -> None:
+    for size in (1, 2):
+        batch = make_batch(1, groups=3, size=size)
+        for reading in ("printed", "described", "signed"):
+            close(shaped(batch, reading=reading), batch.rewards, atol=0.0)
+
+
+def test_unscored_responses_are_nobodys_other(batch: Batch) -> None:
+    rewards = batch.rewards.clone()
+    rewards[0] = math.nan
+    found = shaped(batch.replace(rewards=rewards))
+    assert found[0].isnan()
+    close(found[1:3], rewards[1:3])  # two are left, whose novelties agree

@@ -1,4 +1,5 @@
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -219,3 +220,12 @@ def test_refused() -> None:
     rewards = answers([1, 0], 3).replace(rewards=f64([0.5, 1]))
     with pytest.raises(ValueError, match=r"reward of response 0 is 0\.5"):
         method(SLUG).update_state(method(SLUG).init_state(), rewards, {})
+
+
+def test_ten_thousand_prompts_share_what_there_is() -> None:
+    g = torch.Generator().manual_seed(0)
+    rate = torch.randint(0, 17, (10_000,), generator=g).double() / 16
+    known, default = torch.ones(10_000, dtype=torch.bool), torch.full((10_000,), 8)
+    found = allocate(rate, known, default, **LIMITS)
+    assert int(found.sum()) == 80_000
+    assert math.isfinite(worth(found.tolist(), rate.tolist()))

@@ -318,3 +318,11 @@ def test_every_update_is_rescaled() -> None:
     assert updates.calls == [("step", 3, None, True)]
     assert updates.rescales[0].loss.trust.apply == made.schedule.apply.term
     assert updates.rescales[0].factor(4.0) == 0.25
+
+
+def test_only_the_names_of_turns_matter() -> None:
+    batch = make_batch(1, spread=0.4)
+    renamed = batch.replace(turn=7 - 3 * batch.turn)
+    close(turn_ratio(renamed), turn_ratio(batch))
+    spoilt = batch.replace(turn=torch.where(batch.mask, batch.turn, -(10**9)))
+    close(turn_ratio(spoilt), turn_ratio(batch))

@@ -245,3 +245,15 @@ def test_tokens_bounded_before_they_are_pooled():
     weights, _ = stage.apply(batch, proxpo.Context())
     expected = (2.0 * q[0, 1].exp()).sqrt()
     torch.testing.assert_close(weights, expected.expand(1, 2))
+
+
+def test_sum_is_clamped_not_the_tokens() -> None:
+    batch = mismatch([[15.0, 15.0, -12.0]])
+    close(weights(batch, level="sequence", cap=math.inf), math.exp(18.0))
+    batch = mismatch([[15.0, 15.0, 15.0]])
+    close(weights(batch, level="sequence", cap=math.inf), math.exp(20.0))
+
+
+def test_missing_sampler_probability_counts_as_agreement() -> None:
+    batch = mismatch([[math.nan, 0.4]])
+    close(weights(batch), f64([[1.0, math.exp(0.4)]]))

@@ -19,7 +19,6 @@ from proxpo.stages._options import bind
 from proxpo.train.config import Config
 from proxpo.train.job import Examined, Job, StepWatch
 from proxpo.train.observer import Observer
-from proxpo.train.refusals import unused
 
 # Validation losses of the toy's networks with two hidden layers, by their sizes.
 TOY = {
@@ -217,9 +216,6 @@ class TabnasJob(Job):
             self.logits[int(index)].grad = gradient
         self.numerator, self.denominator = info["numerator"], info["denominator"]
         self.rejected = info["rejected"]
-
-    def remarks(self) -> list[str]:
-        return list(unused(self.config, self.config.make_method()).values())
 
     def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
         return {

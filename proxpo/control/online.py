@@ -13,7 +13,6 @@ from proxpo.control.play import Play, examine, result
 from proxpo.ops.streams import derive, generator
 from proxpo.train.job import Examined, Job, StepWatch
 from proxpo.train.observer import Observer
-from proxpo.train.refusals import unused
 
 
 @dataclass(kw_only=True)
@@ -81,9 +80,6 @@ class OnlineJob(Job):
         for optimizer, state in zip(self.optimizers, parts["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.steps = info["steps"]
-
-    def remarks(self) -> list[str]:
-        return list(unused(self.config, self.config.make_method()).values())
 
     def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
         return result(before, after, steps=self.steps, seconds=self.seconds)

@@ -21,7 +21,6 @@ from proxpo.control.play import Play, examine, policy_inputs, result
 from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.ops.streams import derive, generator
-from proxpo.optimizers import make_optimizer
 from proxpo.settings import at_length
 from proxpo.train.collect import Collected
 from proxpo.train.config import Config
@@ -30,7 +29,7 @@ from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import unused
 from proxpo.train.rollouts import RolloutJob
-from proxpo.train.scoring import VOCABULARY, Learner, run_transform
+from proxpo.train.scoring import VOCABULARY, Learner, run_optimizer, run_transform
 from proxpo.types import Recipe
 
 
@@ -352,7 +351,6 @@ def build_recipe_job(
     recipe = at_length(recipe, rollout.max_tokens)
     segments = bool(recipe.needs() & {"values", "old_values"}) or recipe.value is not None
     critic = make_critic(config, environments, actor) if segments else None
-    trained = actor if critic is None else nn.ModuleDict({"policy": actor, "critic": critic})
     transform = run_transform(recipe, config.seed)
     if transform is not None and transform.from_head:
         raise ProxpoError("isopo: scope=head needs a language model, whose head it measures")
@@ -360,13 +358,7 @@ def build_recipe_job(
     learner = Learner(
         policy=ControlPolicy(actor, config.model.name),
         recipe=recipe,
-        optimizer=make_optimizer(
-            config.train.optimizer,
-            trained,
-            config.train.lr,
-            weight_decay=config.train.weight_decay,
-            **config.train.optimizer_options,
-        ),
+        optimizer=run_optimizer(config.train, actor, critic),
         fields_of=step_fields,
         by_step=by_step(recipe),
         reference=copy.deepcopy(actor).requires_grad_(False) if "ref_logp" in wanted else None,

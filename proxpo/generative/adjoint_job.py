@@ -18,7 +18,6 @@ from proxpo.ops.streams import derive, generator
 from proxpo.train.config import Config
 from proxpo.train.job import Examined, Job, StepWatch
 from proxpo.train.observer import Observer
-from proxpo.train.refusals import unused
 
 
 class ControlField(nn.Module):
@@ -155,16 +154,10 @@ class AdjointJob(Job):
             "buffer": [list(pair) for pair in self.buffer],
         }
 
-    def info(self) -> dict[str, Any]:
-        return {}
-
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         self.control.load_state_dict(parts["weights"])
         self.optimizer.load_state_dict(parts["optimizer"])
         self.buffer = [(x, s) for x, s in parts["buffer"]]
-
-    def remarks(self) -> list[str]:
-        return list(unused(self.config, self.config.make_method()).values())
 
     def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
         return result(

@@ -23,7 +23,6 @@ from proxpo.generative.results import answers, diversity, result, samples_figure
 from proxpo.generative.tasks import SampleTask, make_sample_task
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.streams import derive, generator
-from proxpo.optimizers import make_optimizer
 from proxpo.settings import at_length
 from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.train.batch import REFERENCE
@@ -34,7 +33,7 @@ from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import unused
 from proxpo.train.rollouts import RolloutJob
-from proxpo.train.scoring import Learner
+from proxpo.train.scoring import Learner, run_optimizer
 from proxpo.types import FIELDS, Recipe
 
 # Fields that a chain of denoising steps, its policy, its critic or a copy of its start bring.
@@ -209,23 +208,14 @@ def build_denoising_job(config: Config, recipe: Recipe, dtype: torch.dtype) -> D
     critic = None
     if wanted & {"values", "old_values"} or recipe.value is not None:
         critic = _critic(config, task, policy.time, hidden)
-    trained: nn.Module = policy
     critic_optimizer = None
-    if critic is not None and recipe.value is not None:
-        trained = nn.ModuleDict({"policy": policy, "critic": critic})
-    elif critic is not None:
+    if critic is not None and recipe.value is None:
         critic_optimizer = torch.optim.AdamW(critic.parameters())
     buffered = recipe.schedule is not None and recipe.schedule.name == "transition_buffer"
     learner = Learner(
         policy=ControlPolicy(policy, config.model.name),
         recipe=recipe,
-        optimizer=make_optimizer(
-            config.train.optimizer,
-            trained,
-            config.train.lr,
-            weight_decay=config.train.weight_decay,
-            **config.train.optimizer_options,
-        ),
+        optimizer=run_optimizer(config.train, policy, critic if recipe.value else None),
         fields_of=step_fields,
         by_step=by_step(recipe.replace(schedule=None) if buffered else recipe),
         reference=initial if wanted & REFERENCE else None,

@@ -24,7 +24,6 @@ from proxpo.ops.streams import derive, generator
 from proxpo.train.config import Config
 from proxpo.train.job import Examined, Job, StepWatch
 from proxpo.train.observer import Observer
-from proxpo.train.refusals import unused
 
 
 @dataclass(kw_only=True)
@@ -154,18 +153,12 @@ class FlowJob(Job):
             "optimizers": [o.state_dict() for o in (self.actor_optimizer, self.critic_optimizer)],
         }
 
-    def info(self) -> dict[str, Any]:
-        return {}
-
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         self.velocity.load_state_dict(parts["weights"])
         self.critic.load_state_dict(parts["critic"])
         optimizers = (self.actor_optimizer, self.critic_optimizer)
         for optimizer, state in zip(optimizers, parts["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-
-    def remarks(self) -> list[str]:
-        return list(unused(self.config, self.config.make_method()).values())
 
     def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
         return result(

@@ -15,6 +15,7 @@ from proxpo.ops.memory import is_out_of_memory
 from proxpo.runs.checkpoint import Checkpoint, save_checkpoint
 from proxpo.train.config import Change, Config, as_dict
 from proxpo.train.observer import Observer
+from proxpo.train.refusals import unused
 from proxpo.types import Recipe
 
 Examined = tuple[dict[str, float], list[dict]]  # metrics, and a few answers to show
@@ -71,9 +72,9 @@ class Job(ABC):
     def parts(self) -> dict[str, Any]:
         """State of a checkpoint: nested dicts, lists, numbers and tensors by name."""
 
-    @abstractmethod
     def info(self) -> dict[str, Any]:
         """Plain values of a checkpoint."""
+        return {}
 
     @abstractmethod
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
@@ -108,7 +109,7 @@ class Job(ABC):
 
     def remarks(self) -> list[str]:
         """Lines on the run's settings that the config alone does not show."""
-        return []
+        return list(unused(self.config, self.config.make_method()).values())
 
     def closing_notes(self, rows: list[dict[str, Any]]) -> list[str]:
         """Lines on the run at its end, from the rows of metrics.jsonl."""

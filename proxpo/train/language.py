@@ -15,7 +15,6 @@ from proxpo.errors import ProxpoError
 from proxpo.models import Policy, load_policy, save_policy
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import derive, generator
-from proxpo.optimizers import make_optimizer
 from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
 from proxpo.report.text import plural
 from proxpo.rewards import RewardPool
@@ -39,7 +38,7 @@ from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import check_fields, check_thoughts, depends_on_cut, remarks
 from proxpo.train.rollouts import RolloutJob
-from proxpo.train.scoring import Learner, run_transform
+from proxpo.train.scoring import Learner, run_optimizer, run_transform
 from proxpo.train.tasks import Task, fit_prompts, make_task, take_pool
 from proxpo.train.update import update
 from proxpo.types import Recipe
@@ -366,22 +365,11 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         nn.init.zeros_(critic.weight)  # starts by expecting nothing; no draw of random numbers
         nn.init.zeros_(critic.bias)
         critic.to(policy.device)
-    trained = (
-        policy.model
-        if critic is None
-        else nn.ModuleDict({"policy": policy.model, "critic": critic})
-    )
     transform = run_transform(recipe, config.seed)
     return Learner(
         policy=policy,
         recipe=recipe,
-        optimizer=make_optimizer(
-            config.train.optimizer,
-            trained,
-            config.train.lr,
-            weight_decay=config.train.weight_decay,
-            **config.train.optimizer_options,
-        ),
+        optimizer=run_optimizer(config.train, policy.model, critic),
         reference=initial if wanted & {"ref_logp", "ref_kl"} else None,
         critic=critic,
         transform=transform,

@@ -21,8 +21,10 @@ from proxpo.logp import (
 )
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.ops.streams import derive
+from proxpo.optimizers import make_optimizer
 from proxpo.replay.graphs import PolicyGraphs
 from proxpo.replay.prefix import shares_prompts, states_before
+from proxpo.train._schema import TrainConfig
 from proxpo.train.cuts import Cut, Result, Rows, TokenBudget, restored
 from proxpo.train.experience import Experience
 from proxpo.types import FIELDS, Recipe, State
@@ -110,6 +112,20 @@ def run_transform(recipe: Recipe, seed: int) -> Any:
     own = recipe.gradient.options.get("seed")  # 0 is its default: the run's seed alone
     transform.seed = derive(seed, "overlap", *([own] if own else [])) % 2**31
     return transform
+
+
+def run_optimizer(
+    train: TrainConfig, policy: nn.Module, critic: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer that the settings name, of the policy and of a critic trained beside it."""
+    trained = policy if critic is None else nn.ModuleDict({"policy": policy, "critic": critic})
+    return make_optimizer(
+        train.optimizer,
+        trained,
+        train.lr,
+        weight_decay=train.weight_decay,
+        **train.optimizer_options,
+    )
 
 
 def in_micro_batches(
@@ -422,6 +438,7 @@ __all__ = [
     "other_logp",
     "prompts_run_once",
     "reference_kl",
+    "run_optimizer",
     "run_transform",
     "score",
     "vocabulary_logp",

@@ -4,40 +4,19 @@ from collections.abc import Mapping
 
 from proxpo.errors import ProxpoError
 from proxpo.recipes import Procedure
-from proxpo.train._domain import Domain
+from proxpo.train._domain import OF_RECIPES, Domain, without_language
 from proxpo.train._schema import Config
 from proxpo.types import Recipe
 
-NO_WORDS = "an environment has no text"
 NO_RECIPE = "this method makes updates of its own"
-LANGUAGE_ALONE = {
-    "model.gradient_checkpointing": "the network is small",
-    "model.lora": "the network is trained whole",
-    "task.reward": "the environment gives the reward",
-    "task.reward_workers": "the environment gives the reward",
-    "task.reward_timeout": "the environment gives the reward",
-    "task.reward_memory": "the environment gives the reward",
-    "task.reward_max_failed": "the environment gives the reward",
-    "task.problems": "an environment has no list of problems",
-    "task.correct_above": "an environment does not say what is right",
-    "task.drop_long": NO_WORDS,
-    "rollout.backend": "environments run in this process",
-    "rollout.options": "environments run in this process",
-    "rollout.max_prompt": NO_WORDS,
-    "rollout.temperature": "a policy draws from its own distribution",
-    "rollout.top_p": "a policy draws from its own distribution",
-    "rollout.thoughts": "a language model alone reads its hidden states",
-    "train.train_temperature": "a policy draws from its own distribution",
-    "train.graphs": "the network is small",
-    "evaluate.k": "episodes of the deterministic policy are evaluated",
-    "log.batch_every": "a language model's batch alone is saved",
-}
-# Settings of recipes that a method with updates of its own has options for, or no use of.
-RECIPE_ALONE = (
-    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "train.updates_per_rollout"),
-    *("train.mini_batches", "train.micro_batch", "train.optimizer", "train.optimizer_options"),
-    *("train.lr", "train.weight_decay", "train.grad_clip", "train.lr_schedule"),
-    *("train.warmup_steps", "train.off_policy_lag", "train.replay_share"),
+LANGUAGE_ALONE = without_language(
+    text="an environment has no text",
+    reward="the environment gives the reward",
+    problems="an environment has no list of problems",
+    right="an environment does not say what is right",
+    sampler="environments run in this process",
+    draws="a policy draws from its own distribution",
+    exam="episodes of the deterministic policy are evaluated",
 )
 
 
@@ -47,7 +26,7 @@ def unread(made: Recipe | Procedure) -> Mapping[str, str]:
     brings = ("model.name", "model.options") if made.name == "avg" else ()
     return {
         **LANGUAGE_ALONE,
-        **dict.fromkeys(RECIPE_ALONE if own else (), NO_RECIPE),
+        **dict.fromkeys(OF_RECIPES if own else (), NO_RECIPE),
         **dict.fromkeys(brings, "this method brings its networks; its option is hidden"),
     }
 
@@ -112,7 +91,7 @@ ARCHITECTURE = Domain(
             *(path for path in LANGUAGE_ALONE if not path.startswith("model.")),
             *("model.name", "model.options", "model.device", "model.dtype", "model.lora"),
             *("model.gradient_checkpointing", "rollout.max_tokens", "evaluate.size"),
-            *("log.samples", *RECIPE_ALONE),
+            *("log.samples", *OF_RECIPES),
         ),
         "a controller of categorical choices has its own options",
     ),

@@ -3,43 +3,23 @@
 from collections.abc import Mapping
 
 from proxpo.recipes import Procedure
-from proxpo.train._domain import Domain
+from proxpo.train._domain import OF_RECIPES, Domain, without_language
 from proxpo.types import Recipe
 
-NO_WORDS = "samples have no text"
 NO_RECIPE = "this method makes updates of its own, with its own options"
-TASK_NETWORK = "the task brings its network"
-REWARD = "the task's name says the reward"
 ALWAYS = {
-    "model.name": TASK_NETWORK,
-    "model.options": TASK_NETWORK,
-    "model.gradient_checkpointing": "the network is small",
-    "model.lora": "the network is trained whole",
-    "task.reward": REWARD,
-    "task.reward_workers": REWARD,
-    "task.reward_timeout": REWARD,
-    "task.reward_memory": REWARD,
-    "task.reward_max_failed": REWARD,
-    "task.problems": "there is no list of problems",
-    "task.correct_above": "no sample is right or wrong",
-    "task.drop_long": NO_WORDS,
-    "rollout.backend": "samples are drawn in this process",
-    "rollout.options": "samples are drawn in this process",
-    "rollout.max_prompt": NO_WORDS,
-    "rollout.temperature": "the sampler's noise is fixed by its schedule",
-    "rollout.top_p": "the sampler's noise is fixed by its schedule",
-    "rollout.thoughts": "a language model alone reads its hidden states",
-    "train.train_temperature": "the sampler's noise is fixed by its schedule",
-    "train.graphs": "the network is small",
-    "evaluate.k": "evaluate.size samples are evaluated",
-    "log.batch_every": "a language model's batch alone is saved",
+    **dict.fromkeys(("model.name", "model.options"), "the task brings its network"),
+    **without_language(
+        text="samples have no text",
+        reward="the task's name says the reward",
+        problems="there is no list of problems",
+        right="no sample is right or wrong",
+        sampler="samples are drawn in this process",
+        draws="the sampler's noise is fixed by its schedule",
+        exam="evaluate.size samples are evaluated",
+    ),
 }
-RECIPE_ALONE = (
-    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "train.updates_per_rollout"),
-    *("train.mini_batches", "train.micro_batch", "train.optimizer", "train.optimizer_options"),
-    *("train.lr", "train.weight_decay", "train.grad_clip", "train.lr_schedule"),
-    *("train.warmup_steps", "train.off_policy_lag", "train.replay_share", "log.samples"),
-)
+RECIPE_ALONE = (*OF_RECIPES, "log.samples")
 
 
 def unread(made: Recipe | Procedure) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """Commands and their options. Each imports its code when it runs: `--help` loads no torch."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,13 @@ Task = Annotated[
     str | None,
     typer.Option(metavar="TASK", help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file."),
 ]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")]
+Resume = Annotated[bool, typer.Option("--resume", metavar=FLAG, help="Continue the run in DIR.")]
+
+
+def set_option(help: str) -> Any:
+    """The option --set, which may be repeated."""
+    return typer.Option("--set", metavar="KEY=VALUE", help=f"{help} May be repeated.")
 
 
 def _version(asked: bool) -> bool:
@@ -68,11 +75,9 @@ def inspect_command(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="An option or a stage, e.g. clip_high=0.28, ratio=kalman, ratio.q=1e-6, "
-            "weights+=tis; p3o:ess_scope=microbatch is for p3o alone. May be repeated.",
+        set_option(
+            "An option or a stage, e.g. clip_high=0.28, ratio=kalman, ratio.q=1e-6, "
+            "weights+=tis; p3o:ess_scope=microbatch is for p3o alone."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -174,21 +179,14 @@ def train_command(
     model: Model = None,
     task: Task = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any setting, e.g. lr=1e-5, steps=50, ratio=kalman. May be repeated.",
-        ),
+        list[str] | None, set_option("Any setting, e.g. lr=1e-5, steps=50, ratio=kalman.")
     ] = None,
     out: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Folder of the run; default: runs/METHOD-TASK-seedN."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", metavar=FLAG, help="Continue the run in DIR.")
-    ] = False,
+    seed: Seed = None,
+    resume: Resume = False,
     list_presets: Annotated[
         bool, typer.Option("--presets", metavar=FLAG, help="List the presets that CONFIG may name.")
     ] = False,
@@ -227,14 +225,12 @@ def warmup_command(
     model: Model = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="problems, epochs, batch, lr, weight_decay, grad_clip, optimizer, max_prompt, "
-            "max_tokens, save_every, device, dtype, task.options.NAME. May be repeated.",
+        set_option(
+            "problems, epochs, batch, lr, weight_decay, grad_clip, optimizer, max_prompt, "
+            "max_tokens, save_every, device, dtype, task.options.NAME."
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
+    seed: Seed = None,
 ) -> None:
     """Train on the worked solutions of a task; writes a model to start training from.
 
@@ -256,23 +252,18 @@ def adapt_command(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="An option of the method (see proxpo methods METHOD), or max_tokens, temperature, "
-            "first, device, dtype, task.options.NAME, task.reward, task.correct_above. May be "
-            "repeated.",
+        set_option(
+            "An option of the method (see proxpo methods METHOD), or max_tokens, temperature, "
+            "first, device, dtype, task.options.NAME, task.reward, task.correct_above."
         ),
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the run.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")] = None,
+    seed: Seed = None,
     seeds: Annotated[
         int | None,
         typer.Option(metavar="K", help="Runs of seeds 0 to K-1, each on problems of its own."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", metavar=FLAG, help="Continue the run in DIR.")
-    ] = False,
+    resume: Resume = False,
 ) -> None:
     """Adapt to one problem at a time, against resampling and plain steps with the same tokens."""
     from proxpo.cli.adapting import run_adaptation
@@ -326,12 +317,7 @@ def compare_command(
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A setting of all runs; isopo:overlap=16 is for isopo alone. May be repeated.",
-        ),
+        list[str] | None, set_option("A setting of all runs; isopo:overlap=16 is for isopo alone.")
     ] = None,
     study: Annotated[
         str | None, typer.Option(metavar="NAME", help="A study by name or file (see --studies).")

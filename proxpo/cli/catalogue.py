@@ -17,7 +17,7 @@ from proxpo.recipes import Method, method, methods
 from proxpo.recipes._papers import bibtex
 from proxpo.report.inspection_text import sentence
 from proxpo.report.terminal import console
-from proxpo.report.text import plural
+from proxpo.report.text import plural, setting_text
 from proxpo.settings import make_method, parse_setting
 from proxpo.stages import STAGES, load_stages
 from proxpo.types import KINDS, Recipe, Stage
@@ -150,7 +150,7 @@ def _full(entry: Method) -> RenderableType:
     )
     options, explained = _table("option", "default", "meaning"), entry.explained()
     for name, value in entry.defaults.items():
-        options.add_row(name, Text(_shown(value), "cyan"), Text(explained[name]))
+        options.add_row(name, Text(setting_text(value), "cyan"), Text(explained[name]))
     stages = _table("stage", "what is used")
     for place, stage in _stages(entry):
         stages.add_row(place.split(".")[0], str(stage))
@@ -197,12 +197,6 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def _shown(value: Any) -> str:
-    return (
-        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
 
 
 def _chain(entry: Method) -> str:

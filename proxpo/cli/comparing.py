@@ -33,21 +33,7 @@ from proxpo.train.domains import domain_of
 ENTRY = "proxpo.cli:main"  # called in the process of each run
 PRESET = "comparison"  # the config of all runs where none is named
 OPTIONS = {"methods": "a method", "settings": "--set"}  # where the name is not the option's
-DESCRIPTION = (
-    "methods",
-    "study",
-    "confirm",
-    "config",
-    "model",
-    "task",
-    "settings",
-    "seeds",
-    "first_seed",
-    "tune_seeds",
-    "tune_best",
-    "sweep",
-    "vary",
-)  # options that say what is compared, not how it is run
+RUNNING = ("jobs", "threads", "on", "out", "retry_failed")  # how it is run, not what is compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +61,8 @@ class CompareOptions:
 
     def refuse_description(self, why: str, *, besides: Sequence[str] = ()) -> None:
         """Refuses options that describe a comparison where a plan is there already."""
-        for name in DESCRIPTION:
-            if name in besides or getattr(self, name) in (None, ()):
+        for name in (field.name for field in fields(self)):
+            if name in (*RUNNING, *besides) or getattr(self, name) in (None, ()):
                 continue
             option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
             raise ProxpoError(f"{option} takes no effect: {why}")

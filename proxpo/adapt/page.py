@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.adapt.settings import Settings
+from proxpo.report.text import plural
 from proxpo.runs.files import write_whole
 from proxpo.runs.page import escape, fill_page
 
@@ -25,7 +26,7 @@ def adapt_page(
     """One self-contained page, in light and dark."""
     arms = list(summary["arms"])
     title = f"{settings.method} on {settings.task}, {settings.model}"
-    early = f"in {summary['most_attempts']} attempts"
+    early = f"in {plural(summary['most_attempts'], 'attempt')}"
     headings = ("arm", "solved", "", early, "attempts", "tokens", "seconds")
     lines = [_arm("first answer", {"accuracy": summary["accuracy_before"]})]
     lines += [_arm(name, summary["arms"][name]) for name in arms]

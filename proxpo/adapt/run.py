@@ -17,6 +17,7 @@ from proxpo.adapt.types import Adaptation, Adapter, Trial
 from proxpo.errors import ProxpoError
 from proxpo.models import load_policy
 from proxpo.ops.streams import derive
+from proxpo.report.text import plural
 from proxpo.rewards import RewardPool
 from proxpo.runs.files import write_whole
 from proxpo.runs.folder import hold_folder
@@ -264,8 +265,8 @@ def _rows_done(folder: Path, settings: Settings, *, resume: bool) -> list[Row]:
     count = next(k for k in range(len(stored) + 1) if k not in stored)
     if settings.problems < count:
         raise ProxpoError(
-            f"{folder} has done {count} problems already; problems={settings.problems} asks for "
-            "fewer"
+            f"{folder} has done {plural(count, 'problem')} already; "
+            f"problems={settings.problems} asks for fewer"
         )
     return [stored[k] for k in range(count)]
 

@@ -16,6 +16,7 @@ from proxpo.cli.comparing import (
 from proxpo.cli.reporting import write_reports
 from proxpo.compare.plan import SEARCH
 from proxpo.errors import ProxpoError, resolve
+from proxpo.report.text import plural
 from proxpo.search.halving import Runner, confirmations, run_search
 from proxpo.search.page import search_space
 from proxpo.search.plan import (
@@ -95,7 +96,10 @@ def _announcement(plan: SearchPlan, size: int, folder: Path) -> str:
         limit = f"{plan.budget.minutes:g} minutes"
     else:
         runs = plan.cost(len(plan.named)) + plan.brackets * plan.cost(plan.candidates)
-        limit = f"{plan.brackets} brackets of {plan.candidates} candidates, {runs} runs"
+        limit = (
+            f"{plural(plan.brackets, 'bracket')} of {plural(plan.candidates, 'candidate')}, "
+            f"{plural(runs, 'run')}"
+        )
     lines = [
         f"search of {size:,} compositions of stages: {limit}, then at most {plan.confirmation} "
         f"runs to confirm -> {folder}",

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proxpo.cli.libraries import silence_libraries
-from proxpo.report.text import setting_text
+from proxpo.report.text import plural, setting_text
 
 WIDE = 110  # columns that a table of settings takes
 LINE_EVERY = 30.0  # seconds at most between lines in a log
@@ -56,7 +56,8 @@ def run_training(
     silence_libraries()
     console.print(
         f"[bold]{config.method}[/bold] on {escape(config.task.name)}, model "
-        f"{escape(config.model.name)}, {config.train.steps} steps -> {escape(str(config.folder))}",
+        f"{escape(config.model.name)}, {plural(config.train.steps, 'step')} -> "
+        f"{escape(str(config.folder))}",
         emoji=False,
     )
     for line in left_out(source, config):
@@ -238,8 +239,8 @@ def _show(console: Console, summary: dict[str, Any]) -> None:
     kl = "" if summary["kl"] is None else f", KL to the start {summary['kl']:z.2f} nats a response"
     speed = f"{summary['tokens_per_second']:,.0f} {summary.get('unit', 'tokens')}/s"
     console.print(
-        f"{_result(summary)}{kl}; {summary['steps']} steps in {summary['seconds']:.0f} s "
-        f"without evaluations, {speed}"
+        f"{_result(summary)}{kl}; {plural(summary['steps'], 'step')} in "
+        f"{summary['seconds']:.0f} s without evaluations, {speed}"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("prompt", "before", "after", "answer"):

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from proxpo.compare.plan import Plan, PlannedRun
 from proxpo.compare.state import RunState
+from proxpo.report.text import plural
 
 ORDER = ("running", "failed", "done", "waiting")
 STYLE = {"running": "cyan", "failed": "red", "done": "green", "waiting": "dim"}
@@ -76,7 +77,7 @@ class Lines:
         scores = "" if state.score is None else f", score {state.score:.3f}"
         words = {
             "running": f"from step {state.step}" if state.step else "",
-            "done": f"{state.step} steps{scores}",
+            "done": f"{plural(state.step, 'step')}{scores}",
             "failed": f"at step {state.step}: {state.reason}",
         }
         self._print(f"{state.status} {run.id} {words.get(state.status, '')}".rstrip())

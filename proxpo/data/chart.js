@@ -76,8 +76,8 @@ const runShown = i => shown(data.runs[i].arm) && !state.seedsOff.has(String(data
 function frame(fig, width, height, xs, ys, opts = {}) {
   const share = fig.share, pad = opts.pad ?? .06, bend = fig.log ? Math.log10 : y => y;
   let [y0, y1] = [bend(Math.min(...ys)), bend(Math.max(...ys))], [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-  if (y0 === y1) { const e = Math.abs(y0) * .1 || 1; y0 -= e; y1 += e; }
   const floor = y0 >= 0 && !fig.log;
+  if (y0 === y1) { const e = Math.abs(y0) * .1 || 1; y0 -= e; y1 += e; }
   y0 -= (y1 - y0) * pad; y1 += (y1 - y0) * pad;
   if (floor) y0 = Math.max(y0, 0);
   if (share) y1 = Math.min(y1, 1.005);

@@ -187,7 +187,7 @@ def budget_line(analysis: Analysis) -> str:
     if len(drawn) == 1 and (only := drawn.pop()):
         parts.append(only)
     if not math.isnan(analysis.end):
-        parts.append(f"{analysis.end:,.0f} steps")
+        parts.append(plural(round(analysis.end), "step"))
     seeds = sorted({run.seed for run in runs if run.seed is not None})
     if seeds:
         parts.append(f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}")

@@ -163,7 +163,11 @@ def confirm(search: SearchPlan, state: SearchState, folder: Path, runner: Runner
         plan = _comparison(
             search, base, arms, range(search.seeds), title=f"Finalists on {task}", notes=(note,)
         )
-        runner.run(plan, place, f"{plan.title}: {len(arms)} arms, {search.seeds} fresh seeds")
+        runner.run(
+            plan,
+            place,
+            f"{plan.title}: {plural(len(arms), 'arm')}, {plural(search.seeds, 'fresh seed')}",
+        )
 
 
 def _affordable(search: SearchPlan, state: SearchState) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from proxpo.errors import ProxpoError
+from proxpo.report.text import plural
 from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.runs.files import read_object
 from proxpo.runs.folder import hold_folder
@@ -247,8 +248,8 @@ def _resumed(
         observer.on_notice(f"damaged checkpoint passed over: {line}")
     if config.train.steps < checkpoint.step:
         raise ProxpoError(
-            f"{out} has done {checkpoint.step} steps already; steps={config.train.steps} asks for "
-            "fewer"
+            f"{out} has done {plural(checkpoint.step, 'step')} already; steps={config.train.steps} "
+            "asks for fewer"
         )
     earlier = build_config(checkpoint.info["config"])
     changed = check_resume(earlier, config, step=checkpoint.step, where=checkpoint.path)
@@ -264,7 +265,7 @@ def _position(job: Job) -> str:
     steps = job.config.train.steps
     if job.step < steps or job.unwritten is not None:
         return f"continues after step {job.step} of {steps}"
-    return f"all {steps} steps are done already; --set steps=N with a larger N continues the run"
+    return f"all steps are done already, {steps} of {steps}; --set steps=N with a larger N goes on"
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -44,7 +44,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[tuple
         ),
         ("Response length", "tokens", [("completions/mean_length", "mean")]),
         ("Gradient norm", "", [("grad_norm", "before clipping")]),
-        ("Seconds per step", "s", [(name, name.rsplit("/", 1)[1]) for name in phases]),
+        ("Time per step", "s", [(name, name.rsplit("/", 1)[1]) for name in phases]),
     ]
     shown = [(title, unit, [c for c in curves if c[0] in known]) for title, unit, curves in wanted]
     return [panel for panel in shown if panel[2]]
@@ -75,7 +75,8 @@ def draw_run(rows: Sequence[Mapping[str, Any]], *, title: str) -> Any:
         for colour, (metric, label) in zip(COLOURS * 3, curves):
             points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
             _curve(axis, points, colour, label)
-        axis.set_title(name, fontsize=10.5, loc="left", color=INK)
+        alone = f": {curves[0][1]}" if len(curves) == 1 and curves[0][1] else ""
+        axis.set_title(name + alone, fontsize=10.5, loc="left", color=INK)
         axis.set_ylabel(unit, fontsize=9)
         axis.grid(color=GRID, linewidth=0.7)
         axis.spines[["top", "right"]].set_visible(False)

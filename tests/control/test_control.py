@@ -406,7 +406,7 @@ def test_the_command_line(tmp_path: Path, capsys) -> None:
     words[3:] = [bare, *("--set", "train.steps=1", "--set", "log.pictures=false")]
     assert main(["train", *words]) == 0
     told = capsys.readouterr().out
-    assert f"1 steps -> {bare}\n" in told
+    assert f"1 step -> {bare}\n" in told
     assert f"metrics: {bare}/metrics.jsonl" in told
     assert "curves: " not in told
     assert main(["methods", "avg"]) == 0

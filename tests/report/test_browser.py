@@ -250,7 +250,7 @@ def test_the_pages_of_inspect_and_train(opened, tmp_path):
         "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
     )
     assert seen > 20
-    rows = list(made.rows(0.3, 1, steps=6, every=2))
+    rows = list(made.rows(0.3, 1, steps=6, every=2, sharp=0.0))
     answer = {"prompt": NASTY, "before": "1", "after": "2", "answer": "2"}
     lines = [{"step": s, "prompt": NASTY, "completion": f"c{s}", "reward": s} for s in range(1, 4)]
     (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -265,6 +265,9 @@ def test_the_pages_of_inspect_and_train(opened, tmp_path):
     expect(page.locator("#sample-rows")).to_contain_text("c3")
     page.locator("#sample-back").click()
     expect(page.locator("#sample-rows")).to_contain_text("c2")
+    drift = page.locator("figure", has_text="Drift from the start")
+    expect(drift).to_contain_text("1.0")
+    expect(drift).not_to_contain_text("−")  # no KL at all is drawn at the foot, not mid-way to -1
     page.locator('[data-axis="tokens"]').click()
     expect(page.locator("#fig-panel1 svg")).to_contain_text("tokens")
     light = lightness(page)

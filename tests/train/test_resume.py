@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from train.train_runs import config_of, job_of, rows_of
+from train.train_runs import config_of, curve, job_of, rows_of, weights_of
 
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
@@ -447,14 +446,6 @@ def test_a_damaged_manifest_costs_the_checkpoint_not_the_run(run, capsys):
 # Stop signals --------------------------------------------------------------------------------
 
 
-def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
-
-
-def curve(out: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(out)]
-
-
 def in_evaluation(number: int, **callbacks) -> Observer:
     """An observer that sends SIGTERM in the middle of the evaluation after a step."""
     begun, sent = [0], []
@@ -554,4 +545,4 @@ def test_a_second_ctrl_c_names_the_step_that_is_kept(run):
 
 def test_resuming_a_finished_run_says_so(run, capsys):
     assert main(["train", "--resume", "--out", str(run)]) == 0
-    assert "all 2 steps are done already; --set steps=N" in capsys.readouterr().out
+    assert "all steps are done already, 2 of 2; --set steps=N" in capsys.readouterr().out

@@ -57,7 +57,10 @@ def read_batch(path: str | Path) -> BatchFile:
     if path.is_dir():
         raise ProxpoError(f"batch {path}: is a directory, expected a .json or .safetensors file")
     if path.suffix.lower() not in readers:
-        raise ProxpoError(f"batch {path}: expected a .json or .safetensors file, or 'sample'")
+        raise ProxpoError(
+            f"batch {path}: expected a .json or .safetensors file, or 'sample'; from Python "
+            "proxpo.save_batch(proxpo.Batch(...), FILE) writes one"
+        )
     try:
         fields = readers[path.suffix.lower()](path)
         text: dict[str, list[str]] = {}

@@ -173,7 +173,8 @@ def _transformers() -> tuple[Any, Any]:
 def check_name(name: str) -> None:
     """Refuses a name that is no model in the box, no folder and no id of the hub."""
     if name not in SHIPPED and "/" not in name and not Path(name).expanduser().is_dir():
-        raise ProxpoError(f"unknown model '{name}'{nearest(name, SHIPPED)}")
+        valid = (*SHIPPED, "a folder", "OWNER/NAME of Hugging Face")
+        raise ProxpoError(f"unknown model '{name}'{nearest(name, valid)}")
 
 
 def _source(name: str) -> str:

@@ -167,7 +167,7 @@ def test_what_is_not_json_is_refused(write, text, expected):
 def test_odd_paths_are_refused(tmp_path, write):
     (tmp_path / "folder.json").mkdir()
     assert "is a directory" in refusal(tmp_path / "folder.json")
-    assert "expected a .json or .safetensors file" in refusal(write("{}", "batch.txt"))
+    assert "proxpo.save_batch(proxpo.Batch(...), FILE) writes one" in refusal(write("", "b.npz"))
     with pytest.raises(FileNotFoundError):
         load_batch(tmp_path / "none.json")
 

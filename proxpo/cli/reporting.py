@@ -21,10 +21,7 @@ def write_reports(paths: list[str], out: str | None) -> None:
         from proxpo.report.confirmed import spoken_confirmed
         from proxpo.report.findings import ranking_heading, ranking_lines, spoken_claims
     except ModuleNotFoundError as error:
-        raise ProxpoError(
-            f"reports need {error.name}: pip install 'proxpo[train]'; the runs are complete, and "
-            "proxpo report draws them"
-        ) from None
+        raise ProxpoError(f"reports need {error.name}: pip install 'proxpo[train]'") from None
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     comparison = gather_runs(paths, Path(out or "report"))

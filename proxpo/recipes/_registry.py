@@ -3,13 +3,14 @@
 import functools
 import importlib
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, fold, resolve
 from proxpo.fields import LOADERS
 from proxpo.stages import STAGES, check_free, check_stages
 from proxpo.stages._options import bind, check_numbers, descriptions, parameters, prose, variations
@@ -231,6 +232,13 @@ def methods(domain: str | None = None) -> dict[str, Method]:
 def method(name: str) -> Method:
     """The entry called `name`, whatever its case and hyphens; the nearest one is suggested."""
     known = methods()
+    file = f"{name.partition(':')[0].removesuffix('.py')}.py"
+    if os.path.isfile(file) and fold(name) not in map(fold, known):
+        raise ProxpoError(
+            f"unknown method '{name}'; {file} is read where an installed package announces it "
+            f"under the entry point {ENTRY_POINTS}, or where its code is imported first: python -c "
+            f"'import {Path(file).stem}; from proxpo.cli import main; main()' in place of proxpo"
+        )
     return known[resolve(name, known, what="method")]
 
 

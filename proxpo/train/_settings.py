@@ -47,6 +47,13 @@ TRL_NAMES = {
     "report_to": "log.sinks",
     "num_completions_to_print": "log.samples",
 }
+# With words that are usual elsewhere.
+OTHER_NAMES = TRL_NAMES | {
+    "batch_size": "rollout.prompts_per_step",
+    "epochs": "train.updates_per_rollout",
+    "group_size": "rollout.samples_per_prompt",
+    "max_new_tokens": "rollout.max_tokens",
+}
 
 
 class Setting(NamedTuple):
@@ -181,7 +188,7 @@ def place(key: str, options: Collection[str]) -> list[str]:
 
 
 def _hint(key: str, known: Collection[str], options: Collection[str]) -> str:
-    if path := TRL_NAMES.get(fold(key.split(".")[-1])):
+    if path := OTHER_NAMES.get(fold(key.split(".")[-1])):
         return f"; did you mean '{path}'?"
     words = Counter([*(path.split(".")[-1] for path in known), *options, *KINDS])
     # A word that several settings end in is refused, so their paths stand for it.
@@ -203,7 +210,7 @@ def _made(kind: Any, tree: Any, prefix: str) -> Any:
     named = {member.name: member for member in fields(kind)}
     for key in tree:
         if key not in named:
-            path = TRL_NAMES.get(fold(str(key)))
+            path = OTHER_NAMES.get(fold(str(key)))
             hint = f"; did you mean '{path}'?" if path else nearest(str(key), named)
             raise ProxpoError(f"unknown setting '{prefix}{key}'{hint}")
     values: dict[str, Any] = {}

@@ -65,6 +65,13 @@ def test_the_nearest_method_is_suggested(refused):
     assert refused("methods", "gpso") == "unknown method 'gpso'; did you mean 'gspo'?"
 
 
+def test_a_file_of_ones_own_is_no_method_yet(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "signpo.py").touch()
+    for name in ("signpo", "signpo.py:signpo"):
+        assert "python -c 'import signpo; from proxpo.cli" in refused("methods", name)
+
+
 def test_for_settings_prints_what_was_measured_and_says_where_nothing_was(proxpo):
     out = " ".join(proxpo("methods", "--for", "stale,agents").out.split())
     assert out.startswith(

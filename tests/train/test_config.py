@@ -127,6 +127,7 @@ MISTAKES = {
     "overlapp=3": "unknown setting 'overlapp'; did you mean 'overlap'?",
     "zzzz=1": "unknown setting 'zzzz'; `proxpo train --explain` lists them",
     "learning_rate=1e-4": "unknown setting 'learning_rate'; did you mean 'train.lr'?",
+    "epochs=2": "unknown setting 'epochs'; did you mean 'train.updates_per_rollout'?",
     "train.max-steps=9": "unknown setting 'train.max-steps'; did you mean 'train.steps'?",
     "eval_every=3": "unknown setting 'eval_every'; did you mean 'evaluate.every'?",
     "every=3": "'every' could be evaluate.every or checkpoint.every: write one of them in full",

@@ -200,6 +200,10 @@ def test_lora_trains_the_adapter_alone_and_is_seeded(tmp_path):
     ("name", "message"),
     [
         ("tinny", "unknown model 'tinny'; did you mean 'tiny'"),
+        (
+            "gpt2",
+            "unknown model 'gpt2'; valid: OWNER/NAME of Hugging Face, a folder, smollm2, tiny",
+        ),
         ("./nowhere", "model './nowhere': no such folder"),
         ("no-such-owner/no-such-model", "model 'no-such-owner/no-such-model' is no folder here"),
     ],

@@ -174,7 +174,8 @@ class Task:
         if not getattr(tokenizer, "chat_template", None):
             raise ProxpoError(
                 f"task {self.name} speaks in chat messages, but this model's tokenizer has no chat "
-                "template: take an instruct model, or a task with text prompts"
+                "template: take an instruct model, or text prompts (--set task.options.chat=false, "
+                "where the task has it)"
             )
         return list(
             tokenizer.apply_chat_template(

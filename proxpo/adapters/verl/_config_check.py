@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from proxpo.adapters.verl._environment import notify
-from proxpo.adapters.verl._estimators import check_lengths, estimators
-from proxpo.adapters.verl._losses import AVERAGES, loss_options
+from proxpo.adapters.verl._estimators import check_lengths, estimators, open_lengths
+from proxpo.adapters.verl._losses import AVERAGES, check_average, loss_options
 from proxpo.adapters.verl._recipes import (
     GROUP_KINDS,
     PREFIX,
@@ -18,6 +18,8 @@ from proxpo.adapters.verl._recipes import (
     as_builtins,
     known_slug,
     loss_recipe,
+    missing_field,
+    needed_fields,
     slug_of,
     verl_name,
 )
@@ -31,7 +33,13 @@ from proxpo.adapters.verl._settings import (
 )
 from proxpo.errors import ProxpoError, nearest
 from proxpo.settings import at_length, make_recipe
-from proxpo.stages.advantage import gae, group_relative, leave_one_out, length_weighted_baseline
+from proxpo.stages.advantage import (
+    discounted_return,
+    gae,
+    group_relative,
+    leave_one_out,
+    length_weighted_baseline,
+)
 from proxpo.types import KINDS, Recipe, Stage
 
 Stages = tuple[Stage, ...]
@@ -87,15 +95,17 @@ def check_run(config: Any, explicit: Collection[str] = ()) -> None:
         _check_loss_mode(slug, config, explicit)
     if estimator.startswith(PREFIX):
         recipe = _recipe_of_estimator(estimator, algorithm)
-        check_lengths(estimator, recipe, config.data.max_response_length)
         _check_penalty(estimator, recipe, config)
+        check_lengths(estimator, recipe, config.data.max_response_length)
 
 
 def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
     """Refuses settings that a loss mode does not read, and an estimator of another method."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    _check_target(actor.policy_loss)
     options = as_builtins(loss_options(actor))
     recipe = loss_recipe(slug, options, changed_settings(actor))
+    _check_engine(recipe, config)
     _check_explicit(recipe, actor, explicit)
     _check_options(recipe, options, actor)
     _check_divisor(recipe, actor, config.data.max_response_length)
@@ -109,6 +119,41 @@ def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
             f"{slug}: prompts={names} redraws prompts, which verl's V1 trainer does under "
             "algorithm.filter_groups.enable=True; as it is, every prompt of a batch is trained on "
             "(policy_loss.options.prompts=null says so)"
+        )
+
+
+def _check_target(policy_loss: Any) -> None:
+    """Refuses settings of our LossConfig under verl's own, which has no place for them."""
+    if not str(policy_loss.get("_target_", "verl.")).startswith("verl."):
+        return
+    for name in ("options", "batch_every", "batch_folder"):
+        if name in policy_loss:
+            raise ProxpoError(
+                f"verl: policy_loss.{name} needs {ACTOR}.policy_loss._target_="
+                "proxpo.adapters.verl.LossConfig"
+            )
+
+
+def _check_engine(recipe: Recipe, config: Any) -> None:
+    """Refuses what proxpo's engine would refuse at its first micro-batch."""
+    from verl.trainer.ppo.utils import need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass
+
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    computed = {
+        "ref_logp": need_reference_policy(config),
+        "rollout_logp": rollout.calculate_log_probs,
+        "entropy": actor.calculate_entropy or actor.entropy_coeff != 0,
+    }
+    for name in sorted(needed_fields(recipe)):
+        if not computed.get(name, True):
+            raise missing_field(recipe, name)
+    if recipe.gradient is not None:
+        from proxpo.adapters.verl.engine import check_engine_config
+
+        check_average(recipe, actor.loss_agg_mode)
+        check_engine_config(
+            recipe, config.actor_rollout_ref.model, omega_conf_to_dataclass(actor).engine
         )
 
 
@@ -197,9 +242,12 @@ def _check_estimator(recipe: Recipe, options: Mapping[str, Any], config: Any) ->
     """Refuses an estimator that does not compute the advantages of the loss mode's method."""
     tokens = config.data.max_response_length
     recipe, default = at_length(recipe, tokens), at_length(make_recipe(recipe.name), tokens)
+    if _subtracts_penalty(config):
+        recipe, default = _without_penalty(recipe), _without_penalty(default)
     name, wanted = str(config.algorithm.adv_estimator), estimator_stages(recipe)
-    if name == verl_name(recipe.name) and wanted == estimator_stages(default):
-        return  # algorithm.options decide over the advantages
+    alone = [VERL_ALONE.get(stage.name) for stage in wanted] == [name]
+    if (alone or name == verl_name(recipe.name)) and wanted == estimator_stages(default):
+        return  # algorithm.gamma, lam and options decide over the advantages
     if name.startswith(PREFIX):
         run = estimator_stages(at_length(_recipe_of_estimator(name, config.algorithm), tokens))
     else:
@@ -212,11 +260,12 @@ def _check_estimator(recipe: Recipe, options: Mapping[str, Any], config: Any) ->
     more = ", ".join(str(stage) for stage in run if stage not in wanted)
     lacks = f"lacks {missing}" if missing else f"adds {more}"
     raise ProxpoError(
-        f"verl: {recipe.name}: algorithm.adv_estimator={name} {lacks}; {_remedy(recipe, options)}"
+        f"verl: {recipe.name}: algorithm.adv_estimator={name} {lacks}; "
+        f"{_remedy(recipe, options, tokens)}"
     )
 
 
-def _remedy(recipe: Recipe, options: Mapping[str, Any]) -> str:
+def _remedy(recipe: Recipe, options: Mapping[str, Any], tokens: int) -> str:
     """The settings that give a loss mode its other half, or leave that half to verl."""
     kinds = sorted({stage.kind for stage in estimator_stages(recipe)}, key=KINDS.index)
     leave = ", ".join(f"policy_loss.options.{kind}=null" for kind in kinds)
@@ -224,8 +273,13 @@ def _remedy(recipe: Recipe, options: Mapping[str, Any]) -> str:
     name = VERL_ALONE.get(advantage, verl_name(recipe.name))
     keys = [key for key in options if changed_kinds(recipe.name, options, key) & set(GROUP_KINDS)]
     with_options = "".join(f" +algorithm.options.{key}={options[key]}" for key in keys)
-    same = "" if name in VERL_ALONE.values() else with_options
-    return f"set algorithm.adv_estimator={name}{same}, or leave that half to verl: {leave}"
+    for place in open_lengths(make_recipe(recipe.name, options)):
+        with_options += f" +algorithm.options.{place}={tokens}"
+    if advantage in VERL_ALONE:
+        numbers = recipe.advantage.options if recipe.advantage is not None else {}
+        known = [key for key in ("gamma", "lam") if key in numbers]
+        with_options = "".join(f" algorithm.{key}={numbers[key]}" for key in known)
+    return f"set algorithm.adv_estimator={name}{with_options}, or leave that half to verl: {leave}"
 
 
 def _recipe_of_estimator(name: str, algorithm: Any) -> Recipe:
@@ -242,7 +296,12 @@ def verl_stages(name: str, config: Any) -> Stages:
     scale: Any = "group" if algorithm.norm_adv_by_std_in_grpo else "none"
     known = {
         "grpo": group_relative(scale=scale),
+        "grpo_vectorized": group_relative(),
         "rloo": leave_one_out(singleton="raw"),
+        "rloo_vectorized": leave_one_out(),
+        "reinforce_plus_plus": discounted_return(
+            gamma=algorithm.gamma, baseline="none", whitening=True
+        ),
         "opo": length_weighted_baseline(),
         "gae": gae(gamma=algorithm.gamma, lam=algorithm.lam),
     }
@@ -302,18 +361,27 @@ def _recipe_value(recipe: Recipe, key: str, default: Any) -> Any:
 
 def _check_penalty(estimator: str, recipe: Recipe, config: Any) -> None:
     """Refuses a penalty for long responses that verl's reward manager has subtracted already."""
-    reward = config.get("reward", None) or {}
-    kwargs = reward.get("reward_kwargs", None) or {}
-    buffer = kwargs.get("overlong_buffer_cfg", None) or {}
-    dapo = (reward.get("reward_manager", None) or {}).get("name", None) == "dapo"
-    if not (dapo and buffer.get("enable", False)):
-        return
-    if any(stage.name == "overlong_penalty" for stage in recipe.reward):
+    penalised = any(stage.name == "overlong_penalty" for stage in recipe.reward)
+    if penalised and _subtracts_penalty(config):
         raise ProxpoError(
             f"verl: adv_estimator={estimator} and reward.reward_kwargs.overlong_buffer_cfg would "
             "both subtract the penalty for long responses: set +algorithm.options.reward=null or "
             "reward.reward_kwargs.overlong_buffer_cfg.enable=False"
         )
+
+
+def _subtracts_penalty(config: Any) -> bool:
+    """True if verl's reward manager subtracts DAPO's penalty for long responses."""
+    reward = config.get("reward", None) or {}
+    kwargs = reward.get("reward_kwargs", None) or {}
+    buffer = kwargs.get("overlong_buffer_cfg", None) or {}
+    dapo = (reward.get("reward_manager", None) or {}).get("name", None) == "dapo"
+    return bool(dapo and buffer.get("enable", False))
+
+
+def _without_penalty(recipe: Recipe) -> Recipe:
+    rest = [stage for stage in recipe.reward if stage.name != "overlong_penalty"]
+    return recipe.replace(reward=tuple(rest))
 
 
 def _check_correction(recipe: Recipe, algorithm: Any) -> None:
@@ -341,18 +409,19 @@ def _check_correction(recipe: Recipe, algorithm: Any) -> None:
     if compares:
         raise ProxpoError(
             f"verl: {recipe.name} compares the old policy with the sampler's ({compares[0]}), "
-            "which are the same under algorithm.rollout_correction.bypass_mode=True"
+            "which are the same under algorithm.rollout_correction.bypass_mode=True: set it False"
         )
     for key in ("rollout_is", "rollout_rs"):
         if correction.get(key, None) is not None:
             raise ProxpoError(
                 f"verl: algorithm.rollout_correction.{key}={correction.get(key)} has no effect on "
-                f"{recipe.name} under bypass_mode=True, where verl's own loss alone reads it"
+                f"{recipe.name} under bypass_mode=True, where verl's own loss alone reads it: "
+                "leave it out, or set bypass_mode=False"
             )
     if "prox_logp" in recipe.needs():
         raise ProxpoError(
             f"verl: {recipe.name} tells the proximal policy from the sampler's, which are the same "
-            "under algorithm.rollout_correction.bypass_mode=True"
+            "under algorithm.rollout_correction.bypass_mode=True: set it False"
         )
 
 
@@ -363,7 +432,9 @@ def _check_updates(recipe: Recipe, config: Any) -> None:
     if recipe.schedule is not None and (epochs != 1 or mini < rows):
         raise ProxpoError(
             f"verl: {recipe.name} makes one update per rollout, but actor.ppo_epochs={epochs} and "
-            f"actor.ppo_mini_batch_size={mini} of data.train_batch_size={rows} make more"
+            f"actor.ppo_mini_batch_size={mini} of data.train_batch_size={rows} make more: set "
+            f"ppo_epochs=1 and ppo_mini_batch_size={rows}, or policy_loss.options.schedule=null to "
+            "make them all the same"
         )
 
 

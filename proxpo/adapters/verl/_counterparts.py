@@ -16,19 +16,19 @@ LOSS_MODES = {
     "gpg": "`proxpo_reinforce`",
     "dro": "`proxpo_reinforce` with `regularisers={name:kl_from_old,coef:BETA,estimator:k2}`",
     "bypass_mode": "any loss mode, under `algorithm.rollout_correction.bypass_mode=True`",
-    "dppo_tv": NONE,
-    "dppo_kl": NONE,
+    "dppo_tv": "`proxpo_dppo`; `weight_cap=3` for verl's default",
+    "dppo_kl": "`proxpo_dppo` with `divergence=kl`",
 }
 # verl's algorithm.adv_estimator
 ESTIMATORS = {
     "grpo": "as it is; `proxpo_dr_grpo` is `norm_adv_by_std_in_grpo=False`",
-    "grpo_vectorized": "`grpo`, the same to 1e-7",
+    "grpo_vectorized": "as it is, the same as `grpo` to 1e-7",
     "gae": "as it is, for methods with a critic",
     "rloo": "as it is; `proxpo_leave_one_out` gives 0 to a response without siblings",
-    "rloo_vectorized": "`proxpo_leave_one_out`",
+    "rloo_vectorized": "as it is, or `proxpo_leave_one_out`",
     "opo": "as it is, or `proxpo_opo`",
     "remax": "as it is, with `trainer.use_v1=False`: verl's V1 trainer draws no greedy responses",
-    "reinforce_plus_plus": "`proxpo_discounted_return` with `whitening=true`",
+    "reinforce_plus_plus": "as it is, or `proxpo_discounted_return` with `whitening=true`",
     "reinforce_plus_plus_baseline": "`proxpo_reinforce_pp_baseline`",
     "gpg": NONE,
     "grpo_passk": NONE,
@@ -58,7 +58,7 @@ ACTOR_SETTINGS = {
     **dict.fromkeys(("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff"), _KL),
     **dict.fromkeys(("calculate_entropy", "calculate_sum_pi_squared"), "verl's metrics"),
     **dict.fromkeys(("optim", "grad_clip", "freeze_vision_tower", "qat"), "verl's, after the loss"),
-    "use_fused_kernels": "verl's; the engine refuses fused heads, which hide their weight",
+    "use_fused_kernels": "verl's; gradient transforms refuse fused heads, which hide their weight",
     "ulysses_sequence_parallel_size": "verl's; the engine's transforms add up over the ranks",
     "use_rollout_log_probs": "verl's, which does not read it; "
     "`algorithm.rollout_correction.bypass_mode=True` takes the sampler's numbers as the old ones",

@@ -89,13 +89,18 @@ def check_lengths(name: str, recipe: Recipe, tokens: int | None = None) -> None:
 
     tokens: verl's data.max_response_length where it is known
     """
-    for place, length in lengths(recipe).items():
-        if length is None and place.split(".")[0] in GROUP_KINDS:
-            value = "data.max_response_length" if tokens is None else tokens
-            raise ProxpoError(
-                f"verl: adv_estimator={name} depends on the longest response allowed, which verl "
-                f"does not hand over: set +algorithm.options.{place}={value}"
-            )
+    for place in open_lengths(recipe):
+        value = "data.max_response_length" if tokens is None else tokens
+        raise ProxpoError(
+            f"verl: adv_estimator={name} depends on the longest response allowed, which verl "
+            f"does not hand over: set +algorithm.options.{place}={value}"
+        )
+
+
+def open_lengths(recipe: Recipe) -> list[str]:
+    """Options of an estimator that stand for the longest response and are not set."""
+    known = lengths(recipe).items()
+    return [name for name, n in known if n is None and name.split(".")[0] in GROUP_KINDS]
 
 
 def reward_batch(
@@ -109,18 +114,23 @@ def reward_batch(
     Our token rewards come on top of the response's reward at its last token, so a recipe that
     does not ask for step rewards gets what verl's differ from that, and nothing where they do not.
     A reward at a token that is not trained (verl rejected it, or a tool wrote it) counts at the
-    trained one before it, as verl's own estimators count all of a response's.
+    trained one before it, as verl's own estimators count all of a response's. Prompts without any
+    trained token have no reward: verl's V1 trainer fills up a batch with such rows.
     """
     total = token_level_rewards.sum(dim=1)
     steps = rewards = _at_trained_tokens(token_level_rewards, mask)
     if "token_rewards" not in recipe.needs():
         steps = rewards - torch.where(last_valid(mask), total[:, None], 0.0)
+    group = None if index is None else prompt_numbers(index).to(mask.device)
+    if group is not None:
+        trained = torch.isin(group, group[mask.any(dim=1)])
+        total = total.masked_fill(~trained, torch.nan)
     return Batch(
         logp=torch.zeros_like(rewards),
         mask=mask,
         rewards=total,
         token_rewards=steps if bool(steps.any()) else None,
-        group=None if index is None else prompt_numbers(index).to(mask.device),
+        group=group,
     )
 
 
@@ -141,4 +151,4 @@ def prompt_numbers(index: Any) -> Int[Tensor, " seq"]:
     return torch.as_tensor(numbers)
 
 
-__all__ = ["check_lengths", "estimator", "estimators", "register_estimators"]
+__all__ = ["check_lengths", "estimator", "estimators", "open_lengths", "register_estimators"]

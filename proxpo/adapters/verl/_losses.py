@@ -216,6 +216,16 @@ def with_verl_average(recipe: Recipe, mode: str, width: int | float) -> Recipe:
     return recipe.replace(aggregate=getattr(aggregate, AVERAGES[mode])(**options))
 
 
+def check_average(recipe: Recipe, mode: str) -> None:
+    """Refuses an average that is not the recipe's: its scale would enter a transform's lengths."""
+    if AVERAGES.get(mode) != recipe.aggregate.name:
+        own = {name: mode for mode, name in AVERAGES.items()}.get(recipe.aggregate.name)
+        raise ProxpoError(
+            f"verl: {recipe.name} with gradient={recipe.gradient and recipe.gradient.name} needs "
+            f"actor.loss_agg_mode={own}, got '{mode}'"
+        )
+
+
 def denominators(mask: Bool[Tensor, "seq tok"], info: Mapping[str, Any], mode: str) -> Denominators:
     """verl's counts of the whole mini-batch; those of this micro-batch where verl gives none."""
     tokens, rows = info.get("batch_num_tokens"), info.get("global_batch_size")
@@ -318,6 +328,7 @@ __all__ = [
     "AVERAGES",
     "ActorLoss",
     "EngineInputs",
+    "check_average",
     "engine_inputs",
     "loss_batch",
     "loss_mode",

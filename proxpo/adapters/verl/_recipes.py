@@ -26,7 +26,7 @@ LOSS_FIELDS = {"logp", "old_logp", "mask", "advantages"}
 GROUP_FIELDS = {"mask", "rewards", "token_rewards", "group"}
 VERL_ALONE = {"gae": "gae", "greedy_baseline": "remax"}  # advantage stage: verl's estimator
 INSTEAD = {
-    "ref_logp": "set kl_coef=0 and let verl add the KL: actor.use_kl_loss=True, or "
+    "ref_logp": "set its option kl_coef=0 and let verl add the KL: actor.use_kl_loss=True, or "
     "algorithm.use_kl_in_reward=True",
     "rollout_logp": "verl's algorithm.rollout_correction weighs and rejects for every loss mode",
     "entropy": "verl's actor.entropy_coeff adds an entropy bonus to every loss mode",
@@ -55,6 +55,17 @@ ENGINE_FIELDS = {
     "entropy": EngineField("actor_rollout_ref.actor.calculate_entropy=True"),
     "prox_logp": EngineField(),
 }
+
+
+def needed_fields(recipe: Recipe) -> set[str]:
+    """Fields that the recipe reads; the sampler's numbers too, beside a proximal policy."""
+    needed = recipe.needs()
+    return needed | {"rollout_logp"} if "prox_logp" in needed else needed
+
+
+def missing_field(recipe: Recipe, name: str) -> ProxpoError:
+    """The refusal of a run in which verl does not compute a field for proxpo's engine."""
+    return ProxpoError(f"verl: {recipe.name} reads '{name}': set {ENGINE_FIELDS[name].setting}")
 
 
 class _NoClock(Clock):
@@ -236,6 +247,8 @@ __all__ = [
     "known_slug",
     "loss_recipe",
     "loss_refusal",
+    "missing_field",
+    "needed_fields",
     "no_estimator",
     "slug_of",
     "verl_name",

@@ -18,7 +18,7 @@ from proxpo.types import MANY, Recipe, Stage
 STAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip_ratio_low": ("trust.clip_low", "ratio.clip_low"),
     "clip_ratio_high": ("trust.clip_high", "ratio.clip_high"),
-    "clip_ratio_c": ("trust.dual",),
+    "clip_ratio_c": ("trust.dual", "trust.weight_cap"),
     "tau_pos": ("trust.tau_pos",),
     "tau_neg": ("trust.tau_neg",),
     "policy_loss.clip_cov_ratio": ("trust.share",),
@@ -32,7 +32,7 @@ STAGE_OPTIONS: dict[str, tuple[str, ...]] = {
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip_ratio_low": ("clip_low",),
     "clip_ratio_high": ("clip_high",),
-    "clip_ratio_c": ("dual",),
+    "clip_ratio_c": ("dual", "weight_cap"),
     "tau_pos": ("tau_pos",),
     "tau_neg": ("tau_neg",),
     "policy_loss.clip_cov_ratio": ("share",),
@@ -62,10 +62,10 @@ def setting_values(actor: Any) -> dict[str, Any]:
     read = {name: value for name, value in read.items() if value is not _ABSENT}
     whole = read.pop("clip_ratio", known["clip_ratio"])
     bounds = [read.get("clip_ratio_low"), read.get("clip_ratio_high")]
-    if whole != known["clip_ratio"] and None not in bounds:
+    if whole != known["clip_ratio"] and None not in bounds and set(bounds) != {whole}:
         raise ProxpoError(
             f"verl: {ACTOR}.clip_ratio={whole} has no effect in verl beside clip_ratio_low="
-            f"{bounds[0]} and clip_ratio_high={bounds[1]}: set these two"
+            f"{bounds[0]} and clip_ratio_high={bounds[1]}: set these two instead"
         )
     for name in ("clip_ratio_low", "clip_ratio_high"):
         if name in read and read[name] is None:

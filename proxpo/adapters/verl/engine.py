@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
@@ -32,16 +33,16 @@ from verl.workers.utils.padding import no_padding_2_padding
 from proxpo.adapters.verl._checkpoint import load_state, save_state
 from proxpo.adapters.verl._environment import ENGINE_ARGUMENTS, VENDOR, check_signature
 from proxpo.adapters.verl._losses import (
-    AVERAGES,
     ActorLoss,
     EngineInputs,
+    check_average,
     engine_inputs,
     loss_batch,
     recipe_for,
     save_due_batch,
     verl_metrics,
 )
-from proxpo.adapters.verl._recipes import ENGINE_FIELDS, slug_of
+from proxpo.adapters.verl._recipes import ENGINE_FIELDS, missing_field, needed_fields, slug_of
 from proxpo.backward import backward_pass, policy_term
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.gradients import Transform
@@ -82,8 +83,6 @@ class ProxpoEngine(FSDPEngineWithLMHead):
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
-        if not engine_config.forward_only:
-            check_engine_config(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.transform: Transform | None = None
         self._saved: dict[str, Any] | None = None
@@ -119,7 +118,7 @@ class ProxpoEngine(FSDPEngineWithLMHead):
 
         def forward() -> dict[str, Tensor]:
             fields: dict[str, Tensor] = {}
-            keep = functools.partial(_keep_fields, recipe, batch, fields)
+            keep = functools.partial(_keep_fields, recipe, config, batch, fields)
             outputs.append(super(ProxpoEngine, self).forward_step(micro_batch, keep, False)[1])
             return fields
 
@@ -147,6 +146,7 @@ class ProxpoEngine(FSDPEngineWithLMHead):
         save_due_batch(config, batch.replace(**opened.fields))
         value = opened.loss.value.detach() * actor.ranks
         means = verl_metrics(opened.loss, batch.replace(**opened.fields))
+        metrics |= outputs[-1]["metrics"]
         metrics |= Metric.from_dict(means, aggregation=AggregationType.MEAN)
         metrics["actor/pg_loss"] = Metric(value=value, aggregation=AggregationType.SUM)
         output = {**outputs[-1], "metrics": metrics, "loss": rest + float(value)}
@@ -183,6 +183,7 @@ class ProxpoEngine(FSDPEngineWithLMHead):
 
     def _make_transform(self, recipe: Recipe) -> Transform:
         assert recipe.gradient is not None
+        check_engine_config(recipe, self.model_config, self.engine_config)
         transform: Transform = recipe.gradient.apply()
         if transform.from_head:
             raise ProxpoError(
@@ -198,16 +199,25 @@ class ProxpoEngine(FSDPEngineWithLMHead):
         return transform
 
 
-def check_engine_config(model_config: Any, engine_config: Any) -> None:
-    """Refuses every setting under which per-sequence gradients would be wrong."""
-    spread, model = engine_config.ulysses_sequence_parallel_size > 1, model_config.hf_config
+def check_engine_config(recipe: Recipe, model_config: Any, engine_config: Any) -> None:
+    """Refuses every setting under which per-sequence gradients would be wrong.
+
+    The driver knows all but the model's own config.
+    """
+    gradient = recipe.gradient and recipe.gradient.name
+    if engine_config.strategy != "fsdp2":
+        raise ProxpoError(
+            f"verl: gradient={gradient} needs actor.strategy=fsdp2, got '{engine_config.strategy}'"
+        )
+    spread = engine_config.ulysses_sequence_parallel_size > 1
+    model = getattr(model_config, "hf_config", None)
+    attention = getattr(model, "_attn_implementation", "")
     reasons = {
-        "actor.strategy=fsdp2, since FSDP1 flattens parameters": engine_config.strategy == "fsdp",
         "ulysses_sequence_parallel_size=1 for a model with vision, which verl cuts inside": (
             spread and hasattr(model, "vision_config")
         ),
         "flash attention under Ulysses, since verl exchanges positions for heads inside it": (
-            spread and model._attn_implementation in ("eager", "sdpa", "flex_attention")
+            spread and attention in ("eager", "sdpa", "flex_attention")
         ),
         "model.use_fused_kernels=False, since a fused head hides its weight": bool(
             model_config.use_fused_kernels
@@ -221,7 +231,7 @@ def check_engine_config(model_config: Any, engine_config: Any) -> None:
     }
     for wanted, broken in reasons.items():
         if broken:
-            raise ProxpoError(f"verl: proxpo's engine needs {wanted}")
+            raise ProxpoError(f"verl: gradient={gradient} needs {wanted}")
 
 
 def _param_dtype(engine_config: Any) -> torch.dtype:
@@ -241,15 +251,10 @@ def recipe_of(loss_function: Callable[..., Any] | None) -> Recipe | None:
 
 
 def check_objective(recipe: Recipe, config: Any, loss_function: Any) -> None:
-    """Refuses an average that is not the recipe's: its scale would enter a transform's lengths."""
+    """Refuses an objective whose policy term is not the recipe's alone."""
     if getattr(loss_function, "func", None) is not ppo_loss:
         raise ProxpoError(f"verl: {recipe.name} cannot be mixed with distillation")
-    if AVERAGES.get(config.loss_agg_mode) != recipe.aggregate.name:
-        own = {name: mode for mode, name in AVERAGES.items()}.get(recipe.aggregate.name)
-        raise ProxpoError(
-            f"verl: {recipe.name} with gradient={recipe.gradient and recipe.gradient.name} needs "
-            f"actor.loss_agg_mode={own}, got '{config.loss_agg_mode}'"
-        )
+    check_average(recipe, config.loss_agg_mode)
 
 
 def sequence_numbers(
@@ -303,18 +308,28 @@ def _with_engine_inputs(
 
 def _keep_fields(
     recipe: Recipe,
+    config: Any,
     batch: Batch,
     fields: dict[str, Tensor],
     model_output: dict[str, Any],
     data: Any,
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """A loss function for verl that computes none, and keeps the fields of the forward pass."""
+    """A loss function for verl that computes none, and keeps the fields of the forward pass.
+
+    The entropy that verl was asked for is reported as by verl's own loss.
+    """
     logp = no_padding_2_padding(model_output["log_probs"], data)
     present = {"logp": logp, **fields_of_output(recipe, model_output, data)}
     clean = batch.replace(**present).clean(*present)
     fields.update({name: getattr(clean, name) for name in present})
-    return torch.zeros(()), {}
+    if model_output.get("entropy") is None:
+        return torch.zeros(()), {}
+    entropy = no_padding_2_padding(model_output["entropy"].detach(), data)
+    mode, info = config.loss_agg_mode, config.global_batch_info
+    value = agg_loss(loss_mat=entropy, loss_mask=batch.mask, loss_agg_mode=mode, **info)
+    metric = Metric(value=value, aggregation=AggregationType.SUM)
+    return torch.zeros(()), {"actor/entropy_loss": metric}
 
 
 def fields_of_data(recipe: Recipe, data: Any) -> dict[str, Tensor]:
@@ -323,7 +338,7 @@ def fields_of_data(recipe: Recipe, data: Any) -> dict[str, Tensor]:
     for name in needed_fields(recipe):
         key = ENGINE_FIELDS[name].key if name in ENGINE_FIELDS else ""
         if key and key not in data:
-            raise _missing_field(recipe, name)
+            raise missing_field(recipe, name)
         if key:
             fields[name] = data.select(key).to_padded_tensor()[key]
     return fields
@@ -334,18 +349,8 @@ def fields_of_output(recipe: Recipe, model_output: dict[str, Any], data: Any) ->
     if "entropy" not in needed_fields(recipe):
         return {}
     if model_output.get("entropy") is None:
-        raise _missing_field(recipe, "entropy")
+        raise missing_field(recipe, "entropy")
     return {"entropy": no_padding_2_padding(model_output["entropy"], data)}
-
-
-def needed_fields(recipe: Recipe) -> set[str]:
-    """Fields that the recipe reads; the sampler's numbers too, beside a proximal policy."""
-    needed = recipe.needs()
-    return needed | {"rollout_logp"} if "prox_logp" in needed else needed
-
-
-def _missing_field(recipe: Recipe, name: str) -> ProxpoError:
-    return ProxpoError(f"verl: {recipe.name} reads '{name}': set {ENGINE_FIELDS[name].setting}")
 
 
 __all__ = ["NoEngine", "ProxpoEngine", "check_engine_config", "register_engine", "sequence_numbers"]

@@ -91,6 +91,7 @@ def make_engine(
     lora: int = 0,
     lr: float = 1e-3,
     attention: str = "eager",
+    initialize: bool = True,
     **engine: Any,
 ) -> Any:
     model = HFModelConfig(
@@ -111,7 +112,8 @@ def make_engine(
         optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10, clip_grad=1e9),
         checkpoint_config=CheckpointConfig(),
     )
-    made.initialize()
+    if initialize:
+        made.initialize()
     return made
 
 

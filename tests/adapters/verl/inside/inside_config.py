@@ -132,6 +132,10 @@ def test_a_gradient_transform_is_accepted_with_our_engine(monkeypatch):
 MODE, ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 OPTIONS = "+actor_rollout_ref.actor.policy_loss.options"
 LONGEST = "+algorithm.options.reward.overlong_penalty.max_tokens=512"
+OVERLONG = [
+    "reward.reward_manager.name=dapo",
+    "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+]
 BASE = [prefix(TARGET), prefix("strategy=fsdp2"), prefix("ppo_micro_batch_size_per_gpu=1")]
 
 
@@ -160,7 +164,7 @@ def checked(*overrides: str) -> None:
         ([f"{MODE}=proxpo_p3o"], "p3o: algorithm.adv_estimator=gae lacks group_relative.*_p3o"),
         (
             [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=grpo"],
-            "adv_estimator=grpo lacks overlong_penalty.*adv_estimator=proxpo_dapo",
+            rf"=grpo lacks overlong_penalty.*adv_estimator=proxpo_dapo {re.escape(LONGEST)},",
         ),
         (
             [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=proxpo_opo"],
@@ -175,8 +179,8 @@ def checked(*overrides: str) -> None:
             r"lacks group_relative\(scale=none.*\+algorithm.options.scale=none",
         ),
         (
-            [f"{MODE}=proxpo_ppo", "algorithm.lam=0.9"],
-            "ppo: algorithm.adv_estimator=gae lacks gae.*lam=1.0.*set algorithm.adv_estimator=gae",
+            [f"{MODE}=proxpo_ppo", f"{OPTIONS}.lam=0.9"],
+            "ppo: .*=gae lacks gae.*lam=0.9.*set algorithm.adv_estimator=gae.* algorithm.lam=0.9,",
         ),
         ([f"{MODE}=proxpo_ppo", f"{OPTIONS}.value_clip=0.3"], "value_clip.*critic.cliprange_value"),
         (
@@ -185,7 +189,7 @@ def checked(*overrides: str) -> None:
         ),
         (
             [f"{MODE}=proxpo_opo", f"{ESTIMATOR}=proxpo_opo", prefix("ppo_epochs=2")],
-            "opo makes one update per rollout, but actor.ppo_epochs=2",
+            "opo makes one update per rollout, but actor.ppo_epochs=2 .*options.schedule=null",
         ),
         ([f"{ESTIMATOR}=proxpo_grpo", "algorithm.gamma=0.9"], "gamma=0.9 has no effect on"),
         (
@@ -225,13 +229,7 @@ def checked(*overrides: str) -> None:
             "rollout_is=token has no effect on gspo under bypass_mode=True",
         ),
         (
-            [
-                f"{MODE}=proxpo_dapo",
-                f"{ESTIMATOR}=proxpo_dapo",
-                LONGEST,
-                "reward.reward_manager.name=dapo",
-                "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
-            ],
+            [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", *OVERLONG],
             "would both subtract the penalty for long responses: set .*options.reward=null",
         ),
         (
@@ -316,10 +314,68 @@ def test_a_sampler_is_corrected_for_once(slug, setting, reason, monkeypatch):
             prefix("loss_scale_factor=512"),
         ],
         [f"{MODE}=vanilla", f"{ESTIMATOR}=proxpo_opo"],
+        [f"{MODE}=proxpo_ppo", "algorithm.lam=0.95"],
+        [
+            f"{MODE}=proxpo_opo",
+            f"{ESTIMATOR}=opo",
+            prefix("ppo_epochs=2"),
+            f"{OPTIONS}.schedule=null",
+        ],
+        [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=grpo", *OVERLONG],
+        [f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=grpo_vectorized"],
+        [f"{MODE}=proxpo_rloo", f"{ESTIMATOR}=rloo_vectorized", f"{OPTIONS}.kl_coef=0.0"],
+        [
+            f"{MODE}=proxpo_reinforce_pp",
+            f"{ESTIMATOR}=reinforce_plus_plus",
+            f"{OPTIONS}.kl_coef=0.0",
+            "algorithm.use_kl_in_reward=True",
+        ],
+        [  # as verl's recipe writes it
+            f"{MODE}=proxpo_clip_cov",
+            f"{ESTIMATOR}=grpo",
+            *(prefix(f"{name}=1") for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
+        ],
     ],
 )
 def test_a_run_with_a_whole_method_is_accepted(overrides):
     checked(*overrides)
+
+
+@pytest.mark.parametrize("setting", ["options.clip_high=0.3", "batch_every=2"])
+def test_settings_of_our_loss_config_ask_for_it(setting):
+    own = prefix("policy_loss._target_=verl.workers.config.PolicyLossConfig")
+    with pytest.raises(
+        ValueError, match=f"policy_loss.{setting.split('=')[0].split('.')[0]} needs"
+    ):
+        checked(f"{MODE}=proxpo_grpo", f"{ESTIMATOR}=grpo", own, prefix(f"+policy_loss.{setting}"))
+
+
+ISOPO = [f"{MODE}=proxpo_isopo", f"{ESTIMATOR}=proxpo_isopo"]
+SUM = prefix("loss_agg_mode=token-sum")
+TIS = [f"{MODE}=proxpo_tis", f"{ESTIMATOR}=grpo", "actor_rollout_ref.rollout.n=4"]
+LOGPS = "actor_rollout_ref.rollout.calculate_log_probs"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([*ISOPO, SUM], ""),
+        (ISOPO, "isopo with gradient=isopo needs actor.loss_agg_mode=token-sum"),
+        ([*ISOPO, SUM, prefix("strategy=fsdp")], "isopo needs actor.strategy=fsdp2, got 'fsdp'"),
+        ([*ISOPO, SUM, "actor_rollout_ref.model.use_fused_kernels=True"], "fused_kernels=False"),
+        ([*TIS, f"{LOGPS}=True", prefix("strategy=fsdp")], ""),
+        ([*TIS, f"{LOGPS}=False"], "tis reads 'rollout_logp': set .*calculate_log_probs=True"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_refused_before_anything_is_loaded(
+    overrides, reason, monkeypatch
+):
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "proxpo")
+    if not reason:
+        checked(*overrides)
+        return
+    with pytest.raises(ValueError, match=f"verl: .*{reason}"):
+        checked(*overrides)
 
 
 def test_every_loss_mode_has_an_estimator():

@@ -8,11 +8,13 @@ import torch
 from engine_setup import (
     ALL,
     EVERY,
+    FULL,
     KL,
     PROMA,
     actor,
     backward,
     close,
+    folder,
     gradients,
     make_data,
     make_engine,
@@ -24,12 +26,13 @@ from engine_setup import (
     same_direction,
     step,
 )
+from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 import proxpo
 from proxpo.adapters.verl import ProxpoEngine
-from proxpo.adapters.verl.engine import sequence_numbers
+from proxpo.adapters.verl.engine import check_engine_config, sequence_numbers
 from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.logp import model_logp
 
@@ -83,6 +86,18 @@ def test_isopo_reports_the_loss_of_the_recipe(engine):
     assert sum(output["loss"]) == pytest.approx(wanted, rel=1e-5)
     reported = output["metrics"]["actor/pg_loss"].aggregate()
     assert float(reported) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_entropy_that_verl_is_asked_for_is_reported(engine):
+    """As under a loss without a transform, at the same average."""
+    reported = []
+    for mode in ("proxpo_isopo", "proxpo_reinforce"):
+        engine.transform = None
+        data = make_data(micro=4, calculate_entropy=True)
+        _, output = backward(engine, data, actor(mode, calculate_entropy=True))
+        reported.append(output["metrics"]["actor/entropy_loss"].aggregate())
+    assert reported[0] == pytest.approx(reported[1], rel=1e-5)
+    assert reported[0] > 0
 
 
 def test_isopo_ntk_with_checkpointing():
@@ -245,8 +260,18 @@ def test_a_transform_wants_the_average_of_its_recipe(engine):
     ],
 )
 def test_settings_that_would_be_wrong_are_refused(settings, reason):
-    with pytest.raises(ValueError, match=f"verl: proxpo's engine needs .*{reason}"):
-        make_engine(**settings)
+    settings = {"strategy": "fsdp2", "mixed_precision": FULL, **settings}
+    eager = {"attn_implementation": "eager"}
+    model = HFModelConfig(path=folder(), load_tokenizer=False, override_config=eager)
+    with pytest.raises(ValueError, match=f"verl: gradient=isopo needs .*{reason}"):
+        check_engine_config(proxpo.make_recipe("isopo"), model, FSDPEngineConfig(**settings))
+
+
+def test_a_transform_alone_asks_for_fsdp2():
+    """Other losses run on FSDP1, which verl does not initialise on a CPU."""
+    engine = make_engine(strategy="fsdp", initialize=False)
+    with pytest.raises(ValueError, match=r"isopo needs actor\.strategy=fsdp2, got 'fsdp'"):
+        engine._make_transform(proxpo.make_recipe("isopo"))
 
 
 @pytest.mark.parametrize("backend", ["megatron", "veomni", "torchtitan", "automodel"])

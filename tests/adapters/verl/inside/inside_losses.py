@@ -200,6 +200,7 @@ def test_verl_s_own_clip(mode, weighted):
         ("geo_mean", "gmpo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.05}),
         ("cispo", "cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
         ("sapo", "sapo", {"tau_pos": 0.5, "tau_neg": 2.0}),
+        ("dppo_tv", "dppo", {"clip_ratio": 0.01, "clip_ratio_c": 1.05}),
     ],
 )
 def test_verl_s_clip_settings_reach_the_loss(theirs, slug, settings):
@@ -286,7 +287,7 @@ def estimate(name: str, batch: proxpo.Batch, options=None) -> torch.Tensor:
     found, returns = core_algos.get_adv_estimator_fn(name)(
         token_level_rewards=last * batch.rewards[:, None],
         response_mask=batch.mask.long(),
-        config=OmegaConf.create({"options": options or {}}),
+        config=OmegaConf.create({"options": options or {}, "gamma": 1.0}),
         index=np.array([f"prompt-{number}" for number in batch.group], dtype=object),
     )
     assert returns.shape == found.shape
@@ -349,12 +350,32 @@ def test_rewards_on_single_tokens_reach_returns():
 
 @pytest.mark.parametrize(
     ("theirs", "name", "rtol"),
-    [("rloo", "proxpo_rloo", 1e-12), ("grpo", "proxpo_grpo", 1e-9), ("opo", "proxpo_opo", 1e-9)],
+    [
+        ("rloo", "proxpo_rloo", 1e-12),
+        ("rloo_vectorized", "proxpo_rloo", 1e-12),
+        ("grpo", "proxpo_grpo", 1e-9),
+        ("grpo_vectorized", "proxpo_grpo", 1e-6),
+        ("opo", "proxpo_opo", 1e-9),
+        ("reinforce_plus_plus", "proxpo_reinforce_pp", 1e-6),
+    ],
 )
 def test_verl_s_own_estimators(theirs, name, rtol):
     batch = outcome_only(make_batch(holes=False))
-    options = {"kl_coef": 0.0} if theirs == "rloo" else {}
+    options = {"kl_coef": 0.0} if name in ("proxpo_rloo", "proxpo_reinforce_pp") else {}
     close(estimate(name, batch, options), estimate(theirs, batch) * batch.mask, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", ["proxpo_scalerl", "proxpo_grpo", "proxpo_reinforce_pp_baseline"])
+def test_rows_that_fill_up_a_batch_change_no_advantage(name):
+    """verl's V1 trainer adds responses without a trained token, under a prompt of their own."""
+    batch = outcome_only(make_batch()).replace(correct=None)
+    rows = len(batch.mask)
+    given = {n: getattr(batch, n) for n in ("logp", "mask", "rewards", "group")}
+    filled = proxpo.Batch(
+        **{n: torch.cat([x, 0 * x[:3] + (99 if n == "group" else 0)]) for n, x in given.items()}
+    )
+    close(estimate(name, filled)[:rows], estimate(name, batch))
+    assert not estimate(name, filled)[rows:].any()
 
 
 def test_a_reward_at_a_token_that_is_not_trained_counts():

@@ -14,6 +14,7 @@ from proxpo.ops.shapes import Int, Tensor
 from proxpo.types import AllSum, Batch, Context, Denominators, Metrics, Reach
 
 ROW = "proxpo_row"  # travels with each completion: its number in the whole generation batch
+TRL_ADVANTAGES = "proxpo_trl_advantages"  # and the advantage that TRL has computed
 
 
 @dataclass(kw_only=True)
@@ -74,6 +75,7 @@ def in_generation_order(inputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 __all__ = [
     "ROW",
+    "TRL_ADVANTAGES",
     "OptimizerStep",
     "counts_of_step",
     "groups_over_processes",

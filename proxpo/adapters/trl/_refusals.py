@@ -1,15 +1,18 @@
 """Recipes and settings that cannot run inside TRL are refused with the reason, in one line."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
 from proxpo.adapters.trl._arguments import check_arguments
+from proxpo.adapters.trl._optimizer_step import TRL_ADVANTAGES
 from proxpo.errors import ProxpoError
 from proxpo.fields import CORE
-from proxpo.settings import Settings, lengths, make_recipe
+from proxpo.settings import lengths, make_recipe
 from proxpo.stages import check_stages
 from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.stages.ratio.latent import LATENT
@@ -55,10 +58,18 @@ NOT_PROVIDED = {
 PROVIDED = CORE - NOT_PROVIDED.keys()
 
 
-def resolve_recipe(recipe: str | Recipe, options: Settings | None) -> Recipe:
+def resolve_recipe(recipe: Any, options: Any) -> Recipe:
     """Makes the recipe that a trainer was asked for, and checks it as a whole."""
+    if not isinstance(options or {}, Mapping):
+        raise ProxpoError(
+            f"recipe_options are a dict of options by name, got a {type(options).__name__}"
+        )
     if isinstance(recipe, str):
         return make_recipe(recipe, options or {})
+    if not isinstance(recipe, Recipe):
+        raise ProxpoError(
+            f"recipe is the name of a method or a Recipe, got a {type(recipe).__name__}"
+        )
     if options:
         raise ProxpoError(
             "recipe_options go with the name of a recipe; this one is already made: give them to "
@@ -216,6 +227,17 @@ def check_evaluated(recipe: Recipe, rows: int, group: int) -> None:
         )
 
 
+def check_advantages(recipe: Recipe, inputs: dict[str, Any]) -> None:
+    """Refuses other advantages than TRL's, from a subclass: they would have no effect."""
+    computed = inputs.get(TRL_ADVANTAGES)
+    if computed is not None and not torch.equal(inputs["advantages"], computed):
+        raise ProxpoError(
+            f"recipe {recipe.name}: the advantages of TRL's rollout were changed, but the recipe "
+            "computes its own from the rewards: change these in _calculate_rewards, or pass a "
+            "stage as recipe_options={'advantage': ...}"
+        )
+
+
 def check_engine(recipe: Recipe, trainer: Any) -> None:
     """Refuses engines that hide a layer's weight or input from a gradient transform."""
     state = trainer.accelerator.state
@@ -250,6 +272,7 @@ def needs_whole_groups(recipe: Recipe) -> bool:
 __all__ = [
     "NOT_PROVIDED",
     "PROVIDED",
+    "check_advantages",
     "check_engine",
     "check_recipe",
     "check_updates",

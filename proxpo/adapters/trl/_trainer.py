@@ -8,6 +8,7 @@ and backward, and the recipe's memory in the checkpoint.
 import copy
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from proxpo.adapters.trl._generation_batch import (
 from proxpo.adapters.trl._metrics import ClipRecorder, gradient_lengths, trl_metrics
 from proxpo.adapters.trl._optimizer_step import (
     ROW,
+    TRL_ADVANTAGES,
     OptimizerStep,
     counts_of_step,
     groups_over_processes,
@@ -47,6 +49,7 @@ from proxpo.adapters.trl._optimizer_step import (
 )
 from proxpo.adapters.trl._passes import PolicyPasses
 from proxpo.adapters.trl._refusals import (
+    check_advantages,
     check_engine,
     check_evaluated,
     check_recipe,
@@ -175,23 +178,40 @@ class ProxpoTrainer(PolicyPasses):
         self.add_callback(_RunEvents(self))
         if args.use_vllm:
             mend_sync(self.vllm_generation)
+        # Around the methods as a subclass has them: the recipe reads what they return.
+        self.__dict__.update(
+            _calculate_rewards=partial(self._keep_scores, self._calculate_rewards),
+            _generate_and_score_completions=partial(
+                self._prepare_rollout, self._generate_and_score_completions
+            ),
+        )
         self._graphs_wanted = graphs
         if graphs == "on":
             self._find_graphs()  # to refuse now rather than at the first step
 
     # --- rollout: group logic where the groups are whole
 
-    def _calculate_rewards(self, *given: Any, **named: Any) -> Any:
-        self._scores = super()._calculate_rewards(*given, **named)
+    def _keep_scores(self, calculate: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+        self._scores = calculate(*given, **named)
         return self._scores
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        output = super()._generate_and_score_completions(inputs)
+        output = self._numbered(super()._generate_and_score_completions(inputs))
+        return output | {TRL_ADVANTAGES: output["advantages"].clone()}
+
+    def _numbered(self, output: dict[str, Any]) -> dict[str, Any]:
+        """The completions with their numbers in the whole generation batch."""
+        rows = len(output["prompt_ids"])
+        first = self.accelerator.process_index * rows
+        return {ROW: torch.arange(first, first + rows, device=self.accelerator.device)} | output
+
+    def _prepare_rollout(self, generate: Callable[[Any], dict[str, Any]], inputs: Any) -> Any:
+        output = self._numbered(generate(inputs))
         mode = "train" if self.model.training else "eval"
         rows = len(output["prompt_ids"])
         first = self.accelerator.process_index * rows
-        output[ROW] = torch.arange(first, first + rows, device=self.accelerator.device)
-        fields = self._fields(output)
+        order = output[ROW].argsort()
+        fields = {name: x[order] for name, x in self._fields(output).items()}
         size: Any = self.num_generations if mode == "train" else self.num_generations_eval
         if mode == "eval":
             check_evaluated(self.recipe, rows, size)
@@ -273,6 +293,7 @@ class ProxpoTrainer(PolicyPasses):
         Under a transform the value is still that of the loss; its gradient is the transform's
         objective, and the transform stays open until TRL's backward is done.
         """
+        check_advantages(self.recipe, inputs)
         mode = "train" if self.model.training else "eval"
         step = self._step_of(mode, inputs)
         batch, processes = step.microbatch(inputs), self.accelerator.num_processes

@@ -24,7 +24,7 @@ from trl_runs import (
 import proxpo
 from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._generation_batch import trained_tokens
-from proxpo.adapters.trl._refusals import PROVIDED, check_evaluated
+from proxpo.adapters.trl._refusals import PROVIDED, check_evaluated, resolve_recipe
 from proxpo.batch_file import load_batch, saved_steps
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -289,6 +289,51 @@ def test_what_is_written_down_names_the_method(tmp_path):
     assert "trained with isopo (proxpo), a method introduced in [ISOPO: Proximal policy" in card
     assert "- isopo" in card
     assert "grpo" not in card.lower()
+
+
+class Edited(ProxpoTrainer):
+    """Adds 7 to the rewards, hides the first token of each completion, reverses the rows."""
+
+    factor = 1.0
+
+    def _calculate_rewards(self, *given):
+        return super()._calculate_rewards(*given) + 7
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        output["tool_mask"] = torch.ones_like(output["completion_ids"])
+        output["tool_mask"][:, 0] = 0
+        output["advantages"] = self.factor * output["advantages"]
+        return {name: x.flip(0) if x.dim() else x for name, x in output.items()}
+
+
+def test_what_a_subclass_returns_reaches_the_recipe(tmp_path):
+    run = trainer(tmp_path, "grpo", kind=Edited, max_steps=1, batch_every=1)
+    run.train()
+    rollout = run._rollouts["train"][0]
+    assert rollout.whole.rewards.min() > 7
+    assert not rollout.whole.mask[:, 0].any()
+    assert rollout.whole.mask[:, 1].any()
+    batch = load_batch(saved_steps(tmp_path)[1])
+    texts = run._tokenizer.batch_decode(batch.tokens, skip_special_tokens=True)
+    logged = list(run._logs["completion"])  # in the order of rewards
+    assert texts == logged
+    changed = trainer(tmp_path, "grpo", kind=Edited, max_steps=1)
+    changed.factor = 2.0
+    with pytest.raises(ProxpoError, match="advantages of TRL's rollout were changed, but"):
+        changed.train()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        (None, None, "a method or a Recipe, got a NoneType"),
+        ("grpo", ["eps"], "by name, got a list"),
+    ],
+)
+def test_what_is_no_recipe(recipe, options, message):
+    with pytest.raises(ProxpoError, match=message):
+        resolve_recipe(recipe, options)
 
 
 def test_lengths_are_trls_unless_set(tmp_path):

@@ -217,10 +217,10 @@ const meanText = (fig, s) => `<b>${swatchRow(s.arm)}</b><table>${s.at ? `<tr><td
 function forest(fig, width) {
   const rows = fig.data.filter(r => shown(r.arm));
   if (!rows.length) return null;
-  const bounds = [0, ...rows.flatMap(r => [r.low, r.high])], e = (Math.max(...bounds) - Math.min(...bounds)) * .06 || 1;
+  const bounds = [0, ...rows.flatMap(r => [r.low, r.high])], e = (Math.max(...bounds) - Math.min(...bounds)) * .06 || (fig.share ? .01 : 1);
   const [x0, x1] = [Math.min(...bounds) - e, Math.max(...bounds) + e], height = rows.length * 34 + 50;
   const left = 16 + Math.min(190, 36 + Math.max(...rows.map(r => r.arm.length)) * 7), right = width - 128;
-  const X = x => left + (x - x0) / (x1 - x0) * (right - left), at = ticks(x0, x1, 5), text = tickText(at, fig.share);
+  const X = x => left + (x - x0) / (x1 - x0) * (right - left), at = ticks(x0, x1, Math.max(1, Math.min(5, (right - left) / 48))), text = tickText(at, fig.share);
   let svg = at.map((t, i) => `<line class="${t === 0 ? "zero" : "gridline"}" x1="${X(t)}" x2="${X(t)}" y1="6" y2="${height - 36}"/><text x="${X(t)}" y="${height - 20}" text-anchor="middle">${t > 0 ? "+" : ""}${text[i]}</text>`).join("");
   svg += `<text x="${(left + right) / 2}" y="${height - 3}" text-anchor="middle">${escape(fig.x)}${fig.share ? ", points" : ""}</text>`;
   const sign = x => (x > 0 ? "+" : "") + digits(x, fig.share);

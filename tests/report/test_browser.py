@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 
 import made
 import pytest
@@ -184,6 +185,15 @@ def test_a_phone_scrolls_one_way_only(opened, path):
     page = opened(path, viewport={"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator("#fig-score svg").bounding_box()["width"] <= 390
+
+
+def test_the_numbers_of_an_axis_stand_apart_on_a_phone(opened, tmp_path):
+    folder = made.comparison(tmp_path, arms={"isopo": 0.3, "grpo-clip-low-0.1": 0.2}, steps=10)
+    page = opened(page_of(folder), viewport={"width": 390, "height": 800})
+    numbers = page.locator("#fig-differences svg > text[text-anchor=middle]").all()[:-1]
+    boxes = [number.bounding_box() for number in numbers]
+    assert boxes
+    assert all(a["x"] + a["width"] < b["x"] for a, b in pairwise(boxes))
 
 
 def test_settings_and_temperatures(opened, tmp_path):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from train.train_runs import config_of, job_of, options_of, rows_of, sample
+from train.train_runs import config_of, curve, job_of, options_of, sample, weights_of
 
 from proxpo.gradients import isopo, isopo_ntk, proma
 from proxpo.models import Policy
@@ -257,17 +256,9 @@ def test_responses_that_share_the_pass_of_their_prompt_stay_together(tmp_path):
 # Runs ----------------------------------------------------------------------------------------
 
 
-def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
-
-
 def same_weights(a: Path, b: Path, step: int) -> bool:
     one, other = weights_of(a, step), weights_of(b, step)
     return all(torch.equal(other[name], value) for name, value in one.items())
-
-
-def curve(out: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(out)]
 
 
 def test_auto_is_one_pass_where_everything_fits(tmp_path):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from train.train_runs import job_of, sample
+from train.train_runs import curve, job_of, rows_of, sample, weights_of
 
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
@@ -35,18 +34,6 @@ SMALL = [
 
 def config_of(out: Path, *sets: str, **overrides):
     return load_config(None, [*SMALL, *sets], overrides={"out": str(out), **overrides})
-
-
-def rows_of(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if "time" not in name} for row in rows]
-
-
-def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
 
 
 MARKS = """
@@ -126,7 +113,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(sets, tmp_path):
     train(config_of(broken, *sets, "steps=5"), resume=True)
     expected, found = weights_of(straight, 5), weights_of(broken, 5)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert without_times(rows_of(broken)) == without_times(rows_of(straight))
+    assert curve(broken) == curve(straight)
     assert (broken / "samples.jsonl").read_text() == (straight / "samples.jsonl").read_text()
 
 
@@ -171,14 +158,13 @@ def test_killed_many_times_nothing_is_lost(tmp_path):
     assert run(tmp_path / "killed") == 0
     expected, found = weights_of(tmp_path / "straight", 12), weights_of(tmp_path / "killed", 12)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    straight, killed = rows_of(tmp_path / "straight"), rows_of(tmp_path / "killed")
-    assert without_times(killed) == without_times(straight)
+    assert curve(tmp_path / "killed") == curve(tmp_path / "straight")
 
 
 def test_two_runs_with_one_seed_give_one_curve_and_other_seeds_others(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(config_of(tmp_path / name, "steps=3", method="isopo", seed=seed))
-    a, b, c = (without_times(rows_of(tmp_path / name)) for name in "abc")
+    a, b, c = (curve(tmp_path / name) for name in "abc")
     assert a == b
     assert a != c
 

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from proxpo.train.batch import UpdatePlan, sampled_fields, start_fields
 from proxpo.train.config import load_config
 from proxpo.train.experience import Experience
@@ -47,6 +50,15 @@ def batch_of(job: Job, experience: Experience) -> Batch:
 
 def rows_of(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(out: Path) -> list[dict]:
+    """The rows of a run without times."""
+    return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(out)]
+
+
+def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
 
 
 def sample(job: Job):

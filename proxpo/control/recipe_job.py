@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from proxpo.control.checks import by_step, check_recipe
 from proxpo.control.environments import Environments, Normaliser, read_options

@@ -63,9 +63,9 @@ def descend(optimizer: torch.optim.Optimizer, loss: Float[Tensor, ""]) -> float:
 class Classifier(nn.Module):
     """log p(digit | image) of 8 x 8 images in [-1, 1]."""
 
-    def __init__(self, hidden: int = 64) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, x: Float[Tensor, "row 64"]) -> Float[Tensor, "row 10"]:
         return self.body(x).log_softmax(-1)

@@ -109,8 +109,8 @@ def _accumulation_panel(recipe: Recipe) -> Fields:
 class _Recorder(Updates):
     """`Updates` without a model: every step moves one unit away from the policy that sampled."""
 
-    def __init__(self, recipe: Recipe, *, count: int = 2, parts: int = 1) -> None:
-        self.recipe, self.count, self.parts = recipe, count, parts
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.count, self.parts = recipe, 2, 1
         self.position, self.made = 0.0, 0
         self.tracks: list[tuple[str, list[Point]]] = []
         self.style = "up"

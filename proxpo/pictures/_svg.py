@@ -202,12 +202,10 @@ def _tick(value: Number) -> str:
     return f"{value:g}".replace("-", "−")
 
 
-def same_picture(a: str, b: str, *, tolerance: float = 0.11) -> bool:
+def same_picture(a: str, b: str) -> bool:
     """True if two files differ by rounding errors in their numbers alone."""
     texts, numbers = zip(*(_split(text) for text in (a, b)))
-    return texts[0] == texts[1] and all(
-        abs(x - y) <= tolerance for x, y in zip(*numbers, strict=True)
-    )
+    return texts[0] == texts[1] and all(abs(x - y) <= 0.11 for x, y in zip(*numbers, strict=True))
 
 
 def _split(text: str) -> tuple[list[str], list[float]]:

@@ -19,9 +19,9 @@ from proxpo.runs.files import write_whole
 SEED_SETTINGS = ("seed", "out")  # differ between seeds of one arm
 
 
-def write_comparison(folder: str | Path, *, out: str | Path | None = None) -> Path:
-    """Writes the report of the comparison in `folder` there, or to `out`; the page's path."""
-    return write_report(analyse(read_comparison(folder)), Path(out or folder))
+def write_comparison(folder: str | Path) -> Path:
+    """Writes the report of the comparison in `folder` there; the page's path."""
+    return write_report(analyse(read_comparison(folder)), Path(folder))
 
 
 def write_report(analysis: Analysis, out: Path) -> Path:

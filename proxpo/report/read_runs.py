@@ -44,7 +44,7 @@ def read_comparison(folder: str | Path) -> Comparison:
     )
 
 
-def read_run(path: str | Path, *, name: str = "") -> Run:
+def read_run(path: str | Path) -> Run:
     """A run directory of proxpo, TRL's trainer_state.json (or a folder with one), a verl log."""
     path = Path(path)
     if not path.exists():
@@ -54,10 +54,8 @@ def read_run(path: str | Path, *, name: str = "") -> Run:
     if (path / ADAPTED).is_file() and (path / "config.yaml").is_file():
         raise ProxpoError(f"{path} is a run of proxpo adapt: its report is {path / 'report.html'}")
     if path.is_dir() and any((path / name).exists() for name in ("config.yaml", METRICS)):
-        run = _read_folder(path, shown=str(path))
-    else:
-        run = read_trainer_log(path)
-    return replace(run, name=name) if name else run
+        return _read_folder(path, shown=str(path))
+    return read_trainer_log(path)
 
 
 def _planned(folder: Path, planned: PlannedRun, method: str) -> Run:

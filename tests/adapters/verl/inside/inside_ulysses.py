@@ -19,6 +19,7 @@ from engine_setup import (
 )
 from torch.distributed.tensor import distribute_tensor
 
+import proxpo
 from proxpo.adapters.verl.engine import check_engine_config
 from proxpo.gradients import isopo
 
@@ -78,7 +79,8 @@ def test_models_that_verl_cuts_inside_are_refused():
         offload_policy=False,
         mixed_precision=None,
     )
+    recipe = proxpo.make_recipe("isopo")
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1 for a model with vis"):
-        check_engine_config(model, config)
+        check_engine_config(recipe, model, config)
     del hf_config.vision_config
-    check_engine_config(model, config)
+    check_engine_config(recipe, model, config)

@@ -133,7 +133,7 @@ class Transitions:
 
     def add(self, **row: Tensor) -> None:
         if not self.rows:
-            self.rows = {name: torch.zeros(self.size, *x.shape) for name, x in row.items()}
+            self.rows = {name: x.new_zeros(self.size, *x.shape) for name, x in row.items()}
         for name, x in row.items():
             self.rows[name][self.begun % self.size] = x
         self.begun += 1
@@ -149,7 +149,7 @@ class Transitions:
         self.begun = int(state["begun"])
         self.rows = {}
         for name, x in state["rows"].items():
-            self.rows[name] = torch.zeros(self.size, *x.shape[1:])
+            self.rows[name] = x.new_zeros(self.size, *x.shape[1:])
             self.rows[name][: len(x)] = x
 
 
@@ -200,9 +200,9 @@ class SacJob(OnlineJob):
         self.buffer.add(
             x=x[0],
             drawn=drawn[0],
-            reward=torch.tensor(outcome.reward[0]),
+            reward=x.new_tensor(outcome.reward[0]),
             after=after[0],
-            going=torch.tensor(float(not outcome.terminated[0])),
+            going=x.new_tensor(not outcome.terminated[0]),
         )
         self.steps += 1
 

@@ -9,7 +9,12 @@ import torch
 from proxpo.compose import count, policy_loss
 from proxpo.control.environments import Actions
 from proxpo.control.networks import RecurrentActor, gaussian_logp
-from proxpo.control.stateful import StateActor, optimal_baseline, reinforce_gradient
+from proxpo.control.stateful import (
+    StateActor,
+    Transitions,
+    optimal_baseline,
+    reinforce_gradient,
+)
 from proxpo.settings import make_recipe
 from proxpo.types import Batch, Context, local
 
@@ -155,3 +160,12 @@ def test_sac_draws_have_their_densities() -> None:
     torch.testing.assert_close(drawn.logp_action, expected, rtol=1e-6, atol=1e-6)
     states = torch.distributions.Normal(z, wide[:, 2:]).log_prob(drawn.state).sum(1)
     torch.testing.assert_close(drawn.logp_state, states)
+
+
+def test_the_replay_buffer_keeps_the_precision_of_the_network() -> None:
+    """With model.dtype=float64 a buffer in float32 ended the first update in a traceback."""
+    buffer, again = Transitions(3), Transitions(3)
+    buffer.add(x=torch.tensor([1 / 3], dtype=torch.float64))
+    again.load(buffer.state())
+    for each in (buffer, again):
+        assert float(each.sample(1, torch.Generator())["x"]) == 1 / 3

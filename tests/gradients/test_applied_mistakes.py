@@ -114,6 +114,15 @@ def test_a_hook_on_a_parameter_is_given_the_transformed_gradient(tiny, batch):
     assert_same(actual, want | {"up.weight": 2 * want["up.weight"]})
 
 
+def test_one_row_of_several_is_refused():
+    model, (ids, seq) = hf("qwen3"), padded([6, 6], VOCAB)
+    with isopo().applied(model, sequences=seq, advantages=A[:2]):
+        with torch.no_grad():
+            assert len(model(ids[:1]).logits) == 1
+        with pytest.raises(ProxpoError, match=r"called with one row, and `sequences` has 2"):
+            model(ids[:1])
+
+
 def test_a_failed_check_of_bypassed_parameters_fails_again(batch):
     torch.manual_seed(0)
     model, transform = Raw(raw=True).double(), isopo()

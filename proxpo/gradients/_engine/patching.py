@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -81,6 +81,9 @@ class PatchedModel:
             _refuse(module, clean(name), layer=layer)
             target = TrainedModule(session, module, clean(name), names, module.forward, warn)
             self._forwards.append((module, _switch(target, build(target), layer=layer)))
+        root = bare_model(model)
+        call = dict(self._forwards).get(root, root.forward)
+        self._forwards.append((root, _refusing_one_row(call, session)))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -152,6 +155,25 @@ def _switch(target: TrainedModule, patched: Forward, *, layer: bool) -> Forward:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (uncompiled if torch.compiler.is_compiling() else run)(*args, **kwargs)
+
+    return forward
+
+
+def _refusing_one_row(call: Forward, session: Session) -> Forward:
+    """The model's forward, which refuses one row of several: its layers would repeat that row."""
+
+    @wraps(call)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            shape = tuple(session.shape)
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+            alone = len(shape) == 2 and shape[0] > 1 and all(len(x) == 1 for x in inputs)
+            if alone and any(x.shape[:2] == (1, shape[1]) for x in inputs):
+                raise ProxpoError(
+                    f"gradients.applied: the model is called with one row, and `sequences` has "
+                    f"{shape[0]}; pass all rows in one call, or open a block for each call"
+                )
+        return call(*args, **kwargs)
 
     return forward
 

@@ -283,7 +283,6 @@ def trl_losses() -> str:
     from proxpo.adapters.trl._arguments import LOSS_TYPES
 
     rows = [f"| `{name}` | {_code(text)} |" for name, text in LOSS_TYPES.items()]
-    rows += ["| `vespo` | proxpo has no recipe for it |"]
     return "\n".join(["", "| `loss_type` in TRL | here |", "| --- | --- |", *rows, "", ""])
 
 

@@ -223,9 +223,19 @@ ARXIV = {
         "Nilin Abrahamsen",
     ),
     "2601.10498": Paper("", "Nilin Abrahamsen"),
+    "2602.04879": Paper(
+        "Rethinking the Trust Region in LLM Reinforcement Learning",
+        "Penghui Qi and Xiangxin Zhou and Zichen Liu and Tianyu Pang and Chao Du and Min Lin "
+        "and Wee Sun Lee",
+    ),
     "2602.10609": Paper(
         "Online Causal Kalman Filtering for Stable and Effective Policy Optimization",
         "Shuo He and Lang Feng and Xin Cheng and Lei Feng and Bo An",
+    ),
+    "2602.10693": Paper(
+        "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM "
+        "Training",
+        "Guobin Shen and Chenxiao Zhao and Xiang Cheng and Lei Huang and Xing Yu",
     ),
     "2605.12380": Paper(
         "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training",

@@ -94,6 +94,13 @@ RANGES: Mapping[str, Mapping[str, Range]] = {
         "clip_high": _CLIP,
         "clip_uncertain": _CLIP,
     },
+    "trust.divergence_mask": {"clip_low": _between(0.02, 0.4), "clip_high": _between(0.02, 0.4)},
+    "trust.gamma_weight": {
+        "k_pos": _between(0.5, 5.0),
+        "lambda_pos": _between(0.5, 5.0),
+        "k_neg": _between(0.5, 5.0),
+        "lambda_neg": _between(0.5, 5.0),
+    },
     "trust.soft_gate": {"tau_pos": _between(0.3, 5.0), "tau_neg": _between(0.3, 5.0)},
     "reward.dither": {"scale": _between(0.005, 0.3)},
     "reward.kl_in_reward": {"coef": _between(1e-4, 0.1), "per": _among("sequence")},

@@ -165,6 +165,14 @@ DIFFERENCES: dict[str, Difference] = {
         "at 1 + `clip_high`",
         "eq. 5 of arXiv:2506.13585 (and verl); `absolute=true` gives TRL's",
     ),
+    "trl-vespo-correction": Difference(
+        "TRL 1.16",
+        "`vespo` with vLLM's correction",
+        "multiplies the bounded weights of all tokens into the ratio of the response",
+        "`weights=tis` multiplies the loss",
+        "`ratio.anchor=rollout` takes the response's ratio to the sampler, without bounds; equal "
+        "where no weight meets one",
+    ),
     "trl-sapo-temperature": Difference(
         "TRL 1.16",
         "`sapo` in float64",
@@ -236,9 +244,8 @@ table says, no more and no less. Options in the last column reproduce the other 
 | --- | --- | --- | --- | --- |
 {rows}
 
-Not compared, because proxpo has no such method: verl's `dppo_tv`, `dppo_kl`, `gdpo`, `grpo_passk`,
-`gpg` advantages, `optimal_token_baseline` and `tir_optimal_token_baseline`; TRL's `vespo` and
-`normalize_then_sum`.
+Not compared, because proxpo has no such method: verl's `gdpo`, `grpo_passk`, `gpg` advantages,
+`optimal_token_baseline` and `tir_optimal_token_baseline`; TRL's `normalize_then_sum`.
 
 This page is printed by `python tests/parity/parity_table.py`.
 """

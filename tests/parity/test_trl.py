@@ -76,6 +76,29 @@ def test_sapo_temperatures_are_single_precision_in_trl():
 
 
 @pytest.mark.parametrize("kind", ["plain", "holes"])
+def test_vespo(kind):
+    kernel = trust.gamma_weight(k_pos=0.5, lambda_pos=3.0, k_neg=1.5, lambda_neg=2.0)
+    product = ratios.sequence(normalise=False, limit=20.0)
+    agree(compose(ratio=product, trust=kernel), kind, loss_type="vespo", weight=None)
+
+
+@shows("trl-vespo-correction")
+def test_vespo_corrects_its_ratio_in_trl():
+    kernel = trust.gamma_weight(k_pos=0.5, lambda_pos=3.0, k_neg=1.5, lambda_neg=2.0)
+    product = ratios.sequence(normalise=False, limit=20.0)
+    fields = make_fields()
+    weight = torch.where(fields["mask"], fields["old_logp"] - fields["rollout_logp"], 0.0).exp()
+    value, grad, _ = trl_loss(loss_type="vespo", weight=weight)
+    batch = make_batch(advantages="rows")
+    sampler = ratios.sequence(normalise=False, limit=20.0, anchor="rollout")
+    ours, our_grad, _ = evaluate(compose(ratio=sampler, trust=kernel), batch)
+    close(ours, value)
+    close(our_grad, grad)
+    apart = compose(ratio=product, trust=kernel, weights=(weights.tis(cap=math.inf),))
+    assert abs(evaluate(apart, batch)[0] / value - 1) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["plain", "holes"])
 @pytest.mark.parametrize("level", RATIOS)
 def test_cispo(level, kind):
     recipe = compose(

@@ -52,6 +52,10 @@ ARGUMENTS: dict[str, Any] = {
     "sapo_temperature_pos": 1.2,
     "steps_per_generation": 1,
     "use_bias_correction_kl": True,
+    "vespo_k_neg": 1.5,
+    "vespo_k_pos": 0.5,
+    "vespo_lambda_neg": 2.0,
+    "vespo_lambda_pos": 3.0,
 }
 
 
@@ -80,6 +84,7 @@ def trl_loss(
     trainer: type = GRPOTrainer,
     *,
     anchors: bool = True,
+    weight: Any = "given",
     rows: slice = slice(None),
     **changes,
 ):
@@ -104,6 +109,8 @@ def trl_loss(
         "sampling_per_token_logps": fields["rollout_logp"],
         "importance_sampling_ratio": fields["rollout_logp"].exp(),
     }
+    if not isinstance(weight, str):
+        inputs["importance_sampling_ratio"] = weight
     if anchors:
         inputs["old_per_token_logps"] = fields["old_logp"]
     loss = made._compute_loss(None, inputs)

@@ -38,7 +38,7 @@ _CONTINUOUS = "the generation of transformers"
 _ADAPTIVE = (
     "proxpo has no adaptive entropy bonus; {'regularisers+': 'entropy_bonus'} has a fixed one"
 )
-_VESPO = "proxpo has no recipe for VESPO"
+_VESPO = "it is an option of recipe='vespo'"
 _TIS = "it takes no {'weights+': 'tis'}"
 _TRUNCATED = "out of the loss, not of the group; refused where the group's stages read lengths"
 _SAPO = "it is an option of recipe='sapo'"
@@ -71,10 +71,10 @@ ARGUMENTS = {
     "entropy_target": Argument("none", _ADAPTIVE, 0.5),
     "sapo_temperature_pos": Argument("recipe", _SAPO, 2.0),
     "sapo_temperature_neg": Argument("recipe", _SAPO, 2.0),
-    "vespo_k_pos": Argument("none", _VESPO, 1.0),
-    "vespo_k_neg": Argument("none", _VESPO, 1.0),
-    "vespo_lambda_pos": Argument("none", _VESPO, 1.0),
-    "vespo_lambda_neg": Argument("none", _VESPO, 1.0),
+    "vespo_k_pos": Argument("recipe", _VESPO, 1.0),
+    "vespo_k_neg": Argument("recipe", _VESPO, 1.0),
+    "vespo_lambda_pos": Argument("recipe", _VESPO, 1.0),
+    "vespo_lambda_neg": Argument("recipe", _VESPO, 1.0),
     "vllm_importance_sampling_correction": Argument(
         "recipe", "a recipe with weights=tis corrects, one without says at the start that it does "
         "not; False silences that line and is refused where the recipe corrects", False,
@@ -167,6 +167,7 @@ LOSS_TYPES = {
     "dr_grpo": "recipe='dr-grpo'",
     "cispo": "recipe='cispo' with {'absolute': True} in recipe_options",
     "sapo": "recipe='sapo'",
+    "vespo": "recipe='vespo'",
     "luspo": "recipe='gspo' with {'variant': 'luspo'} in recipe_options",
 }
 
@@ -205,7 +206,8 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
 def suggestion(recipe: Recipe, name: str, args: Any) -> str:
     """The recipe_options that do what an argument of GRPOConfig would do in TRL, as a clause."""
     if name == "loss_type":
-        return f"use {LOSS_TYPES[args.loss_type]}" if args.loss_type in LOSS_TYPES else _VESPO
+        recipe_of = LOSS_TYPES.get(args.loss_type, "")
+        return f"use {recipe_of}" if recipe_of else f"TRL has {', '.join(LOSS_TYPES)}"
     if name == "vllm_importance_sampling_correction":
         return "it has weights=tis"
     for target in _targets(recipe, name, args):
@@ -267,6 +269,8 @@ def _targets(recipe: Recipe, name: str, args: Any) -> list[_Target]:
         high, low = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
         bounds = {"cap": math.inf if high is None else high, "floor": low or 0.0}
         return [_Target("weights", "tis", {"mode": mode, "level": level, **bounds})]
+    if name.startswith("vespo_"):
+        return [_Target("trust", "gamma_weight", {name.removeprefix("vespo_"): value})]
     kept = {"share": value, "normalise": "all", "rule": "quantile"}
     single = {
         "delta": _Target("trust", "ppo_clip", {"cap": value}),
@@ -294,6 +298,10 @@ _METHOD_OPTIONS: dict[str, list[tuple[str, ...]]] = {
     "sapo_temperature_neg": [("tau_neg",)],
     "sapo_temperature_pos": [("tau_pos",)],
     "use_bias_correction_kl": [("kl_ratio_corrected",)],
+    "vespo_k_neg": [("k_neg",)],
+    "vespo_k_pos": [("k_pos",)],
+    "vespo_lambda_neg": [("lambda_neg",)],
+    "vespo_lambda_pos": [("lambda_pos",)],
 }
 
 
@@ -356,7 +364,7 @@ def loss_types(recipe: Recipe) -> tuple[str, ...]:
         "seq_mean_token_sum": ("luspo",),
         "constant_length": ("dr_grpo",),
     }
-    named = {"clipped_weight": ("cispo",), "soft_gate": ("sapo",)}
+    named = {"clipped_weight": ("cispo",), "soft_gate": ("sapo",), "gamma_weight": ("vespo",)}
     if recipe.trust.name == "ppo_clip":
         return by_average.get(recipe.aggregate.name, ())
     return named.get(recipe.trust.name, ())

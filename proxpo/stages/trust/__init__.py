@@ -3,10 +3,16 @@
 from proxpo.stages.trust.asymmetric import asymmetric_clip
 from proxpo.stages.trust.balanced import balanced_clip
 from proxpo.stages.trust.clip import clip_cov, hard_clip, ppo_clip, unclipped
+from proxpo.stages.trust.divergence import divergence_mask
 from proxpo.stages.trust.dynamic import dynamic_clip
 from proxpo.stages.trust.ess import ess, ess_cap, two_anchor_ess_cap
 from proxpo.stages.trust.mixed import mixed_clip
-from proxpo.stages.trust.score import clipped_weight, plain_log_ratio, score_function
+from proxpo.stages.trust.score import (
+    clipped_weight,
+    gamma_weight,
+    plain_log_ratio,
+    score_function,
+)
 from proxpo.stages.trust.soft import soft_gate
 
 __all__ = [
@@ -14,9 +20,11 @@ __all__ = [
     "balanced_clip",
     "clip_cov",
     "clipped_weight",
+    "divergence_mask",
     "dynamic_clip",
     "ess",
     "ess_cap",
+    "gamma_weight",
     "hard_clip",
     "mixed_clip",
     "plain_log_ratio",

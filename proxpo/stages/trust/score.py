@@ -75,6 +75,35 @@ def clipped_weight(
     return surrogate
 
 
+@stage("trust", takes=("ratio",), gives="loss")
+def gamma_weight(
+    *, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
+):
+    """x = -sg[φ(r)]·A·log π, φ(r) = r^k·exp(λ(1-r)). VESPO, arXiv:2602.10693 eq. 20.
+
+    φ(1) = 1; it falls to 0 on both sides of its peak at r = k/λ, smoothly.
+
+    k_pos: k where A >= 0; a larger one weakens r < 1
+    k_neg: k where A < 0
+    lambda_pos: λ where A >= 0; a larger one weakens large r
+    lambda_neg: λ where A < 0
+    """
+    check_numbers(
+        "gamma_weight", "[0, inf)", k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg,
+        lambda_neg=lambda_neg,
+    )  # fmt: skip
+
+    def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
+        r, adv = ratio.detach(), batch.advantages
+        # A tensor among the choices: two plain numbers would be rounded to float32.
+        k = torch.where(adv >= 0, r.new_full((), k_pos), k_neg)
+        lam = torch.where(adv >= 0, r.new_full((), lambda_pos), lambda_neg)
+        weight = (torch.xlogy(k, r) + lam * (1 - r)).exp()  # finite where r^k is not
+        return (-weight * adv) * batch.logp, {"trust/weight": masked_mean(weight, batch.mask)}
+
+    return surrogate
+
+
 @stage("trust", name="log_ratio", takes=("log_ratio",), gives="log_ratio")
 def plain_log_ratio():
     """The log-ratio itself, for losses that compare whole responses."""

@@ -45,6 +45,7 @@ CASES = {
         },
     ),
     "sapo": ("sapo", PLAIN, {}),
+    "vespo": ("vespo", {"eps": 1e-4}, {}),
 }
 
 
@@ -56,7 +57,9 @@ def test_the_loss_curve_is_that_of_trl(case, tmp_path):
     ours.train()
     host = trainer(tmp_path, **OFTEN, **parts, **{"loss_type": case, **theirs})
     host.train()
-    torch.testing.assert_close(losses(ours), losses(host), rtol=1e-6, atol=1e-6)
+    # The weight of a response is an exponential of a sum over its tokens, which amplifies rounding.
+    atol = 1e-5 if case == "vespo" else 1e-6
+    torch.testing.assert_close(losses(ours), losses(host), rtol=1e-6, atol=atol)
     torch.testing.assert_close(seen(ours, "grad_norm"), seen(host, "grad_norm"), rtol=1e-4, atol=0)
     assert len(losses(ours)) == 20
     assert max(map(abs, losses(ours))) > 1e-3

@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
-from trl.trainer.utils import split_tensor_dict
+from trl.trainer.utils import (
+    split_pixel_values_by_grid,
+    split_tensor_dict,
+    unsplit_pixel_values_by_grid,
+)
 
 from proxpo.adapters.trl._generation_batch import GenerationBatch
 from proxpo.adapters.trl._metrics import ClipRecorder
@@ -64,13 +69,18 @@ def groups_over_processes(ranks: AllSum) -> AllSum:
 
 def in_generation_order(inputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Micro-batches of a rollout without TRL's shuffle, so that each holds whole groups."""
-    order = torch.cat([part[ROW] for part in inputs]).argsort()
+    parts = [split_pixel_values_by_grid(part) for part in inputs]  # images: a list, by completion
+    order = torch.cat([part[ROW] for part in parts]).argsort()
 
     def joined(name: str) -> Any:
-        values = [part[name] for part in inputs]
+        values = [part[name] for part in parts]
+        if isinstance(values[0], list):
+            flat = list(chain.from_iterable(values))
+            return [flat[row] for row in order]
         return torch.cat(values)[order] if values[0].dim() else values[0]
 
-    return split_tensor_dict({name: joined(name) for name in inputs[0]}, len(inputs))
+    ordered = split_tensor_dict({name: joined(name) for name in parts[0]}, len(parts))
+    return [unsplit_pixel_values_by_grid(part) for part in ordered]
 
 
 __all__ = [

@@ -8,6 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from trl.trainer.utils import (
+    shuffle_sequence_dict,
+    split_pixel_values_by_grid,
+    split_tensor_dict,
+    unsplit_pixel_values_by_grid,
+)
 from trl_runs import (
     Watched,
     canned,
@@ -24,6 +30,7 @@ from trl_runs import (
 import proxpo
 from proxpo.adapters.trl import ProxpoTrainer
 from proxpo.adapters.trl._generation_batch import trained_tokens
+from proxpo.adapters.trl._optimizer_step import ROW, in_generation_order
 from proxpo.adapters.trl._refusals import PROVIDED, check_evaluated, resolve_recipe
 from proxpo.batch_file import load_batch, saved_steps
 from proxpo.errors import ProxpoError
@@ -372,3 +379,27 @@ def test_the_example(tmp_path):
     example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "trl_isopo.py"))
     run = example["main"](["--steps", "2", "--out", str(tmp_path)])
     assert run.state.global_step == 2
+
+
+def test_images_follow_their_completions_into_whole_groups():
+    """TRL shuffles a rollout and cuts it; images of a completion are rows of their own."""
+    grid = torch.tensor([[1, 2, 1], [1, 1, 1], [1, 3, 1], [1, 1, 2], [1, 1, 1]])
+    images = [1, 2, 0, 2]
+    batch = {
+        "prompt_ids": torch.arange(8).reshape(4, 2),
+        ROW: torch.arange(4),
+        "num_images": images,
+        "image_grid_thw": grid,
+        "pixel_values": torch.arange(18.0).reshape(9, 2),
+        "num_items_in_batch": torch.tensor(8),
+    }
+    torch.manual_seed(1)
+    shuffled = shuffle_sequence_dict(split_pixel_values_by_grid(batch))
+    assert shuffled[ROW].tolist() != [0, 1, 2, 3]
+    parts = [unsplit_pixel_values_by_grid(part) for part in split_tensor_dict(shuffled, 2)]
+    first, second = in_generation_order(parts)
+    assert first["num_images"] + second["num_images"] == images
+    assert [len(first["pixel_values"]), len(second["pixel_values"])] == [6, 3]
+    for name in ("prompt_ids", ROW, "image_grid_thw", "pixel_values"):
+        torch.testing.assert_close(torch.cat([first[name], second[name]]), batch[name])
+    assert first["num_items_in_batch"] == 8

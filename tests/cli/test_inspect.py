@@ -30,6 +30,7 @@ NOTED = {
     "cispo": [INFORMATIVE],
     "clip-cov": [INFORMATIVE],
     "dapo": [INFORMATIVE, "shown with reward.overlong_penalty.max_tokens=20480"],
+    "dppo": ["shown with aggregate.max_tokens=3000"],
     "dr-grpo": ["shown with aggregate.max_tokens=3000"],
     "entropy-80-20": [INFORMATIVE, "shown with reward.overlong_penalty.max_tokens=20480"],
     "isopo": ["shown before gradient=isopo"],

@@ -15,9 +15,9 @@ def dppo(
     a, weight = everywhere(centred(b), b), {}
     for k in tokens(b):
         new, old = math.exp(number(b.logp[k])), math.exp(number(b.old_logp[k]))
-        certain = min(old, 1.0)  # noise may have put it above
-        d = abs(certain - new)
+        d = abs(old - new)
         if kind == "kl":
+            certain = min(old, 1.0)  # noise may have put it above
             d = certain * math.log(old / new)
             d += (1 - certain) * math.log((1 - certain + 1e-8) / (1 - new + 1e-8))
         away = d > high and new > old if a[k] > 0 else d > low and new < old

@@ -90,19 +90,14 @@ def losses() -> dict[str, Case]:
                 kind,
                 config=CLIP,
             ),
-            **{
-                f"dppo_{divergence} {kind}": loss(
-                    f"dppo_{divergence}",
-                    lambda divergence=divergence, low=low, high=high: compose(
-                        trust=trust.divergence_mask(
-                            divergence=divergence, clip_low=low, clip_high=high, weight_cap=1.1
-                        )
-                    ),
-                    kind,
-                    config={"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": 1.1},
-                )
-                for divergence, low, high in (("tv", 0.03, 0.05), ("kl", 0.005, 0.002))
-            },
+            f"dppo_tv {kind}": loss(
+                "dppo_tv",
+                lambda: compose(
+                    trust=trust.divergence_mask(clip_low=0.03, clip_high=0.05, weight_cap=1.1)
+                ),
+                kind,
+                config={"clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "clip_ratio_c": 1.1},
+            ),
             f"gpg {kind}": loss(
                 "gpg", lambda: compose(ratio=ratios.none(), trust=trust.score_function()), kind
             ),

@@ -20,7 +20,7 @@ from proxpo.train.update import update
 from proxpo.types import MANY
 
 COUNT = 30
-SEED = 12  # of a draw that reaches every gradient transform and both losses on whole responses
+SEED = 70  # of a draw that reaches every gradient transform and both losses on whole responses
 SWAPPED = ("advantage", "trust", "ratio", "aggregate", "gradient", "schedule")
 ADDED = ("budget", "reward", "filter", "prune", "weights", "regularisers", "select")
 TINY = ["prompts_per_step=2", "samples_per_prompt=3", "task=calculator", "micro_batch=4"]

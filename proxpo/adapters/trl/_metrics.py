@@ -14,6 +14,7 @@ from proxpo.gradients import Transform
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.stages.trust.score import gamma
 from proxpo.types import Batch, Metrics, Recipe
 
 LENGTHS = {"F": "gradient/fisher", "N": "gradient/norm", "R": "gradient/ratio"}
@@ -60,6 +61,13 @@ class ClipRecorder:
             return {"cispo_clip_ratio": (r > bound) & (adv > 0)}
         return {}
 
+    def kernel(self) -> Float[Tensor, " seq"] | None:
+        """VESPO's weight of each response; None for other recipes."""
+        trust, r, adv = self.recipe.trust, self.ratio, self.advantages
+        if trust.name != "gamma_weight" or r is None or adv is None:
+            return None
+        return gamma(r, adv, **trust.options)[:, 0]
+
     @property
     def by_sequence(self) -> bool:
         """True if a response has one ratio, which TRL counts once."""
@@ -91,6 +99,11 @@ def trl_metrics(
     tokens = mask.sum().float()
     sums = {name: torch.stack([mean.float() * tokens, tokens]) for name, mean in means.items()}
     sums |= {_mean_name(name): share.sums for name, share in shares.items()}
+    kernel = recorder.kernel()
+    if kernel is not None:
+        sums["vespo/phi_seq_mean"] = torch.stack(
+            [kernel.sum().float(), tokens.new_tensor(len(kernel))]
+        )
     if not sums:
         return {}
     reduced = total(torch.stack(list(sums.values())))

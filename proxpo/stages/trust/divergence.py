@@ -42,9 +42,10 @@ def divergence_mask(
     check_numbers("divergence_mask", "[0, inf)", eps=eps)
 
     def distance(ratio: Float[Tensor, "seq tok"], logp: Float[Tensor, "seq tok"]) -> Tensor:
-        pi, mu = logp.exp(), (logp - ratio.log()).exp().clamp(max=1.0)
+        pi, mu = logp.exp(), (logp - ratio.log()).exp()
         if divergence == "tv":
             return (mu - pi).abs()
+        pi, mu = pi.clamp(max=1.0), mu.clamp(max=1.0)  # rounding may have put them above
         return (1 - mu) * ((1 - mu + eps) / (1 - pi + eps)).log() - torch.xlogy(mu, ratio)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:

@@ -88,20 +88,36 @@ def gamma_weight(
     lambda_pos: λ where A >= 0; a larger one weakens large r
     lambda_neg: λ where A < 0
     """
-    check_numbers(
-        "gamma_weight", "[0, inf)", k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg,
-        lambda_neg=lambda_neg,
-    )  # fmt: skip
+    options = {
+        "k_pos": k_pos,
+        "lambda_pos": lambda_pos,
+        "k_neg": k_neg,
+        "lambda_neg": lambda_neg,
+    }
+    check_numbers("gamma_weight", "[0, inf)", **options)
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
-        r, adv = ratio.detach(), batch.advantages
-        # A tensor among the choices: two plain numbers would be rounded to float32.
-        k = torch.where(adv >= 0, r.new_full((), k_pos), k_neg)
-        lam = torch.where(adv >= 0, r.new_full((), lambda_pos), lambda_neg)
-        weight = (torch.xlogy(k, r) + lam * (1 - r)).exp()  # finite where r^k is not
+        adv = batch.advantages
+        weight = gamma(ratio.detach(), adv, **options)
         return (-weight * adv) * batch.logp, {"trust/weight": masked_mean(weight, batch.mask)}
 
     return surrogate
+
+
+def gamma(
+    r: Float[Tensor, "seq tok"],
+    adv: Float[Tensor, "seq tok"],
+    *,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+) -> Float[Tensor, "seq tok"]:
+    """φ(r) = r^k·exp(λ(1-r)), k and λ by the sign of A."""
+    # A tensor among the choices: two plain numbers would be rounded to float32.
+    k = torch.where(adv >= 0, r.new_full((), k_pos), k_neg)
+    lam = torch.where(adv >= 0, r.new_full((), lambda_pos), lambda_neg)
+    return (torch.xlogy(k, r) + lam * (1 - r)).exp()  # finite where r^k is not
 
 
 @stage("trust", name="log_ratio", takes=("log_ratio",), gives="log_ratio")

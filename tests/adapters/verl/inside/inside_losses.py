@@ -200,7 +200,11 @@ def test_verl_s_own_clip(mode, weighted):
         ("geo_mean", "gmpo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.05}),
         ("cispo", "cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
         ("sapo", "sapo", {"tau_pos": 0.5, "tau_neg": 2.0}),
-        ("dppo_tv", "dppo", {"clip_ratio": 0.01, "clip_ratio_c": 1.05}),
+        (
+            "dppo_tv",
+            "dppo",
+            {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02, "clip_ratio_c": 1.05},
+        ),
     ],
 )
 def test_verl_s_clip_settings_reach_the_loss(theirs, slug, settings):

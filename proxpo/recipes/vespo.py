@@ -8,7 +8,7 @@ from proxpo.stages.trust import gamma_weight
 from proxpo.types import Recipe
 
 
-@register("vespo", paper="arXiv:2602.10693", confidence="official code")
+@register("vespo", paper="arXiv:2602.10693", confidence="framework code")
 def vespo(
     *,
     trust: Options = options_of(gamma_weight),

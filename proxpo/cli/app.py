@@ -17,11 +17,13 @@ FLAG = ""  # a flag takes no value: typer would show <bool>
 AsJson = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON and nothing else.")]
 Model = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help="tiny, smollm2, a folder, or a Hugging Face id."),
+    typer.Option("--model", metavar="MODEL", help="tiny, smollm2, a folder, or a Hugging Face id."),
 ]
 Task = Annotated[
     str | None,
-    typer.Option(metavar="TASK", help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file."),
+    typer.Option(
+        "--task", metavar="TASK", help="arithmetic, gsm8k, reasoning-gym:NAME or a .jsonl file."
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of the run.")]
 Resume = Annotated[bool, typer.Option("--resume", metavar=FLAG, help="Continue the run in DIR.")]
@@ -113,6 +115,7 @@ def methods_command(
     stage: Annotated[
         list[str] | None,
         typer.Option(
+            "--stage",
             metavar="STAGE",
             help="Only methods with this stage: a kind (gradient), a name (ppo_clip) or both "
             "(ratio=kalman). May be repeated.",
@@ -174,7 +177,8 @@ def train_command(
         typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a preset: quickstart."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="A method (see proxpo methods).")
+        str | None,
+        typer.Option("--method", metavar="METHOD", help="A method (see proxpo methods)."),
     ] = None,
     model: Model = None,
     task: Task = None,
@@ -331,7 +335,9 @@ def compare_command(
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Config of all runs: a YAML file or a preset."),
+        typer.Option(
+            "--config", metavar="CONFIG", help="Config of all runs: a YAML file or a preset."
+        ),
     ] = None,
     model: Model = None,
     task: Task = None,
@@ -482,6 +488,7 @@ def sparsity_command(
     dtype: Annotated[
         str,
         typer.Option(
+            "--dtype",
             metavar="DTYPE",
             help="bfloat16, float16, float32, float64, or stored: the dtype of the comparison.",
         ),

@@ -4,11 +4,14 @@ import io
 import json
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 from rich.console import Console
+from typer.models import OptionInfo
 
 from proxpo.cli import main, training
+from proxpo.cli.app import app
 
 
 def run(*arguments, **kwargs):
@@ -64,6 +67,15 @@ def test_an_option_that_does_not_exist(words, line, proxpo):
 def test_help_shows_no_value_for_a_flag(proxpo):
     rows = [line.split() for line in proxpo("train", "--help").out.splitlines()]
     assert next(row for row in rows if "--resume" in row)[2] == "Continue"
+
+
+def test_options_are_named_where_their_value_has_the_same_name():
+    # typer 0.27 names an option --MODEL otherwise
+    for command in app.registered_commands:
+        for name, kind in get_type_hints(command.callback, include_extras=True).items():
+            for option in getattr(kind, "__metadata__", ()):
+                if isinstance(option, OptionInfo) and option.metavar == name.upper():
+                    assert option.default == f"--{name}", command.name  # its first argument
 
 
 def test_a_terminal_without_unicode_gets_a_table(monkeypatch):

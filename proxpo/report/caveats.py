@@ -50,10 +50,14 @@ def caveats(analysis: Analysis) -> list[str]:
     lines += _choices_among_fewer(analysis)
     lines += _choices_in_doubt(analysis)
     lines += _choices_at_an_end(analysis)
-    seeds = [pair.difference.seeds for pair in finals]
-    if seeds and max(seeds) < 2:
+    seeds = [pair.difference.seeds for pair in tested]
+    if finals and not tested:
         lines.append("Fewer than two seeds in common: no difference can be tested.")
-    elif seeds and min(seeds) < 5:
+    elif untested := [pair for pair in finals if pair not in tested]:
+        lines.append(
+            f"Nothing is tested between {_pair_names(untested)}: fewer than two seeds in common."
+        )
+    if seeds and min(seeds) < 5:
         lines.append(
             f"With {plural(min(seeds), 'paired seed')} only large and steady differences can be "
             "shown; the bootstrap bands in the figures are too narrow at so few."

@@ -57,6 +57,14 @@ def test_a_steady_difference_is_claimed_and_an_unsteady_one_is_not():
     assert any("a and c" in line for line in caveats(found))
 
 
+def test_an_arm_without_seeds_in_common_does_not_lower_what_the_others_are_said_to_have():
+    runs = [run_of(arm, seed, [0.5, 0.7]) for arm in ("a", "b") for seed in range(5)]
+    alone = run_of("c", 0, [0.5], status="failed", reason="NaN")
+    lines = caveats(compared(*runs, alone))
+    assert "Nothing is tested between a and c; b and c: fewer than two seeds in common." in lines
+    assert not any("paired seed" in line for line in lines)
+
+
 def test_claims_appear_exactly_where_intervals_exclude_zero():
     draw = np.random.default_rng(0)
     runs = [

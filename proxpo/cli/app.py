@@ -291,8 +291,8 @@ def compare_command(
         list[str] | None,
         typer.Argument(
             metavar="METHOD",
-            help="Methods, with settings as in grpo:clip_low=0.4,clip_high=0.4; with --study or "
-            "--confirm the arms of it to run.",
+            help="Methods, with settings as in grpo:clip_low=0.4,clip_high=0.4; with --study its "
+            "arms to run, or others at its settings; with --confirm its arms.",
         ),
     ] = None,
     seeds: Annotated[

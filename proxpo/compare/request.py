@@ -7,7 +7,8 @@ from typing import Any
 
 from proxpo.compare.arms import Axes, Settings, make_arm, places_of, swept_settings
 from proxpo.compare.plan import SCORE
-from proxpo.errors import ProxpoError, resolve
+from proxpo.errors import ProxpoError, fold, resolve
+from proxpo.recipes import methods
 from proxpo.settings import TASK_OPTIONS, parse_setting, parse_value
 from proxpo.train.config import task_name
 
@@ -38,10 +39,23 @@ class Request:
 
 
 def with_arms(request: Request, names: Sequence[str], *, of: str) -> Request:
-    """The comparison with the arms of these names alone, in its own order."""
+    """The comparison with the arms of these names alone, in its own order, then further methods."""
     named = {make_arm(*arm).name: arm for arm in request.arms}
-    wanted = {resolve(name, named, what=f"arm of {of}") for name in names}
-    return replace(request, arms=[arm for name, arm in named.items() if name in wanted])
+    wanted = {known for known in named if fold(known) in map(fold, names)}
+    further = []
+    for name in names:
+        if fold(name) in map(fold, wanted):
+            continue
+        arm = parse_arm(name)
+        if fold(arm[1]) not in map(fold, methods()):
+            resolve(name, [*named, *methods()], what=f"arm of {of}")
+        further.append(arm)
+    notes = [f"{make_arm(*arm).name} is no arm of {of} and has its settings" for arm in further]
+    return replace(
+        request,
+        arms=[*(arm for name, arm in named.items() if name in wanted), *further],
+        notes=(*request.notes, *notes),
+    )
 
 
 def foreign_options(base: Sequence[tuple[str, Any]], later: Sequence[tuple[str, Any]]) -> list[str]:

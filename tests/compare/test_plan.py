@@ -388,6 +388,16 @@ def test_a_part_of_a_study():
     assert [arm.name for arm in make_plan(request).arms] == ["grpo", "isopo p=-1"]
 
 
+def test_a_study_takes_further_methods_at_its_settings():
+    names = ["vespo:k_pos=1", "grpo", "Dr-GRPO"]
+    plan = make_plan(with_arms(read_study("worked-stale"), names, of="study worked-stale"))
+    assert [arm.name for arm in plan.arms] == ["grpo", "vespo k_pos=1", "dr-grpo"]
+    alone = make_plan(with_arms(read_study("worked-stale"), ["grpo"], of="study worked-stale"))
+    assert (plan.base, plan.sweep, plan.seeds) == (alone.base, alone.sweep, alone.seeds)
+    assert "dr-grpo is no arm of study worked-stale and has its settings" in plan.notes
+    assert not any("grpo is no arm" in note for note in alone.notes)
+
+
 def test_a_study_on_another_task_leaves_the_options_of_its_own_out():
     options = CompareOptions(
         study="worked-fresh",

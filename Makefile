@@ -80,7 +80,8 @@ test:
 	PROXPO_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) \
 		$(ENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-# The TRL adapter with other versions of TRL and transformers, each in an environment of its own.
+# The TRL adapter with other versions of TRL and transformers, and the command line with the lowest
+# versions that pyproject.toml allows, each in an environment of its own.
 test-versions: env
 	PYTHONPATH=. $(ENV)/bin/python scripts/other_versions.py
 

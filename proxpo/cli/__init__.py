@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
-from proxpo.errors import ProxpoError
+from proxpo.errors import ProxpoError, resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +43,9 @@ def _run(arguments: list[str]) -> int:
 
     # The base of typer's public error: which click it belongs to depends on typer's version.
     usage_error = cast(type[Exception], typer.BadParameter.__mro__[1])
+    if not arguments[0].startswith("-"):
+        names = [command.name for command in app.registered_commands if command.name]
+        arguments = [resolve(arguments[0], names, what="command"), *arguments[1:]]
     try:
         code = app(arguments, prog_name="proxpo", standalone_mode=False)
         sys.stdout.flush()
@@ -58,7 +61,7 @@ def _run(arguments: list[str]) -> int:
 def _usage(error: Exception) -> str:
     """click's message with the nearest option, or the command to ask for help."""
     context = getattr(error, "ctx", None)
-    if hasattr(error, "possibilities"):  # an option that does not exist
+    if hasattr(error, "option_name") and hasattr(error, "possibilities"):  # no such option
         return _no_such_option(error, context)
     message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     ending = (

@@ -13,7 +13,8 @@ def p4o(*, base: Options = options_of(p3o)) -> Recipe:
         L = (1/n) Σ [ -sg[min(r_b, ESS)]·A·log π + (1 - ESS)·KL(π‖π_mix) ]
         π_mix ∝ (1 - ESS_b)·π_b + (1 - ESS_p)·π_p
 
-    π_b is `old_logp`, π_p is `prox_logp`, the learner at the first step of the epoch.
+    π_b is `old_logp`, π_p is `prox_logp`, the learner at the first step of the epoch. Where that
+    learner drew the rollout itself, at the temperature it trains at, the two are one: P3O.
 
     Departures: none known; the paper reports that it collapses off-temperature where P3O does not.
 

@@ -86,7 +86,8 @@ def test_for_settings_prints_what_was_measured_and_says_where_nothing_was(proxpo
     assert "Made for long by their papers" in long
     both = json.loads(proxpo("methods", "--for", "hot,stale", "--json").out)
     assert both["take"]["hot"] == read_advice().settings["hot"].take
-    assert [fact["take"] for fact in both["together"]] == ["grpo", "cispo", "isopo", "p3o"]
+    found = [fact["take"] for fact in both["together"]]
+    assert found == ["grpo", "vespo", "dppo", "cispo", "isopo", "p3o"]
     code, _, errors = proxpo("methods", "--for", "stail")
     assert code != 0
     assert "unknown setting 'stail'; did you mean 'stale'?" in errors

@@ -231,7 +231,7 @@ def test_extras_targets_and_scripts_exist():
 @pytest.mark.parametrize("page", run_here())
 def test_commands_run(page, folder, capsys):
     for block in blocks(page):
-        named = re.match(r"# (\w+\.\w+)\n", block.text)
+        named = re.match(r"# ([\w-]+\.\w+)\n", block.text)
         if named or block.language == "json":
             (folder / (named[1] if named else "problems.jsonl")).write_text(block.text)
     if page.startswith("docs/results/") and (ROOT / page).with_name("study.yaml").exists():

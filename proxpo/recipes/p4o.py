@@ -14,7 +14,8 @@ def p4o(*, base: Options = options_of(p3o)) -> Recipe:
         π_mix ∝ (1 - ESS_b)·π_b + (1 - ESS_p)·π_p
 
     π_b is `old_logp`, π_p is `prox_logp`, the learner at the first step of the epoch. Where that
-    learner drew the rollout itself, at the temperature it trains at, the two are one: P3O.
+    learner drew the rollout itself, at the temperature it trains at, the two are one: P3O. So it
+    is with one update on each rollout, since π_p is then the policy that is trained.
 
     Departures: none known; the paper reports that it collapses off-temperature where P3O does not.
 

@@ -48,7 +48,7 @@ def run(files: list[str], folder: Path, **env: str) -> list[ElementTree.Element]
 @pytest.mark.parametrize(
     ("files", "env", "least"),
     [
-        (["inside_config.py", "inside_losses.py"], {}, 200),
+        (["inside_config.py", "inside_loading.py", "inside_losses.py"], {}, 200),
         (["inside_engine.py", "inside_ulysses.py"], ENGINE, 40),
     ],
     ids=["losses", "engine"],

@@ -71,6 +71,19 @@ def by_seed(
     return {seed["seed"]: seed[measure] for seed in seeds if seed[measure] is not None}
 
 
+def study_by_seed(
+    parser: argparse.ArgumentParser, text: str, measure: str
+) -> dict[str, dict[int, float]]:
+    """One measure of every arm of a study, by seed; a comma joins the folders of one study."""
+    found: dict[str, dict[int, float]] = {}
+    for place in text.split(","):
+        for name, seeds in read_arms(parser, place).items():
+            if name in found:
+                parser.error(f"arm '{name}' is in {place} and in a folder before it")
+            found[name] = by_seed(parser, place, seeds, measure)
+    return found
+
+
 if __name__ == "__main__":
     with until_reader_leaves():
         main()

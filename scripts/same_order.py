@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 import numpy as np
-from across import by_seed, read_arms
+from across import study_by_seed
 from scipy.stats import rankdata, spearmanr
 
 from proxpo.report.terminal import until_reader_leaves
@@ -56,15 +56,8 @@ def _agreement(first: Sequence[float], second: Sequence[float]) -> float:
 
 def _arms(parser: argparse.ArgumentParser, text: str, measure: str) -> dict[str, np.ndarray]:
     """The measure of every arm of a study, one number a seed; without arms that have none."""
-    found: dict[str, np.ndarray] = {}
-    for place in text.split(","):
-        for name, seeds in read_arms(parser, place).items():
-            if name in found:
-                parser.error(f"arm '{name}' is in {place} and in a folder before it")
-            values = by_seed(parser, place, seeds, measure)
-            if values:
-                found[name] = np.array(list(values.values()))
-    return found
+    arms = study_by_seed(parser, text, measure)
+    return {name: np.array(list(values.values())) for name, values in arms.items() if values}
 
 
 if __name__ == "__main__":

@@ -85,7 +85,32 @@ def test_the_order_of_arms_in_two_comparisons(tmp_path, monkeypatch, capsys):
         assert why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["rank_by.py", "across.py", "same_order.py"])
+def test_all_pairs_of_two_folders_are_corrected_as_those_of_one(tmp_path, monkeypatch, capsys):
+    arms = {"grpo": 0.6, "p3o": 0.5, "isopo p=-1": 0.2}
+    whole = made.comparison(tmp_path / "whole", arms=arms)
+    head = made.comparison(tmp_path / "head", arms={name: arms[name] for name in ("grpo", "p3o")})
+    rest = made.comparison(tmp_path / "rest", arms={"isopo p=-1": 0.2})
+    for folder in (whole, head, rest):
+        summarised(folder)
+
+    def said(*words: object) -> str:
+        across(monkeypatch, *words, script="all_pairs.py")
+        return capsys.readouterr().out
+
+    lines = said(f"{rest},{head}").splitlines()
+    assert lines == said(whole).splitlines()
+    assert lines[-1].startswith("'final' of 3 arms, 3 pairs: ")
+    pair = analyse(read_comparison(whole)).pair("grpo", "isopo p=-1")
+    d = pair.difference.student
+    line = f"grpo - isopo p=-1: {d.mean:+.4f} ({d.low:+.4f} to {d.high:+.4f}), "
+    assert pair.p_holm < 0.05
+    assert line + f"Holm's p {pair.p_holm:.4f}" in lines
+    with pytest.raises(SystemExit):
+        said(rest)
+    assert "no two arms have two seeds in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["rank_by.py", "across.py", "same_order.py", "all_pairs.py"])
 def test_a_reader_that_has_left_ends_a_script_quietly(tmp_path, monkeypatch, script):
     folder = made.comparison(tmp_path / "one", arms={"grpo": 0.6, "p3o": 0.5, "cispo": 0.4})
     summarised(folder)

@@ -64,7 +64,7 @@ function marker(arm, x, y, size = 4, hollow = false) {
     case 4: return shape([[0, 1.2], [1.1, -.85], [-1.1, -.85]]);
     case 5: return shape([[-.4, -1.2], [.4, -1.2], [.4, -.4], [1.2, -.4], [1.2, .4], [.4, .4], [.4, 1.2], [-.4, 1.2], [-.4, .4], [-1.2, .4], [-1.2, -.4], [-.4, -.4]]);
     case 6: return shape([[0, -1.2], [1.15, -.35], [.7, 1], [-.7, 1], [-1.15, -.35]]);
-    default: return shape([[-1.2, -.5], [1.2, -.5], [1.2, .5], [-1.2, .5]]);
+    default: return shape([[-1.2, 0], [.85, -1.1], [.85, 1.1]]);
   }
 }
 const swatch = arm => `<svg width="30" height="12" aria-hidden="true"><path d="M1 6H29" fill="none" stroke="${colour(arm)}" stroke-width="2.2"${dash(arm)}/>${marker(arm, 15, 6, 4)}</svg>`;

@@ -18,7 +18,7 @@ DASHES: tuple[Any, ...] = (
     (0, (0.8, 2)),
     (0, (6, 2, 1.2, 2, 1.2, 2)),
 )
-MARKERS = ("o", "s", "^", "D", "v", "P", "p", "_")
+MARKERS = ("o", "s", "^", "D", "v", "P", "p", "<")
 LOOK: Any = {
     "svg.hashsalt": "proxpo",
     "svg.fonttype": "none",

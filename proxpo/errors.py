@@ -70,8 +70,11 @@ def nearest(name: str, valid: Iterable[str], *, listing: str = "") -> str:
 def resolve(name: str, valid: Iterable[str], *, what: str, listing: str = "") -> str:
     """The valid name that `name` spells, ignoring case and the difference of `-` and `_`."""
     valid = list(valid)
+    if name in valid:
+        return name
+    spelt = fold(name)
     for candidate in valid:
-        if fold(candidate) == fold(name):
+        if fold(candidate) == spelt:
             return candidate
     raise ProxpoError(f"unknown {what} '{name}'{nearest(name, valid, listing=listing)}")
 

@@ -5,6 +5,7 @@ import typing
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -164,14 +165,12 @@ def place(key: str, options: Collection[str]) -> list[str]:
     `options` are the method's own; a kind of stage is a setting of every method.
     """
     own = key in options or key.split(".")[0].rstrip("+") in KINDS
-    known = {path: path.split(".") for path, *_ in leaves(Config)}
-    head = key.split(".")
-    for path in (path for path in known.values() if head[: len(path)] == path):
-        rest = head[len(path) :]
-        if not rest:
-            return path
-        # Inside `recipe` a dot belongs to the key: recipe.ratio.q is the option q of the ratio.
-        return [*path, ".".join(rest)] if path == ["recipe"] else [*path, *rest]
+    known, head = _paths(), key.split(".")
+    for count in range(1, len(head) + 1):
+        if path := known.get(".".join(head[:count])):
+            rest = head[count:]
+            # Inside `recipe` a dot belongs to the key: recipe.ratio.q is the option q of the ratio.
+            return [*path, *([".".join(rest)] if rest and path == ["recipe"] else rest)]
     if len(head) == 1 and head[0] in SECTIONS:
         if "name" in {member.name for member in fields(SECTIONS[head[0]])}:
             return [head[0], "name"]
@@ -181,10 +180,16 @@ def place(key: str, options: Collection[str]) -> list[str]:
         paths = [".".join(path) for path in fitting] + ([f"recipe.{key}"] if own else [])
         raise ProxpoError(f"'{key}' could be {' or '.join(paths)}: write one of them in full")
     if fitting:
-        return fitting[0]
+        return [*fitting[0]]
     if own:
         return ["recipe", key]
     raise ProxpoError(f"unknown setting '{key}'{_hint(key, known, options)}")
+
+
+@cache
+def _paths() -> dict[str, list[str]]:
+    """The words of every setting's path, by the path."""
+    return {path: path.split(".") for path, *_ in leaves(Config)}
 
 
 def _hint(key: str, known: Collection[str], options: Collection[str]) -> str:

@@ -32,11 +32,11 @@ def main() -> None:
         parser.error("no two arms have two seeds in common")
     differences = [_difference(arms[a], arms[b]) for a, b in pairs]
     corrected = holm([difference.p for difference in differences])
-    for (a, b), difference, p in sorted(zip(pairs, differences, corrected), key=lambda row: row[2]):
+    rows = [row for row in zip(pairs, differences, corrected) if row[1].decides]
+    for (a, b), difference, p in sorted(rows, key=lambda row: row[2]):
         d = difference.student
-        if d.low > 0 or d.high < 0:
-            verdict = f"Holm's p {p:.4f}" if p < 0.05 else "not after correction"
-            print(f"{a} - {b}: {d.mean:+.4f} ({d.low:+.4f} to {d.high:+.4f}), {verdict}")
+        verdict = f"Holm's p {p:.4f}" if p < 0.05 else "not after correction"
+        print(f"{a} - {b}: {d.mean:+.4f} ({d.low:+.4f} to {d.high:+.4f}), {verdict}")
     held = sum(p < 0.05 for p in corrected)
     print(f"'{args.measure}' of {len(arms)} arms, {len(pairs)} pairs: {held} hold after correction")
 

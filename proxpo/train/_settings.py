@@ -169,8 +169,9 @@ def place(key: str, options: Collection[str]) -> list[str]:
     for count in range(1, len(head) + 1):
         if path := known.get(".".join(head[:count])):
             rest = head[count:]
-            # Inside `recipe` a dot belongs to the key: recipe.ratio.q is the option q of the ratio.
-            return [*path, *([".".join(rest)] if rest and path == ["recipe"] else rest)]
+            if rest and path == ["recipe"]:  # recipe.ratio.q is the option q of the ratio
+                rest = [".".join(rest)]
+            return [*path, *rest]
     if len(head) == 1 and head[0] in SECTIONS:
         if "name" in {member.name for member in fields(SECTIONS[head[0]])}:
             return [head[0], "name"]

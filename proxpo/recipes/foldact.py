@@ -49,13 +49,14 @@ def foldact(
     made, drop = ppo(**base), chosen["drop"]
     pull = context_consistency(coef=consistency_coef, **consistency) if consistency_coef else None
     anchor = kl_to_ref(coef=kl_coef, clamp="verl") if kl_coef else None
+    held = clip_high if cap is None else min(clip_high, cap - 1)  # the cap comes before the clip
     return made.replace(
         reward=(episode_targets(**discounts),) if critic else (),
         advantage=episode_gae(**discounts, **credit) if critic else group_relative(),
         prune=(segments(**chosen),),
         weights=(separate_means(**weights),),
         ratio=token() if chosen["dropped"] == "skip" else folded(drop=drop),
-        trust=ppo_clip(clip_low=clip_low, clip_high=clip_high, cap=cap),
+        trust=ppo_clip(clip_low=clip_low, clip_high=held, cap=cap),
         regularisers=tuple(stage for stage in (anchor, pull) if stage is not None),
         value=made.value if critic else None,
     )

@@ -211,3 +211,22 @@ def test_refused(option: dict) -> None:
         ProxpoError, match=r"drop is a share|summary must not be negative|every must be 1 or more"
     ):
         method(SLUG, **option)
+
+
+@pytest.mark.checks("foldact", "a cap below 1 + clip_high comes before the clip, for either sign")
+def test_cap_below_the_clip() -> None:
+    """ρ = min(r, cap), then max(-A ρ, -A clip(ρ, 0.8, 1.2)): nothing moves above the cap."""
+    ratios = f64([0.7, 0.9, 1.04, 1.08, 1.15, 1.3])
+    for sign in (1.0, -1.0):
+        batch = crafted(
+            ratios.log()[None].tolist(),
+            [[sign] * 6],
+            summary=[[False] * 6],
+            segment_draw=f64([0.9]),
+        )
+        logp = batch.logp.clone().requires_grad_()
+        loss = proxpo.loss_fn(method(SLUG, **PLAIN, cap=1.06))(batch.replace(logp=logp)).value
+        r = (logp - batch.old_logp).exp().clamp(max=1.06)
+        theirs = torch.max(-sign * r, -sign * r.clamp(0.8, 1.2)).mean()
+        close(loss, theirs)
+        close(*(torch.autograd.grad(x, logp)[0] for x in (loss, theirs)))

@@ -32,7 +32,8 @@ from methods.loops import (
     std,
     z_scores,
 )
-from proxpo import Batch
+from proxpo import Batch, loss_fn, make_recipe
+from proxpo.stages.trust import ppo_clip
 
 
 def grpo_batch(b: Batch) -> torch.Tensor:
@@ -196,3 +197,47 @@ def test_process_rewards_sum_over_the_steps_ahead() -> None:
     )
     a = advantages(method("grpo", process=True, eps=0.0), batch)
     close(a, f64([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.checks("grpo", "ratio_cap has TRL's delta: value and gradient below 1 + clip_high too")
+@pytest.mark.parametrize("delta", [1.01, 1.05, 1.15, 1.3, 4.0])
+def test_cap_below_the_clip_has_the_gradient_of_trl(delta: float) -> None:
+    """L = -min(min(r, δ)·A, clip(r, 1-ε, 1+ε)·A) through autograd, over a grid of ratios."""
+    ratios = torch.linspace(0.5, 1.6, 221, dtype=torch.float64) + 0.0012  # off every bound
+    ratios = torch.cat([ratios, f64([0.8999999, 1.1500001, 5.0])])
+    for sign in (1.0, -1.0):
+        batch = crafted(ratios.log()[None].tolist(), [[sign] * len(ratios)])
+        made = make_recipe("dapo", {"clip_low": 0.1, "clip_high": 0.15, "dual": None})
+        made = made.replace(trust=ppo_clip(clip_low=0.1, clip_high=0.15, cap=delta))
+        logp = batch.logp.clone().requires_grad_()
+        r = (logp - batch.old_logp).exp()
+        theirs = -torch.min(sign * r.clamp(max=delta), sign * r.clamp(0.9, 1.15)).mean()
+        found = loss_fn(made)(batch.replace(logp=logp))
+        close(found.value, theirs)
+        (expected,) = torch.autograd.grad(theirs, logp)
+        (gradient,) = torch.autograd.grad(found.value, logp)
+        close(gradient, expected)
+        inside = (ratios > min(delta, 1.15)) & (ratios < 1.15)
+        assert (gradient[0, inside] != 0).all() if sign < 0 else (gradient[0, inside] == 0).all()
+        close(found.metrics["trust/clipped"], silent_share(ratios, sign, delta))
+
+
+def silent_share(ratios: torch.Tensor, sign: float, delta: float) -> torch.Tensor:
+    """Share of tokens for which the bound of the clip, a constant, is the larger loss."""
+    free, bound = -sign * ratios.clamp(max=delta), -sign * ratios.clamp(0.9, 1.15)
+    return ((bound > free) & ((ratios < 0.9) | (ratios > 1.15))).double().mean()
+
+
+@pytest.mark.checks(
+    "grpo", "a dual ceiling below 1 + clip_high ends the gradient there, as in verl"
+)
+def test_dual_below_the_clip() -> None:
+    ratios = torch.linspace(0.5, 1.6, 111, dtype=torch.float64)
+    batch = crafted(ratios.log()[None].tolist(), [[-1.0] * len(ratios)])
+    logp = batch.logp.clone().requires_grad_()
+    made = make_recipe("dapo", {"clip_low": 0.2, "clip_high": 0.2, "dual": 1.105})
+    loss = loss_fn(made)(batch.replace(logp=logp)).value
+    r = (logp - batch.old_logp).exp()
+    theirs = torch.min(torch.max(r, r.clamp(0.8, 1.2)), torch.full_like(r, 1.105)).mean()
+    close(loss, theirs)
+    close(*(torch.autograd.grad(x, logp)[0] for x in (loss, theirs)))

@@ -146,12 +146,13 @@ def test_kl_is_multiplied_by_the_ratio_in_trl():
     assert abs(plain / value - 1) > 1e-3
 
 
+@pytest.mark.parametrize("delta", [1.02, 1.05, 1.15, 1.3])
 @pytest.mark.parametrize("level", RATIOS)
-def test_two_sided_clip(level):
+def test_two_sided_clip(level, delta):
     recipe = compose(
-        ratio=RATIOS[level](), trust=trust.ppo_clip(clip_low=0.1, clip_high=0.15, cap=1.3)
+        ratio=RATIOS[level](), trust=trust.ppo_clip(clip_low=0.1, clip_high=0.15, cap=delta)
     )
-    agree(recipe, importance_sampling_level=level, delta=1.3)
+    agree(recipe, importance_sampling_level=level, delta=delta)
 
 
 def test_on_policy_without_old_log_probabilities():

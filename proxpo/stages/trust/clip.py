@@ -53,11 +53,11 @@ def ppo_clip(
 
 def clipper(*, low: float, high: float, dual: float | None = None, cap: float | None = None):
     """(ratio, A) -> (x, where the clipped branch is the larger loss)."""
+    if cap is not None and cap <= 1:
+        raise ProxpoError(f"ppo_clip: cap must be above 1, got {cap}")
     if low < 0 or high < 0:
         raise ProxpoError(f"ppo_clip: the clip range must not be negative, got {low} and {high}")
     check_dual(dual, by="ppo_clip")
-    if cap is not None and cap <= 1:
-        raise ProxpoError(f"ppo_clip: cap must be above 1, got {cap}")
 
     def clipped_loss(ratio: Float[Tensor, "seq tok"], adv: Float[Tensor, "seq tok"]) -> Pair:
         return clip_between(ratio, adv, 1 - low, 1 + high, dual=dual, cap=cap)
@@ -79,14 +79,19 @@ def clip_between(
     dual: float | None = None,
     cap: float | None = None,
 ) -> Pair:
-    """max(-A r, -A clip(r, lower, upper)) and where the clip acts; bounds: numbers or tensors."""
+    """max(-A min(r, cap), -A clip(r, lower, upper)) and where the clip acts.
+
+    The bounds are numbers or tensors. Where a cap below the upper bound holds the free branch, the
+    other one leads inside the range, with its gradient: there the clip does not act.
+    """
     gain = -adv
     free = gain * (ratio if cap is None else ratio.clamp(max=cap))
-    # Where the bound is the larger loss the clamp is constant, elsewhere both branches agree
-    # or the free one leads: all the gradient there is flows through `free`.
-    bound = gain * ratio.detach().clamp(lower, upper)
-    clipped = bound > free.detach()
-    x = torch.where(clipped, bound, free)
+    # Without a cap the bound leads only where the clamp is constant: no gradient flows through it.
+    held = (ratio.detach() if cap is None else ratio).clamp(lower, upper)
+    bound = gain * held
+    leads = bound.detach() > free.detach()
+    x = torch.where(leads, bound, free)
+    clipped = leads if cap is None else leads & (held != ratio).detach()
     if dual is not None:
         ceiling = gain * dual
         x = torch.where((gain > 0) & (x.detach() > ceiling), ceiling, x)

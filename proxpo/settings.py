@@ -63,13 +63,11 @@ def apply_swaps(recipe: Recipe, swaps: Iterable[tuple[str, Any]]) -> Recipe:
     for key, value in swaps:
         if "." not in key:
             recipe = _swap(recipe, key, value, swaps)
+    adjusted = _adjusted(recipe, [(key, value) for key, value in swaps if "." in key])
     for key, value in swaps:
         if "." in key:
-            recipe = _adjust(recipe, key, value)
-    for key, value in swaps:
-        if "." in key:
-            _check_acting(recipe, key, value)
-    return check_stages(recipe)
+            _check_acting(adjusted, key, value)
+    return check_stages(adjusted)
 
 
 def at_length(recipe: Recipe, tokens: int | None) -> Recipe:
@@ -329,14 +327,26 @@ def _required(kind: str, name: str, swaps: Swaps) -> dict[str, Any]:
     return {places[fold(key)]: value for key, value in swaps if fold(key) in places}
 
 
-def _adjust(recipe: Recipe, key: str, value: Any) -> Recipe:
-    kind, option = key.split(".")[0], key.split(".")[-1]
-    stage, stages = _named(recipe, key), getattr(recipe, kind)
-    changed = _with_option(stage, option, value)
-    swapped = (
-        tuple(changed if each is stage else each for each in stages) if kind in MANY else changed
-    )
-    return recipe.replace(**{kind: swapped})
+def _adjusted(recipe: Recipe, swaps: Swaps) -> Recipe:
+    """The recipe with options of its stages set: each stage is built once, with all of its own.
+
+    Bounds that are valid together may be invalid one by one.
+    """
+    stages: dict[int, Stage] = {}
+    options: dict[int, dict[str, Any]] = {}
+    for key, value in swaps:
+        stage = _named(recipe, key)
+        stages[id(stage)] = stage
+        options.setdefault(id(stage), {})[_stage_option(stage, key.split(".")[-1])] = value
+    for number, stage in stages.items():
+        changed, members = _with_options(stage, options[number]), getattr(recipe, stage.kind)
+        swapped = (
+            tuple(changed if each is stage else each for each in members)
+            if stage.kind in MANY
+            else changed
+        )
+        recipe = recipe.replace(**{stage.kind: swapped})
+    return recipe
 
 
 def _check_acting(recipe: Recipe, key: str, value: Any) -> None:
@@ -375,12 +385,15 @@ def _named(recipe: Recipe, key: str) -> Stage:
 
 def _at_length(stage: Stage, tokens: int) -> Stage:
     is_open = stage.length is not None and stage.options["max_tokens"] is None
-    return _with_option(stage, "max_tokens", tokens) if is_open else stage
+    return _with_options(stage, {"max_tokens": tokens}) if is_open else stage
 
 
-def _with_option(stage: Stage, option: str, value: Any) -> Stage:
-    option = resolve(option, stage.options, what=f"option of {stage.kind}={stage.name}")
-    return STAGES[stage.kind][stage.name](**{**stage.options, option: value})
+def _with_options(stage: Stage, options: Mapping[str, Any]) -> Stage:
+    return STAGES[stage.kind][stage.name](**{**stage.options, **options})
+
+
+def _stage_option(stage: Stage, option: str) -> str:
+    return resolve(option, stage.options, what=f"option of {stage.kind}={stage.name}")
 
 
 __all__ = [

@@ -1,5 +1,7 @@
 """Recipes from names and settings: from Python, from YAML, from the command line."""
 
+import itertools
+
 import numpy
 import pytest
 import torch
@@ -13,6 +15,7 @@ from proxpo.recipes._registry import METHODS
 from proxpo.settings import make_method, parse_setting
 from proxpo.stages.ratio import kalman
 from proxpo.stages.weights import tis
+from proxpo.types import MANY
 
 
 def from_strings(*texts: str) -> list:
@@ -99,6 +102,53 @@ def test_required_option_of_one_of_many() -> None:
         "grpo", {"regularisers+": "entropy_bonus", "regularisers.entropy_bonus.coef": 1}
     )
     assert made.regularisers[0].options == {"coef": 1.0}
+
+
+TOGETHER = {
+    "reject with k2": ("grpo", "filter", "reject", {"estimator": "k2", "threshold": 0.1}),
+    "a floor above the default cap": ("grpo", "weights", "tis", {"floor": 3.0, "cap": 5.0}),
+    "bounds above the default ones": (
+        "bapo",
+        "trust",
+        "balanced_clip",
+        {"low_from": 0.9, "low_to": 0.95, "high_from": 1.0},
+    ),
+    "covariances above the default range": (
+        "clip-cov",
+        "trust",
+        "clip_cov",
+        {"cov_low": 6.0, "cov_high": 9.0},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("slug", "kind", "name", "options"), TOGETHER.values(), ids=TOGETHER.keys()
+)
+def test_settings_valid_together_are_accepted_in_any_order(
+    slug: str, kind: str, name: str, options: dict
+) -> None:
+    place, sign = (f"{kind}.{name}", "+") if kind in MANY else (kind, "")
+    settings = {f"{kind}{sign}": name} | {f"{place}.{key}": x for key, x in options.items()}
+    for pairs in itertools.permutations(settings.items()):
+        assert make_stage(kind, name, **options) in dict(make_recipe(slug, pairs).stages()).values()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        (
+            "grpo",
+            {"weights+": "tis", "weights.tis.floor": 3.0},
+            "floor must be in [0, cap], got 3.0",
+        ),
+        ("clip-cov", {"trust.cov_low": 6.0}, "cov_low must be below cov_high, got 6.0, 5.0"),
+    ],
+)
+def test_settings_invalid_together_are_refused(name: str, settings: dict, reason: str) -> None:
+    with pytest.raises(proxpo.ProxpoError) as caught:
+        make_recipe(name, settings)
+    assert reason in str(caught.value)
 
 
 def test_values_from_the_command_line() -> None:

@@ -19,6 +19,7 @@ from proxpo.errors import ProxpoError
 from proxpo.fields import find_field
 from proxpo.ops.groups import refreshed
 from proxpo.ops.masked import spread
+from proxpo.ops.metering import free_name
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.settings import make_recipe
@@ -34,6 +35,7 @@ from proxpo.types import (
     Recipe,
     Stage,
     local,
+    memory_name,
     whole,
 )
 
@@ -283,6 +285,7 @@ class _StageRunner:
         self.recipe, self.ctx = recipe, ctx
         self.states = recipe.init_state() if ctx.states is None else ctx.states
         self.metrics: Metrics = {}
+        self.writers: dict[str, Stage] = {}
 
     def __call__(self, place: str, stage: Stage, batch: Batch, *inputs: Tensor) -> Any:
         if stage.active(self.ctx.clock):
@@ -290,7 +293,13 @@ class _StageRunner:
         own = replace(self.ctx, state=self.states.get(place, {}))
         with _full_precision(batch.logp):
             value, metrics = stage.apply(*inputs, batch, own)
-        self.metrics.update(metrics)
+        for name, number in metrics.items():
+            if self.writers.setdefault(name, stage) is stage:  # an average of the critic's as well
+                self.metrics[name] = number
+            else:
+                self.metrics[free_name(name, self.metrics)] = number
+            if stage.update or stage.step:
+                self.metrics[memory_name(place, name)] = number
         return value
 
 

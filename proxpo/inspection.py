@@ -9,6 +9,7 @@ import torch
 from proxpo.compose import Prepared, left_out, makes_targets, policy_loss, prepare
 from proxpo.ops.kl import kl_estimate
 from proxpo.ops.masked import masked_mean
+from proxpo.ops.metering import logged
 from proxpo.ops.shapes import Bool, Float, Tensor
 from proxpo.stages.schedule.clipping_bias import ClippingBias, clipping_bias_of
 from proxpo.stages.trust.ess import ess
@@ -70,7 +71,8 @@ def inspect_batch(recipe: Recipe, batch: Batch, *, name: str = "", seed: int = 0
     ready, (loss, loss_metrics), gradient = token_gradient(recipe, whole, context())
     unpruned = recipe.replace(prune=())
     rated = prepare(unpruned, whole, context()).batch if recipe.prune else ready.batch
-    metrics = {key: float(value) for key, value in {**ready.metrics, **loss_metrics}.items()}
+    shown = logged({**ready.metrics, **loss_metrics})
+    metrics = {key: float(value) for key, value in shown.items()}
     return Inspection(
         method=name or recipe.name,
         recipe=recipe,

@@ -24,6 +24,7 @@ Metrics = dict[str, Tensor]
 PerToken = tuple[Float[Tensor, "seq tok"], Metrics]  # most stages return it
 State = dict[str, Tensor]
 States = Mapping[str, State]
+MEMORY = "memory/"  # before the names of metrics that only a stage's memory reads
 Scope = Literal["batch", "microbatch"]
 Reach = Literal["batch", "microbatch", "rank"]
 
@@ -281,6 +282,24 @@ class Stage:
         return f"{self.name}({shown})"
 
 
+def memory_name(place: str, name: str) -> str:
+    """Name under which a metric of a stage with memory reaches the memory at `place` alone."""
+    return f"{MEMORY}{place}/{name}"
+
+
+def own_metrics(metrics: Metrics, place: str) -> Metrics:
+    """The metrics that the stage at `place` has returned, by the names it gave them.
+
+    Metrics that come from no recipe, without any `memory_name`, are taken as they are.
+    """
+    if not any(name.startswith(MEMORY) for name in metrics):
+        return metrics
+    start = memory_name(place, "")
+    return {
+        name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)
+    }
+
+
 def finite(moved: State, before: State) -> State:
     """The next state of a stage, or the one before if the next holds NaN or infinity."""
     return moved if all(bool(x.isfinite().all()) for x in moved.values()) else before
@@ -337,9 +356,11 @@ class Recipe:
         return {place: stage.init() for place, stage in self.stages() if stage.init is not None}
 
     def update_state(self, states: States, batch: Batch, metrics: Metrics) -> dict[str, State]:
-        """The states after a rollout, from its batch and its metrics."""
+        """The states after a rollout, from its batch and its metrics; each stage gets its own."""
         return {
-            place: finite(stage.update(states[place], batch, metrics), states[place])
+            place: finite(
+                stage.update(states[place], batch, own_metrics(metrics, place)), states[place]
+            )
             if stage.update
             else states[place]
             for place, stage in self.stages()
@@ -352,7 +373,8 @@ class Recipe:
         """The states after one optimizer step; `ctx` has the clock and the sum over ranks."""
         return {
             place: finite(
-                stage.step(batch, metrics, replace(ctx, state=states[place])), states[place]
+                stage.step(batch, own_metrics(metrics, place), replace(ctx, state=states[place])),
+                states[place],
             )
             if stage.step
             else states[place]

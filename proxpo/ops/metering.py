@@ -8,15 +8,23 @@ A metric of `policy_loss` is one of four kinds, and the name or the stage says w
     the rest     means over the valid tokens of the micro-batch: weighted by its share of them
 
 Statistics are weighted like means, which leaves them as they are.
+
+The second stage of a recipe that returns a metric of the same name has it as `name.2`. What the
+memory of a stage reads has a name of its own besides, `memory/PLACE/name`, which is not logged.
 """
 
 import functools
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Container, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from proxpo.ops.shapes import Tensor
-from proxpo.types import Metrics, Recipe
+from proxpo.types import MEMORY, Metrics, Recipe
+
+Value = TypeVar("Value")
 
 LOSSES = ("loss", "loss/value")  # the policy's with all penalties, and the critic's part of it
 
@@ -29,7 +37,7 @@ def combined(
     together = dict(totals)
     for name, value in metrics.items():
         number = value.detach().float()
-        part = number if name in adds or is_largest(name) else share * number
+        part = number if returned_name(name) in adds or is_largest(name) else share * number
         together[name] = joined(name, [totals[name], part]) if name in totals else part
     return together
 
@@ -41,7 +49,26 @@ def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 def is_largest(name: str) -> bool:
     """True if the metric is the largest value of a micro-batch."""
-    return name.endswith("_max")
+    return returned_name(name).endswith("_max")
 
 
-__all__ = ["combined", "joined"]
+def free_name(name: str, taken: Container[str]) -> str:
+    """The name, with the number of the stage behind it where others have taken it."""
+    numbers = itertools.count(2)
+    free = name
+    while free in taken:
+        free = f"{name}.{next(numbers)}"
+    return free
+
+
+def returned_name(name: str) -> str:
+    """The name of a metric as its stage returned it: `filter/rejected` of `filter/rejected.2`."""
+    return re.sub(rf"^{MEMORY}[^/]+/|\.\d+$", "", name)
+
+
+def logged(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """The metrics that a host shows: all but those that only memory reads."""
+    return {name: value for name, value in metrics.items() if not name.startswith(MEMORY)}
+
+
+__all__ = ["combined", "free_name", "joined", "logged"]

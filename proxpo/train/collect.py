@@ -12,6 +12,7 @@ import torch
 
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
+from proxpo.ops.metering import free_name
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.ops.streams import derive, generator, turn_seed
 from proxpo.rewards import Outcome, RewardPool
@@ -179,7 +180,8 @@ def _budget(
     metrics: dict[str, float] = {}
     for stage in collector.recipe.budget:
         budget, numbers = stage.apply(budget, _context(collector, f"budget.{stage.name}", path))
-        metrics |= {name: float(value) for name, value in numbers.items()}
+        for name, value in numbers.items():
+            metrics[free_name(name, metrics)] = float(value)
     samples, most = budget.samples, budget.max_tokens
     if collector.recipe.budget:
         limit = options.max_tokens

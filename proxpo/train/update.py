@@ -21,6 +21,7 @@ import torch
 from proxpo.batch_file import BatchRecorder
 from proxpo.errors import NotFiniteError, ProxpoError
 from proxpo.exact.policy import ActionBatch, FlatPolicy
+from proxpo.ops.metering import logged
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.stages.schedule import Rescale, Updates
@@ -115,7 +116,7 @@ class UpdateRecord:
     batch: BatchRecorder | None = None
 
     def add(self, metrics: Metrics) -> None:
-        for name, value in metrics.items():
+        for name, value in logged(metrics).items():
             self.values[name].append(float(value))
 
     def means(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.backward import backward_pass, policy_term, sums_over_step
 from proxpo.batch_file import BatchRecorder, save_step
 from proxpo.errors import NotFiniteError, ProxpoError, resolve
-from proxpo.ops.metering import combined, joined
+from proxpo.ops.metering import combined, joined, logged
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_ranks
@@ -239,7 +239,7 @@ class ProxpoTrainer(PolicyPasses):
             known = {**fields, "rewards": rewards[here], "group": group}
             self._recorder = BatchRecorder(known) if self._saves_batch() else None
         for rollout in self._rollouts[mode]:
-            for name, value in rollout.metrics.items():
+            for name, value in logged(rollout.metrics).items():
                 self._metrics[mode][f"proxpo/{name}"].append(float(value))
         return output
 
@@ -479,7 +479,7 @@ class ProxpoTrainer(PolicyPasses):
         for name, number in named.items():
             self._metrics[mode][name].append(number)
         share = batch.mask.sum() / step.ctx.counts.tokens.clamp(min=1)
-        step.metrics = combined(recorder.recipe, step.metrics, metrics, share=share)
+        step.metrics = combined(recorder.recipe, step.metrics, logged(metrics), share=share)
         step.done += 1
         if step.done < len(step.inputs) or not step.metrics:
             return

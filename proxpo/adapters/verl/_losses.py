@@ -19,6 +19,7 @@ from proxpo.batch_file import save_step
 from proxpo.compose import policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
+from proxpo.ops.metering import logged
 from proxpo.ops.shapes import Bool, Float, Shaped, Tensor
 from proxpo.recipes import methods
 from proxpo.stages import aggregate
@@ -309,7 +310,7 @@ def verl_metrics(loss: Loss, batch: Batch) -> dict[str, float]:
 
     pg_clipfrac is the share of tokens on which the clip acts, in verl as here.
     """
-    metrics = {f"actor/{name}": float(value) for name, value in loss.metrics.items()}
+    metrics = {f"actor/{name}": float(value) for name, value in logged(loss.metrics).items()}
     if "actor/trust/clipped" in metrics:
         metrics["actor/pg_clipfrac"] = metrics["actor/trust/clipped"]
     if batch.old_logp is not None:

@@ -137,6 +137,11 @@ def watch(
     With `since = {p: p.detach().clone() for p in model.parameters()}`, taken before the last
     optimizer step, `Diagnostics.kl` is that of the step actually made, whatever optimizer made it.
     """
+    if session.head is not None:
+        raise ProxpoError(
+            "watch: scope=head scales responses at the head and has no lengths of single layers to "
+            "measure; watch a transform with scope=layer"
+        )
     result = Diagnostics(actual_step=since is not None) if into is None else into
     inner = session.rule
     session.rule = _Watched(inner, result, since or {})

@@ -172,6 +172,18 @@ class Isopo(LengthRule):
         """U = Σ_i A_i s_i V_i of one parameter."""
         return measure.weighted_by_lengths(self, handle, rows, layout)
 
+    @property
+    def degree(self) -> float:
+        """1 + p + q: F and N grow with the objective, R does not."""
+        return 1.0 + self.p + self.q
+
+    def collect_zeros(self, handle: ParameterHandle) -> None:
+        """Zeros for the lengths in use, one of each sequence."""
+        zeros = torch.zeros_like(handle.session.advantages)
+        for quantity, exponent in zip(self.quantities, self.exponents):
+            if exponent:
+                handle.session.collect(f"{handle.name}/{quantity}", zeros)
+
     def base_weights(self, session: Session) -> Float[Tensor, " row"]:
         """A_i, or A_i / m."""
         mean = self.scale == "mean"
@@ -266,9 +278,9 @@ PRESETS: dict[str, dict[str, float]] = {
 
 def isopo(
     *,
-    p: float = -1.0,
-    q: float = 0.0,
-    r: float = 0.0,
+    p: float | None = None,
+    q: float | None = None,
+    r: float | None = None,
     reg: float = 0.0,
     overlap_reg: float | None = None,
     norm_reg: float | None = None,
@@ -297,7 +309,7 @@ def isopo(
     signs: negative ones normalise. Reference: arXiv:2512.23353.
 
     preset: fisher (p=-1), nearest-npg (r=-2), figure4 (q=-1, r=-2), euclidean (q=-1), reinforce;
-        it sets p, q and r together; other values beside it are refused, defaults are not.
+        it sets p, q and r together, and is refused beside any of them.
     reg: multiple of E[x²] that is added to the square of each length x. E[x²] trails over earlier
         mini-batches.
     history: E[x²] with no earlier mini-batch: the mean of the micro-batch, or each sequence's own
@@ -311,25 +323,23 @@ def isopo(
     scope: "layer" computes s_i in every layer; "head" takes that of the head's weight for the whole
         model, J among the scored tokens: response i's loss is scaled by A_i s_i, and all other
         layers get its plain gradient. Log-probabilities must come from model_logp or token_logp.
-    p: exponent of F, the Fisher length
-    q: exponent of N, the plain length
-    r: exponent of R = F/N
+    p: exponent of F, the Fisher length; None is -1, or what the preset says
+    q: exponent of N, the plain length; None is 0, or what the preset says
+    r: exponent of R = F/N; None is 0, or what the preset says
     eps: added under the root of reg2
     overlap: positions in the overlap set J, or "all"
     sketch: random projections of norm="sketch"
     seed: seed of the random draws
     """
-    check_numbers("isopo", {"p": p, "q": q, "r": r})
-    if preset is not None:
-        chosen = PRESETS[resolve(preset, PRESETS, what="preset of isopo")]
-        exponents = {"p": p, "q": q, "r": r}
-        for name, default in PRESETS["fisher"].items():
-            if exponents[name] not in (default, chosen[name]):
-                raise ProxpoError(
-                    f"isopo: preset={preset} sets {name} to {chosen[name]:g}, so {name}="
-                    f"{exponents[name]:g} has no effect: leave one of them out"
-                )
-        p, q, r = chosen["p"], chosen["q"], chosen["r"]
+    named = {k: x for k, x in {"p": p, "q": q, "r": r}.items() if x is not None}
+    check_numbers("isopo", named)
+    chosen = PRESETS[resolve(preset or "fisher", PRESETS, what="preset of isopo")]
+    for name, exponent in named.items() if preset is not None else ():
+        raise ProxpoError(
+            f"isopo: preset={preset} sets {name} to {chosen[name]:g}, so {name}={exponent:g} "
+            "has no effect: leave one of them out"
+        )
+    p, q, r = ((chosen | named)[name] for name in "pqr")
     own = {"overlap_reg": overlap_reg, "norm_reg": norm_reg, "rel_overlap_reg": rel_overlap_reg}
     strengths = {name: value for name, value in own.items() if value is not None}
     check_numbers("isopo", {"reg": reg, "eps": eps, **strengths}, least=0.0)

@@ -65,6 +65,11 @@ def kernel(G: Float[Tensor, "pos *shape"], seq: Int[Tensor, " pos"]) -> Float[Te
     return V @ V.T
 
 
+def _rounding2(kind: torch.dtype) -> float:
+    """Square of the relative rounding error, with a margin."""
+    return (8 * torch.finfo(kind).eps) ** 2
+
+
 @dataclass(frozen=True)
 class Ntk(KernelRule):
     """The options of `isopo_ntk`, and the weights Ã that they give to the sequences of a layer."""
@@ -84,6 +89,22 @@ class Ntk(KernelRule):
         """U = Σ_i Ã_i V_i of one parameter."""
         return measure.weighted_by_kernel(self, handle, rows, layout)
 
+    @property
+    def degree(self) -> float:
+        """1, and -1 for (K + cI)⁻¹ A itself."""
+        return -1.0 if self.scale == "paper" else 1.0
+
+    def collect_zeros(self, handle: ParameterHandle) -> None:
+        """A kernel with trace 0."""
+        session = handle.session
+        session.collect(f"{handle.name}/trace", session.advantages.new_zeros(()), mean=True)
+
+    def noise(self, rows: AnyGradients, layout: Layout) -> Float[Tensor, ""] | None:
+        """tr K that rounding makes of Σ_t |G_t|² where it cancels: (K + cI)⁻¹ A enlarges it."""
+        if self.scale != "paper":
+            return None
+        return layout.total(rows.squares().sum()) * _rounding2(rows.dtype)
+
     def base_weights(self, session: Session) -> Float[Tensor, " row"]:
         """A_i: the limit of scale="c" for a large c."""
         return session.advantages
@@ -92,17 +113,25 @@ class Ntk(KernelRule):
         self,
         handles: Sequence[ParameterHandle],
         kernels: Float[Tensor, "parameter group member member"],
+        noise: Float[Tensor, " parameter"] | None = None,
     ) -> Float[Tensor, "parameter row"]:
-        """Ã (times c for scale="c"); the mean squared length of the sequences is collected."""
+        """Ã (times c for scale="c"); the mean squared length of the sequences is collected.
+
+        A kernel with a trace below `noise`, or within the rounding of the largest, counts as 0.
+        """
         session = handles[0].session
         keys = [f"{handle.name}/trace" for handle in handles]
         known = [session.averages.get(key) for key in keys]
-        means = None
-        if session.may_be_empty:  # rows of padding have no part in the mean
-            means = kernels.diagonal(dim1=2, dim2=3).sum((1, 2)) / session.count
-        averages = _averages(known, means, kernels.device)
-        weights, own = self.solve(kernels, session.advantages, averages, session.groups)
-        means = own if means is None else means
+        squares = kernels.diagonal(dim1=2, dim2=3).flatten(1)  # |V_i|²
+        if noise is not None:
+            other = session.largest(squares.sum(1)) * _rounding2(squares.dtype)
+            above = squares.sum(1) > torch.maximum(noise.to(other), other)
+            kernels = torch.where(above[:, None, None, None], kernels, 0.0)
+            squares = torch.where(above[:, None], squares, 0.0)
+        # Rows of padding, and those without a trained token, have no part in the mean.
+        means = squares.sum(1) / session.trained((squares > 0).any(0))
+        averages = _averages(known, means)
+        weights = self.solve(kernels, session.advantages, averages, session.groups)
         for handle, key, K, E, mean, w in zip(handles, keys, kernels, known, means, weights):
             handle.done = True
             session.collect(key, mean, mean=True)
@@ -117,41 +146,34 @@ class Ntk(KernelRule):
         self,
         kernels: Float[Tensor, "parameter group member member"],
         advantages: Float[Tensor, " row"],
-        averages: Float[Tensor, " parameter"] | None,
+        averages: Float[Tensor, " parameter"],
         groups: Groups,
-    ) -> tuple[Float[Tensor, "parameter row"], Float[Tensor, " parameter"]]:
-        """Ã (times c) and tr K / m; c is ρ times the average of tr K / m, or times its own."""
+    ) -> Float[Tensor, "parameter row"]:
+        """Ã (times c), c = ρ times the average of tr K / m."""
         A = groups.arranged(advantages).view(groups.count, groups.size)
         fused = measure.fused_kernels() if kernels.is_cuda else None
         if fused is not None and groups.size <= fused.MAX_KERNEL:
             paper, number = self.scale == "paper", len(advantages)
-            solved, means = fused.solve(
-                kernels, A, averages, rho=self.rho, paper=paper, number=number
-            )
+            solved, _ = fused.solve(kernels, A, averages, rho=self.rho, paper=paper, number=number)
         else:
-            means = kernels.diagonal(dim1=2, dim2=3).sum((1, 2)) / len(advantages)
-            c = self.rho * (means if averages is None else averages.to(means)).double()[:, None]
+            c = self.rho * averages.double()[:, None]
             solved = mixed_advantages(kernels, A, c)
             if self.scale == "paper":
                 c = c[..., None]
                 solved = torch.where(c > 0, solved / torch.where(c > 0, c, 1.0), 0.0)
         by_sequence = groups.by_sequence(solved.flatten(1).T).T
-        return by_sequence.to(advantages.dtype), means
+        return by_sequence.to(advantages.dtype)
 
 
 def _averages(
-    known: Sequence[Float[Tensor, ""] | None],
-    means: Float[Tensor, " parameter"] | None,
-    device: torch.device,
-) -> Float[Tensor, " parameter"] | None:
-    """E[tr K / m] of some parameters, their own means where it is not known; None for all so."""
-    if means is None:
-        (E,) = known
-        return None if E is None else E.to(device)[None]  # a restored one may be on the host
+    known: Sequence[Float[Tensor, ""] | None], means: Float[Tensor, " parameter"]
+) -> Float[Tensor, " parameter"]:
+    """E[tr K / m] of some parameters, their own means where it is not known."""
     if not any(E is not None for E in known):
         return means
+    # A restored E may be on the host.
     values = [mean.double() if E is None else E for E, mean in zip(known, means)]
-    return torch.stack(values).to(means)
+    return torch.stack([value.to(means) for value in values])
 
 
 def isopo_ntk(
@@ -168,8 +190,8 @@ def isopo_ntk(
     the damped natural gradient of the layer within the span of the sequences. Reference:
     arXiv:2512.23353, section 3.
 
-    scale: "paper" is U as above; "c" multiplies it by c, which bounds it by REINFORCE (its limit
-        for large c).
+    scale: "paper" is U as above, and 0 for a layer whose gradient is rounding noise beside the
+        largest; "c" multiplies it by c, which bounds it by REINFORCE (its limit for large c).
     group_by: the sequences that interact: the micro-batch, or those of one prompt (pass `groups`
         to `applied`).
 

@@ -79,10 +79,14 @@ class PromaRule:
 
     quantities: ClassVar[tuple[str, ...]] = ()
     overlap: ClassVar[int | None] = None
+    degree: ClassVar[float] = 1.0
 
     def base_weights(self, session: Session) -> Float[Tensor, " row"]:
         """A_i: parameters without a per-sequence gradient accumulate as usual."""
         return session.advantages
+
+    def collect_zeros(self, handle: ParameterHandle) -> None:
+        """Nothing: no length trails."""
 
     def gradient(self, handle: ParameterHandle, rows: AnyGradients, layout: Layout) -> Tensor:
         """This micro-batch's share of R, so that ordinary accumulation in `.grad` gives R."""

@@ -25,9 +25,9 @@ def with_gradient(transform: Stage) -> Recipe:
 @register("isopo", paper="arXiv:2512.23353")
 def isopo(
     *,
-    p: float = -1.0,
-    q: float = 0.0,
-    r: float = 0.0,
+    p: float | None = None,
+    q: float | None = None,
+    r: float | None = None,
     reg: float = 0.0,
     overlap_reg: float | None = None,
     norm_reg: float | None = None,

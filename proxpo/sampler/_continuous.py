@@ -96,7 +96,7 @@ class ContinuousEngine:
         """A response for each prompt."""
         room, device = u.shape[1], u.device
         tokens = torch.zeros(len(u), room + WINDOW, dtype=torch.int64, device=device)
-        logp = torch.zeros(len(u), room + WINDOW, device=device)
+        logp = torch.zeros(len(u), room + WINDOW, dtype=torch.float32, device=device)
         u = nn.functional.pad(u, (0, WINDOW))
         steps = torch.arange(WINDOW, device=device)
         decoder, waiting = self._decoder, self._prepare(prompts, room)

@@ -51,7 +51,7 @@ class Decoder:
         self.length = torch.zeros_like(self.token)
         self.u = torch.zeros(most, WINDOW, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(most, WINDOW, dtype=torch.int64, device=device)
-        self.logp = torch.zeros(most, WINDOW, device=device)
+        self.logp = torch.zeros(most, WINDOW, dtype=torch.float32, device=device)
         self._column = torch.zeros(1, dtype=torch.int64, device=device)
         self._temperature = torch.ones(1, dtype=torch.float64, device=device)
         self._logits = torch.empty(0, device=device)

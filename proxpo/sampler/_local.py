@@ -174,7 +174,7 @@ class Lockstep:
     ) -> Drawn:
         engine, thoughts = self.engine, None
         tokens = torch.zeros(u.shape, dtype=torch.int64, device=u.device)
-        logp = torch.zeros(u.shape, device=u.device)
+        logp = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
         rows = torch.arange(len(u), device=u.device)
         ended = torch.zeros(len(u), dtype=torch.bool, device=u.device)
         distinct, which = _distinct(prompts, u.device)

@@ -143,7 +143,7 @@ class VllmSampler:
     def _tensors(self, answers: list[Any], width: int) -> tuple[Tensor, Tensor]:
         device = self._policy.device
         tokens = torch.full((len(answers), width), self._policy.pad_id)
-        logp = torch.zeros(len(answers), width)
+        logp = torch.zeros(len(answers), width, dtype=torch.float32)
         for row, answer in enumerate(answers):
             ids = list(answer.token_ids)
             scores = [place[token].logprob for token, place in zip(ids, answer.logprobs)]

@@ -83,7 +83,7 @@ def hf(kind: str, **overrides) -> nn.Module:
         config = transformers.Gemma3TextConfig(**common, head_dim=8)
     elif kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(
-            **common, head_dim=8, num_experts=4, moe_intermediate_size=16, **moe
+            **{"num_experts": 4} | common, head_dim=8, moe_intermediate_size=16, **moe
         )
     elif kind == "mixtral":
         config = transformers.MixtralConfig(**common, num_local_experts=4, **moe)

@@ -330,6 +330,8 @@ def test_groups_are_asked_for(tiny, batch):
         (lambda: isopo(history="own"), "history=own has no effect on lengths without reg"),
         (lambda: isopo(history="own", overlap_reg=0.0, reg=1.0), "history=own has no effect"),
         (lambda: isopo(preset="figure4", p=-2.0), "preset=figure4 sets p to 0, so p=-2 has no"),
+        (lambda: isopo(preset="figure4", p=-1.0), "preset=figure4 sets p to 0, so p=-1 has no"),
+        (lambda: isopo(preset="fisher", p=-1.0), "preset=fisher sets p to -1, so p=-1 has no"),
         (lambda: isopo(p="a"), "p must be a finite number, got 'a'"),
         (lambda: isopo(eps=None), "eps must be a finite number >= 0, got None"),
         (lambda: isopo(overlap=True), "overlap must be a count of positions or 'all', got True"),

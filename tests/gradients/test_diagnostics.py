@@ -87,6 +87,19 @@ def test_watching_changes_no_gradient(model, samples, make):
     assert all(torch.isfinite(torch.tensor(v)) for v in observed.metrics(per_layer=True).values())
 
 
+def test_watching_the_head_alone_is_refused(model):
+    index = torch.zeros(1, 2, dtype=torch.long)
+    block = gradients.isopo(scope="head").applied(model, sequences=index, advantages=torch.ones(1))
+    with (
+        pytest.raises(
+            ProxpoError, match=r"watch: scope=head .* watch a transform with scope=layer"
+        ),
+        block as session,
+        watch(session),
+    ):
+        pass
+
+
 def test_rule_comes_back_after_an_error(model):
     transform = gradients.isopo()
     index = torch.zeros(1, 2, dtype=torch.long)

@@ -1,6 +1,7 @@
 """The properties of ISOPO and ISOPO-NTK that their sheets list, on one layer."""
 
 import copy
+import warnings
 
 import pytest
 import slow
@@ -446,6 +447,74 @@ def test_one_sequence_and_no_gradient():
     assert_close(ntk(layer, 0.5, advantages=one), layer.sums()[0] / (1.5 * size), **EXACT)
     for scale in ("c", "paper"):
         assert (ntk(layer, 0.5, scale, one, g=0 * layer.g) == 0).all()
+
+
+class Keys(nn.Module):
+    """Attention without rotary positions: the gradient of the keys' bias is 0 but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, width) for width in (16, 16, 16, 11))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (layer(x)[:, None] for layer in (self.q, self.k, self.v))
+        return self.out(
+            x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        )
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_gradient_of_rounding_errors_is_not_enlarged(kind):
+    torch.manual_seed(0)
+    model = Keys().to(kind)
+    ids, seq = torch.randint(11, (3, 24)), torch.arange(3)[:, None].expand(3, 24)
+    with isopo_ntk(scale="paper").applied(model, sequences=seq, advantages=A):
+        logp = model(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+        (-logp.sum()).backward()
+    sizes = {name: float(p.grad.norm()) for name, p in model.named_parameters()}
+    assert sizes.pop("k.bias") == 0  # 680 in bfloat16 without the bound, 1e7 in float32, 3e15
+    assert all(0.01 < size < 10 for size in sizes.values())
+
+
+def test_a_sequence_without_trained_tokens_does_not_count():
+    """Its prompt has positions, and no gradient: c = ρ E[tr K / m] is that of the others."""
+    layer = Layer([3, 2, 4])
+    g = layer.g * (layer.seq < 2)[:, None]
+    actual = layer.gradient(isopo_ntk(rho=0.5), A, g=g)
+    alone = Layer([3, 2])
+    alone.a, alone.g = layer.a[:5], layer.g[:5]
+    with torch.no_grad():
+        alone.linear.weight.copy_(layer.linear.weight)
+    assert_close(actual, alone.gradient(isopo_ntk(rho=0.5), A[:2]), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("make", "degree"),
+    [
+        (lambda: isopo(p=-1.0), "0"),
+        (lambda: isopo(p=-1.0, q=-1.0), "-1"),
+        (lambda: isopo_ntk(scale="paper"), "-1"),
+        (lambda: isopo(preset="nearest-npg"), None),
+        (isopo_ntk, None),
+    ],
+)
+def test_float16_warns_of_a_scaler(make, degree):
+    """Where the gradient does not grow as the loss that a GradScaler multiplies."""
+    linear, transform = nn.Linear(4, 3), make()
+    seq = torch.arange(2)[:, None].expand(2, 3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with (
+                transform.applied(linear, sequences=seq, advantages=torch.ones(2)),
+                torch.autocast("cpu", torch.float16),
+            ):
+                linear(torch.randn(2, 3, 4)).float().sum().backward()
+    lines = [str(one.message) for one in said if "GradScaler" in str(one.message)]
+    assert len(lines) == (degree is not None)
+    assert all(f"grows as s^{degree}, and" in line for line in lines)
 
 
 def test_groups_do_not_interact():

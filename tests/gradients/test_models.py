@@ -9,6 +9,7 @@ import slow
 import torch
 from models import VOCAB, Tiny, hf, nll, padded
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from proxpo.gradients import Transform, isopo, isopo_ntk
 
@@ -217,3 +218,24 @@ def test_the_forward_does_not_change():
             inside = model(ids).logits
             inside.sum().backward()
         torch.testing.assert_close(inside, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_an_idle_expert_collects_zeros():
+    """E[x²] of an expert is that of all sequences, into however many blocks they are cut."""
+    ids, seq = padded([3, 2, 3], VOCAB)
+    kept = []
+    for cuts in ([[0, 1, 2]], [[0], [1], [2]]):
+        model, transform = hf("qwen3_moe", num_experts=8), isopo(preset="euclidean", reg=1.0)
+        for rows in cuts:
+            number = torch.where(seq[rows] >= 0, torch.arange(len(rows))[:, None], -1)
+            with transform.applied(model, sequences=number, advantages=torch.ones(len(rows))):
+                logits = model(ids[rows]).logits[:, :-1].double()
+                logp = logits.log_softmax(-1).gather(-1, ids[rows][:, 1:, None])[..., 0]
+                (-(logp * (seq[rows][:, 1:] >= 0)).sum()).backward()
+        transform.step()
+        kept.append(transform.state_dict())
+    whole, parts = kept
+    assert whole.keys() == parts.keys()
+    assert any(value == 0 for name, value in whole.items() if "experts" in name)
+    assert any(value > 0 for name, value in whole.items() if "experts" in name)
+    assert_close(whole, parts, rtol=1e-6, atol=1e-12)

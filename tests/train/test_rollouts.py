@@ -59,6 +59,25 @@ def make_policy(name: str = "qwen3", *, ends: int = 4, seed: int = 0) -> Policy:
     return Policy(model, None, list(range(ends)), ends, name, 64)
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_the_default_dtype_changes_nothing(lean):
+    policy = make_policy()
+    request = {"seeds": [1, 2], "max_tokens": 5, "temperature": 1.0}
+
+    def sample():
+        return make_sampler("local", policy, lean=lean).sample([[5, 6], [7]], **request)
+
+    want = sample()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = sample()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got.tokens, want.tokens)
+    assert got.logp.dtype == torch.float32
+    assert torch.equal(got.logp, want.logp)
+
+
 def prompts(rows: int, *, seed: int = 0) -> list[list[int]]:
     """Different lengths, each prompt twice."""
     draws = torch.Generator().manual_seed(seed)

@@ -140,13 +140,19 @@ def _mean_name(name: str) -> str:
     return f"{name}_mean" if name.startswith("clip_ratio/") else name
 
 
-def gradient_lengths(transform: Transform) -> Metrics:
+def gradient_lengths(transform: Transform, *, total: Exchange) -> Metrics:
     """Lengths of the sequences' gradients in an update that a transform has not yet ended.
 
-    Each is the root of the mean square over layers and sequences.
+    Each is the root of the mean square over layers and the sequences of all processes.
+
+    total: the sum over processes
     """
-    squares = transform.averages.waiting()
-    return {name: squares[x].sqrt() for x, name in LENGTHS.items() if x in squares}
+    measured = [x for x in LENGTHS if x in transform.rule.quantities]
+    if not measured:
+        return {}
+    sums = total(transform.averages.waiting(measured))
+    means = dict(zip(measured, sums.unbind()))
+    return {LENGTHS[x]: (s / n).sqrt() for x, (s, n) in means.items() if n > 0}
 
 
 __all__ = ["ClipRecorder", "gradient_lengths", "trl_metrics"]

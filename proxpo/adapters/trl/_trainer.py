@@ -364,9 +364,10 @@ class ProxpoTrainer(PolicyPasses):
                 stacklevel=2,
             )
         self._metrics["train"]["proxpo/skipped"].append(float(self._skipped))
-        for name, value in gradient_lengths(self._transform).items() if finite else ():
-            mean = self.accelerator.reduce(value, reduction="mean")
-            self._metrics["train"][f"proxpo/{name}"].append(mean.item())
+        if finite:
+            total = partial(self.accelerator.reduce, reduction="sum")
+            for name, value in gradient_lengths(self._transform, total=total).items():
+                self._metrics["train"][f"proxpo/{name}"].append(value.item())
         self._transform.step(skipped=not finite)
         if self._skipped >= MOST_SKIPPED:
             raise ProxpoError(

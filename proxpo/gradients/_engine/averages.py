@@ -62,17 +62,15 @@ class Averages:
         """Number of entries that wait for the next `step`."""
         return len(self._pending)
 
-    def waiting(self) -> dict[str, Float[Tensor, ""]]:
-        """Means of the squares that wait, by quantity, over all parameters and sequences."""
+    def waiting(self, quantities: Sequence[str]) -> Float[Tensor, "quantity two"]:
+        """Σ x² of what waits, and its number, over all parameters and sequences; for each quantity.
+
+        To be added over ranks, of which some may have collected nothing.
+        """
         names = list(dict.fromkeys(key for part in self._pending for key in part.keys))
-        if not names:  # a transform that measures no lengths
-            return {}
         totals, counts = self._totals(names)
-        means = {}
-        for quantity in dict.fromkeys(_quantity(name) for name in names):
-            own = [place for place, name in enumerate(names) if _quantity(name) == quantity]
-            means[quantity] = totals[own].sum() / counts[own].sum()
-        return means
+        places = [[i for i, n in enumerate(names) if _quantity(n) == x] for x in quantities]
+        return torch.stack([torch.stack([totals[own].sum(), counts[own].sum()]) for own in places])
 
     def keep(self, entries: int) -> None:
         """Drops all that waits but the first `entries`, see `pending`."""
@@ -145,7 +143,7 @@ def _quantity(key: str) -> str:
 
 def _device() -> torch.device:
     """Device of the process group, for a rank that has collected nothing."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return torch.device("cuda" if _ranks() > 1 and dist.get_backend() == "nccl" else "cpu")
 
 
 def _ranks() -> int:

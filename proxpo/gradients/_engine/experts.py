@@ -141,5 +141,8 @@ def _finish(ctx: Any, place: int, expert: int, rows: AnyGradients, target: Tenso
     module_handle: ModuleHandle = module_handles[expert]
     (own,) = module_handle.handles
     module_handle.handles[own].done = True  # also when no position was routed here
-    for gradient in module_handle.finish(calls[expert], {own: rows}).values():
+    made = module_handle.finish(calls[expert], {own: rows})
+    for gradient in made.values():
         target[expert] = gradient.to(target.dtype)
+    if not made and not module_handle.others(calls[expert]):  # no call has reached this expert
+        module_handle.session.rule.collect_zeros(module_handle.handles[own])

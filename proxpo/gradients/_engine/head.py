@@ -137,6 +137,8 @@ class ScaledResponses:
                 "positions in one call, or open one block per call"
             )
         handle.done = True
+        if tokens.hidden.dtype == torch.float16:
+            handle.session.warn_of_scaler()
         assert isinstance(rule, LengthRule)
         if len(tokens.hidden) and self.scored.layout.count:
             weight = HeadParameter(handle, tokens.hidden)

@@ -321,8 +321,13 @@ class KernelRule(ABC):
         self,
         handles: Sequence[ParameterHandle],
         kernels: Float[Tensor, "parameter group member member"],
+        noise: Float[Tensor, " parameter"] | None = None,
     ) -> Float[Tensor, "parameter row"]:
         """w from K_ij = ⟨V_i, V_j⟩ of some parameters, group by group; records K and weights."""
+
+    @abstractmethod
+    def noise(self, rows: AnyGradients, layout: Layout) -> Float[Tensor, ""] | None:
+        """Trace of a kernel of nothing but rounding errors; None where it may have any."""
 
 
 class _Postponed(NamedTuple):
@@ -332,6 +337,7 @@ class _Postponed(NamedTuple):
     kernel: Float[Tensor, "group member member"]
     rows: Outer | OneHot | None  # None where V is held
     sums: Float[Tensor, "place out"] | None
+    noise: Float[Tensor, ""] | None
 
     @property
     def size(self) -> int:
@@ -353,14 +359,15 @@ def weighted_by_kernel(
     together = session.padded is not None and layout is session.layout and whole
     holds = isinstance(rows, Dense) or not together
     kernel, sums = kernel_matrix(rows, layout, rule.path, groups, holds=holds)
+    noise = rule.noise(rows, layout)
     if together:
         own = None if isinstance(rows, Dense) else rows
-        part = _Postponed(handle, kernel, own, sums)
+        part = _Postponed(handle, kernel, own, sums, noise)
         waiting = session.postpone(part, functools.partial(_finish, rule, session))
         if sum(other.size for other in waiting) > cost.POSTPONED:
             session.finish()
         return None
-    weights = rule.kernel_weights([handle], kernel[None])[0]
+    weights = rule.kernel_weights([handle], kernel[None], None if noise is None else noise[None])[0]
     if sums is not None and layout.alone:
         flat = groups.arranged(weights).to(sums.dtype) @ sums.flatten(1)
         return flat.view(rows.shape)
@@ -370,9 +377,11 @@ def weighted_by_kernel(
 def _finish(rule: KernelRule, session: Session, parts: list[_Postponed]) -> None:
     """Adds Σ_i w_i V_i to the gradients of parameters whose weights are computed together."""
     kernels = torch.stack([part.kernel for part in parts])
-    weights = rule.kernel_weights([part.handle for part in parts], kernels)
+    noises = [part.noise for part in parts if part.noise is not None]
+    noise = torch.stack(noises) if noises else None
+    weights = rule.kernel_weights([part.handle for part in parts], kernels, noise)
     spread: dict[torch.dtype, Tensor] = {}
-    for number, (handle, _, rows, sums) in enumerate(parts):
+    for number, (handle, _, rows, sums, _) in enumerate(parts):
         if rows is None:
             assert sums is not None
             handle.add(session.groups.arranged(weights[number]).to(sums.dtype) @ sums)

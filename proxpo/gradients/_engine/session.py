@@ -1,5 +1,6 @@
 """State of one `applied` block: layout, sampled overlap sets, one handle per parameter."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -22,7 +23,7 @@ from proxpo.gradients._engine.padded_rows import Lengths, PaddedRows, raise_not_
 from proxpo.gradients._engine.position_axes import SequenceShape
 from proxpo.gradients._engine.position_gradients import AnyGradients, joined
 from proxpo.gradients._engine.shard import Shard
-from proxpo.ops.shapes import Float, Int, Tensor
+from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 Observer = Callable[[str, dict[str, Tensor]], None]
 
@@ -54,8 +55,17 @@ class Rule(Protocol):
         """
         ...
 
+    @property
+    def degree(self) -> float:
+        """The k with which the gradient grows as s^k when the objective is multiplied by s."""
+        ...
+
     def base_weights(self, session: "Session") -> Float[Tensor, " row"]:
         """Weights for parameters without a per-sequence gradient: A_i in the scale of the rule."""
+        ...
+
+    def collect_zeros(self, handle: "ParameterHandle") -> None:
+        """Collects the lengths of a parameter that no position has reached (an idle expert)."""
         ...
 
 
@@ -82,6 +92,8 @@ class ParameterHandle:
     def gradient(self, rows: AnyGradients, layout: Layout) -> Tensor | None:
         """The transformed gradient; None where autograd need not wait for it."""
         self.done = True
+        if rows.dtype == torch.float16:
+            self.session.warn_of_scaler()
         return self.session.rule.gradient(self, rows, layout)
 
     @torch.no_grad()
@@ -252,6 +264,7 @@ class Session:
         self.last_input = LastInput()
         self.calls: list[Any] = []  # of compiled layers
         self._filled = 1  # sequences of the block that have a position
+        self._warned = False
         self._drawing = 0  # parameters with a row in the table of overlap sets
 
     def open(
@@ -295,6 +308,8 @@ class Session:
         self._postponed: list[Any] = []
         self._numbers: list[tuple[str, Tensor]] = []
         self._lengths: list[Lengths] = []
+        self._trained: Bool[Tensor, " place"] | None = None
+        self._largest: Float[Tensor, ""] | None = None
         for module_handle in self.module_handles:
             module_handle.reset()
         for handle in self.handles.values():
@@ -406,10 +421,29 @@ class Session:
         """Number of sequences, without those that have no position."""
         return self._filled if self.padded is None else self.padded.count
 
-    @property
-    def may_be_empty(self) -> bool:
-        """True where a sequence of the block may have no position."""
-        return self.padded is not None or self._filled < self.layout.count
+    def warn_of_scaler(self) -> None:
+        """Warns once of a GradScaler, which float16 comes with, where it would change the rate."""
+        degree = self.rule.degree
+        if self._warned or degree == 1:
+            return
+        self._warned = True
+        warnings.warn(
+            "gradients.applied: in float16 a GradScaler multiplies the loss by s, the gradient of "
+            f"this transform grows as s^{degree:g}, and unscaling divides it by s, so that the "
+            "scale changes the update: train in bfloat16, or without a GradScaler",
+            stacklevel=2,
+        )
+
+    def trained(self, reached: Bool[Tensor, " place"]) -> Int[Tensor, ""]:
+        """Number of sequences that have had a gradient in this block, `reached` among them."""
+        self._trained = reached if self._trained is None else self._trained | reached
+        return self._trained.sum().clamp(min=1)
+
+    def largest(self, squares: Float[Tensor, " parameter"]) -> Float[Tensor, ""]:
+        """The largest squared length of this block, `squares` among them."""
+        own = squares.max()
+        self._largest = own if self._largest is None else torch.maximum(self._largest.to(own), own)
+        return self._largest
 
     def collect(self, key: str, squares: Float[Tensor, "*any"], *, mean: bool = False) -> None:
         """Keeps x² of some sequences, or their mean, for the trailing averages."""

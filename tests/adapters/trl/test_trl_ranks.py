@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 from trl_own_loop import EXACT, FUSED, agree, own_gradients
 from trl_ranks import PLANS, RUNS, SETTINGS, WHOLE
-from trl_runs import Gradients, Watched, canned, losses, trainer
+from trl_runs import Gradients, Watched, canned, losses, seen, trainer
 
 import proxpo
 
@@ -66,7 +66,7 @@ def test_two_processes_equal_one(ranks, runs_alone, kind, name):
     run, want = runs_alone[name]
     bounds = ROUNDED.get(kind, (EXACT if run._transform is not None else FUSED,) * 2)
     for rank in range(2):
-        steps, _, lost, state, wrapper = torch.load(
+        steps, _, lost, state, wrapper, lengths = torch.load(
             ranks / f"{kind}-{name}-{rank}.pt", weights_only=True
         )
         assert wrapper.startswith(WRAPPERS[kind])
@@ -75,6 +75,8 @@ def test_two_processes_equal_one(ranks, runs_alone, kind, name):
             agree(found, one, to=bound)
         if rank == 0:
             assert_close(lost, losses(run), rtol=max(1e-6, bounds[1] / 10), atol=1e-7)
+            assert len(lengths) == (2 if run._transform is not None else 0)
+            assert_close(lengths, seen(run, "proxpo/gradient/norm"), rtol=1e-6, atol=0.0)
         if run._transform is not None:
             assert state.keys() == run._transform.state_dict().keys()
 

@@ -147,7 +147,8 @@ def run_all(kind: str, rank: int, folder: Path) -> None:
         run.train()
         state = run._transform.state_dict() if run._transform is not None else {}
         wrapper = type(run.model_wrapped).__name__
-        found = (kept.steps, run.parts, trl_runs.losses(run), state, wrapper)
+        lengths = trl_runs.seen(run, "proxpo/gradient/norm")
+        found = (kept.steps, run.parts, trl_runs.losses(run), state, wrapper, lengths)
         torch.save(found, folder / f"{kind}-{name}-{rank}.pt")
 
 

@@ -3,15 +3,19 @@
 The whole model runs, wrappers included (peft, DDP, FSDP2, torch.compile), only its head is
 replaced for the duration of the call: in place of logits it computes `token_logp`. What a model
 does to its logits after the head (Gemma's soft cap, the scale of Granite or Cohere) is learnt from
-the model itself: along with the result, a few known numbers pass through it.
+the model itself: it is run on a few positions, at the last of which known numbers stand for the
+logits, and must do to all of them what was learnt. It is run so again when its configuration or
+what stands beside its head changes.
 """
 
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -24,6 +28,9 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 # Small ones show a scale, the largest a soft cap, the others that it is nothing else.
 _PROBES = (1.0, -1.0, 8.0, -30.0, 100.0, 1e6)
+_POSITIONS = 4  # of the small call
+_SMALL = 4096  # weights of a module that may be a part of the map
+_PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class _LogitMap:
     scale: float = 1.0
     softcap: float | None = None
 
-    def __call__(self, x: Float[Tensor, " probe"]) -> Float[Tensor, " probe"]:
+    def __call__(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         return (
             x * self.scale if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
         )
@@ -59,14 +66,15 @@ class _HeadReplacement:
 
     def __init__(self) -> None:
         self.logit_map = _LogitMap()
-        self.known = False
+        self.places: list[ref[nn.Module]] = []  # the model, and what may act on its logits
+        self.state: list[Any] = []  # of those, when the map was learnt
         self.result: list[Tensor] = []  # log-probabilities, with entropies on request; or states
         self.request: tuple[nn.Linear, _Request] | None = None
         self.forward = self.score  # one object, so that compiled models see no change
 
     @_disable_dynamo
     def score(self, hidden: Tensor) -> Tensor:
-        """Keeps the result in `self.result`; returns it, with the probes, in place of logits."""
+        """Keeps the result in `self.result`; returns it in place of logits."""
         assert self.request is not None
         head, request = self.request
         if hidden.shape[:-1] != request.targets.shape:
@@ -76,7 +84,7 @@ class _HeadReplacement:
             )
         if request.states:
             self.result = [hidden[request.mask]]
-            return self._with_probes(hidden[..., 0])
+            return hidden[..., :1]
         scored: Any = token_logp(  # type: ignore[call-overload]
             hidden,
             head.weight,
@@ -89,15 +97,7 @@ class _HeadReplacement:
             chunk=request.chunk,
         )
         self.result = list(scored) if request.entropy else [scored]
-        return self._with_probes(self.result[0])
-
-    def _with_probes(self, x: Float[Tensor, "seq pos"]) -> Float[Tensor, "seq pos _"]:
-        """The head's output: x, and the probes while the map after the head is unknown."""
-        if self.known:
-            return x[..., None]
-        dtype = torch.float32 if x.device.type == "mps" else torch.float64
-        probes = torch.tensor(_PROBES, dtype=dtype, device=x.device).expand(*x.shape, -1)
-        return torch.cat([x[..., None], probes], dim=-1)
+        return self.result[0][..., None]
 
     @contextmanager
     def installed(self, head: nn.Linear, request: _Request) -> Iterator[None]:
@@ -106,16 +106,24 @@ class _HeadReplacement:
                 "model_logp: the model is in another call of model_logp or model_states, of another"
                 " thread or of its own forward; make one call after the other"
             )
-        own = vars(head).get("forward")
         self.request, self.result = (head, request), []
-        vars(head)["forward"] = self.forward
         try:
-            yield
+            with _with_forward(head, self.forward):
+                yield
         finally:
             self.request = None
-            del vars(head)["forward"]
-            if own is not None:
-                vars(head)["forward"] = own
+
+
+@contextmanager
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
 
 
 _REPLACEMENTS: WeakKeyDictionary[nn.Module, _HeadReplacement] = WeakKeyDictionary()
@@ -194,29 +202,11 @@ def model_states(
 def _run(
     model: nn.Module, input_ids: Tensor, inputs: dict[str, Any], request: _Request
 ) -> tuple[Tensor, nn.Linear, _HeadReplacement]:
-    """Calls the model: its output in place of logits, the head it used and that one's replacement.
-
-    Once more in the first call of a model whose map after the head is not the one assumed.
-    """
+    """Calls the model: its output in place of logits, its head and that one's replacement."""
     bare = bare_model(model)
     heads = _linear_heads(bare)
     replacements = [_REPLACEMENTS.setdefault(head, _HeadReplacement()) for head in heads]
-    output, number = _call(model, input_ids, inputs, heads, replacements, request)
-    known, name = replacements[number].known, type(bare).__name__
-    if not known and not _learn(replacements[number], output, model=name) and not request.states:
-        output, number = _call(model, input_ids, inputs, heads, replacements, request)
-    return output, heads[number], replacements[number]
-
-
-def _call(
-    model: nn.Module,
-    input_ids: Tensor,
-    inputs: dict[str, Any],
-    heads: list[nn.Linear],
-    replacements: list[_HeadReplacement],
-    request: _Request,
-) -> tuple[Tensor, int]:
-    """Calls the model once; returns its output in place of logits, and the number of its head."""
+    _learn_maps(bare, heads, replacements, input_ids, inputs)
     with ExitStack() as stack:
         for replacement, head in zip(replacements, heads):
             stack.enter_context(replacement.installed(head, request))
@@ -225,22 +215,180 @@ def _call(
     if len(used) != 1:
         name = type(model).__name__
         raise ProxpoError(f"model_logp: {name} called {len(used)} output layers, expected one")
-    return (output.logits if hasattr(output, "logits") else output[0]), used[0]
+    return _logits(output), heads[used[0]], replacements[used[0]]
 
 
-def _learn(replacement: _HeadReplacement, output: Tensor, *, model: str) -> bool:
-    """Reads the map after the head off the probes; True if it is the one assumed."""
-    sent = torch.tensor(_PROBES, dtype=torch.float64)
-    got = output.detach()[0, 0, 1:].double().cpu()
+def _logits(output: Any) -> Tensor:
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+def _learn_maps(
+    bare: nn.Module,
+    heads: list[nn.Linear],
+    replacements: list[_HeadReplacement],
+    input_ids: Tensor,
+    inputs: dict[str, Any],
+) -> None:
+    """Learns and verifies the map after the head, unless the model is as it was then."""
+    first = replacements[0]
+    known = bool(first.places) and first.places[0]() is bare
+    if (known and first.state == _state(first.places)) or first.request is not None:
+        return  # as it was then; or in another call, which this one refuses
+    seen: list[tuple[Tensor, Tensor]] = []
+    for ids, others in _few_positions(bare, input_ids, inputs):
+        seen.clear()
+        try:
+            output = _small_call(bare, heads, ids, others, seen)
+            break
+        except ProxpoError:
+            raise
+        except Exception:  # any code may run: a model that wants all its inputs gets them
+            if others is inputs:
+                raise
+    if len(seen) != 1 or seen[0][0].shape[:-1] != ids.shape:
+        return  # the call itself names what is wrong
+    learnt = _learn(*seen[0], output, model=type(bare).__name__)
+    for replacement in replacements:
+        replacement.logit_map = learnt
+    first.places = [ref(bare), *map(ref, _beside(bare, heads))]
+    first.state = _state(first.places)
+
+
+def _few_positions(
+    bare: nn.Module, ids: Tensor, inputs: dict[str, Any]
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Inputs of a small call: some tokens of the last row alone; then the inputs as they are."""
+    length = ids.shape[1]
+    places = torch.linspace(0, length - 1, min(_POSITIONS, length)).long()
+    few = ids[-1:, length - len(places) :]
+    named = "position_ids" in inspect.signature(bare.forward).parameters
+    yield few, ({"position_ids": places[None].to(ids.device)} if named else {})
+    yield ids, inputs
+
+
+def _small_call(
+    bare: nn.Module,
+    heads: list[nn.Linear],
+    ids: Tensor,
+    inputs: dict[str, Any],
+    seen: list[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """The model's logits; `seen` gets what came out of its head and was given on in its place.
+
+    Without gradient up to the head and with it behind, so that a map with trained parameters
+    shows; in eval mode and with the random state put back, so that the call leaves no trace.
+    """
+
+    def head_output(head: nn.Linear, hidden: Tensor) -> Tensor:
+        z = nn.Linear.forward(head, hidden)
+        z = z.float() if z.device.type == "mps" else z.double()
+        given = z.clone()
+        probes = z.new_tensor(_PROBES).repeat(-(-z.shape[-1] // len(_PROBES)))
+        given[..., -1, :] = probes[: z.shape[-1]]
+        seen.append((z, given))
+        torch.set_grad_enabled(True)
+        return given.clone()
+
+    modes = [(module, module.training) for module in bare.modules() if module.training]
+    devices = [ids.device] if ids.device.type == "cuda" else []
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # a compiled model would be compiled for this call
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for head in heads:
+            stack.enter_context(_with_forward(head, partial(head_output, head)))
+        for module, _ in modes:
+            module.training = False
+        try:
+            return _logits(bare(input_ids=ids.clone(), use_cache=False, **inputs))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _learn(own: Tensor, given: Tensor, output: Tensor, *, model: str) -> _LogitMap:
+    """Reads the map after the head off the probes, and refuses a model that does anything else."""
+    if output.requires_grad:
+        raise ProxpoError(
+            f"model_logp: {model} trains what follows its head, which gets no gradient here; "
+            "freeze it with requires_grad_(False), or use token_logp on its hidden states"
+        )
+    way = "; use token_logp on its hidden states"
+    if output.shape != given.shape:
+        raise ProxpoError(
+            f"model_logp: {model} changes its logits after the head from {given.shape[-1]} tokens "
+            f"to {list(output.shape)}{way}"
+        )
+    sent = torch.tensor(_PROBES, dtype=torch.float64)[: given.shape[-1]]
+    got = output[..., -1, : len(_PROBES)].flatten(0, -2)[0].detach().double().cpu()
     scaled, capped = _LogitMap(scale=float(got[0])), _LogitMap(softcap=float(got[-1]))
-    for guess in (replacement.logit_map, scaled, capped):
+    for guess in (_LogitMap(), scaled, capped):
         if (guess.softcap or guess.scale) > 0 and torch.allclose(guess(sent), got, rtol=1e-5):
-            assumed, replacement.logit_map, replacement.known = replacement.logit_map, guess, True
-            return guess == assumed
-    raise ProxpoError(
-        f"model_logp: {model} changes its logits after the head by more than a scale or a soft cap"
-        f" ({_PROBES} became {got.tolist()}); use token_logp on its hidden states"
-    )
+            break
+    else:
+        raise ProxpoError(
+            f"model_logp: {model} changes its logits after the head by more than a scale or a soft "
+            f"cap ({_PROBES} became {got.tolist()}){way}"
+        )
+    wrong = ~torch.isclose(output.detach().to(given), guess(given), rtol=1e-4, atol=1e-5)
+    if bool(wrong.any()):
+        row, token = wrong.flatten(0, -2).nonzero()[0].tolist()
+        raise ProxpoError(
+            f"model_logp: {model} changes its logits after the head by more than a scale or a soft "
+            f"cap: that of token {token} at position {row} is"
+            f" {float(output.flatten(0, -2)[row, token]):g} in place of"
+            f" {float(guess(given).flatten(0, -2)[row, token]):g}{way}"
+        )
+    return guess
+
+
+def _beside(bare: nn.Module, heads: list[nn.Linear]) -> list[nn.Module]:
+    """Modules that may act on the logits: those above the head, and small ones beside it."""
+    own = set(map(id, heads))
+    above = [m for m in bare.modules() if id(m) not in own and own & set(map(id, m.modules()))]
+    small = [
+        part
+        for module in above
+        for child in module.children()
+        if not own & {id(part) for part in child.modules()}
+        and sum(p.numel() for p in child.parameters()) <= _SMALL
+        for part in child.modules()
+    ]
+    return [*above, *small]
+
+
+def _state(places: list[ref[nn.Module]]) -> list[Any]:
+    """The numbers and words among the attributes of modules and configurations, and their tensors.
+
+    Read in every call: no value comes from the device.
+    """
+    state: list[Any] = []
+    for place in places[1:]:
+        attributes = vars(place())  # alive: the model is the first of them
+        config = attributes.get("config")
+        for owner in (attributes, *_configs(config)):
+            # Without names: an attribute more or less shows too. A mode changes in every step.
+            state += [
+                value
+                for name, value in owner.items()
+                if type(value) in _PLAIN and name != "training"
+            ]
+        for tensors in (attributes["_parameters"], attributes["_buffers"]):
+            state += [(id(x), x._version) for x in tensors.values() if x is not None]
+        state += map(id, attributes["_modules"].values())
+    return state
+
+
+def _configs(config: Any) -> Iterator[dict[str, Any]]:
+    """The configuration of a model and that of its language model, as dicts."""
+    if config is None or not hasattr(config, "__dict__"):
+        return
+    yield vars(config)
+    for inner in vars(config).values():
+        if hasattr(inner, "to_diff_dict"):
+            yield vars(inner)
 
 
 def _align(x: Tensor, output: Tensor, mask: Tensor) -> Tensor:

@@ -262,6 +262,96 @@ def test_models_that_do_something_else_are_refused(after, message):
         model_logp(Odd(after).double(), rollout.ids, rollout.mask)
 
 
+class Behind(Odd):
+    """A model with something of its own behind the head, which a test may change."""
+
+    def __init__(self, after) -> None:
+        super().__init__(after)
+        self.softcap, self.scale = None, nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.config = transformers.LlamaConfig()
+
+
+def forbidden(m, h):
+    z = m.head(h).clone()
+    z[..., 7] = -torch.inf
+    return z
+
+
+def by_position(m, h):
+    return m.head(h) * torch.arange(1, h.shape[1] + 1)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (lambda m, h: m.head(h)[..., :40], r"after the head from 50 tokens to \[1, 4, 40\]"),
+        (forbidden, "that of token 7 at position 0 is -inf in place of"),
+        (by_position, "by more than a scale or a soft cap: that of token 0 at position 0"),
+        (lambda m, h: m.head(h) * m.head.bias.mean() ** 2, "Behind trains what follows its head"),
+    ],
+)
+def test_maps_of_another_kind_are_refused(after, message):
+    """Their known numbers would pass where these are sent through alone, or at one position."""
+    model, rollout = Behind(after).double(), Rollout()
+    with pytest.raises(ProxpoError, match=message):
+        model_logp(model, rollout.ids, rollout.mask)
+
+
+def test_a_vocabulary_cut_off_behind_the_head_is_refused():
+    text = {
+        **SMALL, "head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8, "unpadded_vocab_size": 40,
+    }  # fmt: skip
+    config = transformers.InklingTextConfig(**text)
+    model, rollout = transformers.InklingForCausalLM(config), Rollout()
+    assert model(rollout.ids).logits.shape[-1] == 40
+    with pytest.raises(ProxpoError, match="after the head from 50 tokens to"):
+        rollout.fused(model)
+
+
+def test_a_map_that_changes_is_learnt_again():
+    def after(m, h):
+        z = m.head(h) * m.scale
+        z = z if m.softcap is None else torch.tanh(z / m.softcap) * m.softcap
+        return z if m.config.pad_token_id is None else z * m.config.pad_token_id
+
+    def check():
+        z = model(rollout.ids, use_cache=False)[0][:, PROMPT - 1 : -1]
+        want = z.log_softmax(-1).gather(-1, rollout.ids[:, PROMPT:, None])[..., 0] * rollout.mask
+        assert_close(model_logp(model, rollout.ids, rollout.mask), want, rtol=0, atol=1e-10)
+
+    model, rollout = Behind(after).double(), Rollout()
+    check()
+    with torch.no_grad():
+        model.scale.mul_(3)
+    check()
+    model.config.pad_token_id = 2
+    check()
+    model.config.pad_token_id = None
+    model.scale, model.softcap = nn.Parameter(model.scale / 6, requires_grad=False), 0.3
+    check()
+    model.after = forbidden
+    check_again = pytest.raises(ProxpoError, match="token 7")
+    model.softcap = 0.4
+    with check_again:
+        check()
+
+
+def test_the_small_call_leaves_no_trace():
+    """Not in the random state, the modes of modules, or counters: eval and back."""
+    model, rollout = build("gpt2"), Rollout()
+    model.train().transformer.h[0].eval()
+    modes, calls = [m.training for m in model.modules()], []
+    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    state = torch.get_rng_state()
+    for _ in range(3):
+        rollout.fused(model)
+    assert len(calls) == 4  # the first has a small one before it
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == modes
+    assert torch.is_grad_enabled()
+
+
 def test_tuples_instead_of_outputs():
     rollout, model = Rollout(), Odd(lambda m, h: m.head(h) * 3.0).double()
     z = model(rollout.ids, use_cache=False)[0][:, PROMPT - 1 : -1]

@@ -446,3 +446,57 @@ def test_a_layer_applied_to_a_constant_keeps_its_shape_and_is_refused_with_the_r
         isopo().applied(model, sequences=seq, advantages=A),
     ):
         nll(model(ids), ids, seq).sum().backward()
+
+
+class Rotation(nn.Module):
+    """x exp(W): run again in the backward pass, with what a test changes meanwhile."""
+
+    def __init__(self, change: str = "") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) / 4)
+        self.change, self.scale, self.calls = change, 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.change == "counter"
+        if self.change == "training" and not self.training:
+            x = 2 * x
+        return (1 + self.calls) * self.scale * x @ torch.matrix_exp(self.weight)
+
+
+@pytest.mark.parametrize("change", ["", "training", "attribute", "input", "counter", "elsewhere"])
+def test_a_module_that_is_run_again_sees_the_state_of_its_first_run(change):
+    """Otherwise the gradient is that of another function: refused by the module's name."""
+    model, kept = made(Rotation(change)), []
+    if change == "input":
+        model.middle.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0].detach()))
+    ids, seq = padded(LENGTHS, 13)
+
+    def run():
+        with isopo(overlap="all").applied(model, sequences=seq, advantages=A):
+            loss = nll(model(ids), ids, seq).sum()
+            model.middle.scale = 3.0 if change == "attribute" else 1.0
+            model.embed.training = change != "elsewhere"
+            model.middle.training = change != "training"
+            for x in kept:
+                x.mul_(2)
+            loss.backward()
+
+    if change in ("", "elsewhere"):
+        run()
+        return
+    reason = r"middle \(Rotation: weight\) has no per-sequence form, and gave other outputs when"
+    with pytest.raises(ProxpoError, match=reason):
+        run()
+
+
+def test_a_product_is_followed_without_a_second_run():
+    class Product(Rotation):
+        def forward(self, x):
+            self.calls += 1
+            return x @ self.weight
+
+    model = made(Product())
+    ids, seq = padded(LENGTHS, 13)
+    with isopo().applied(model, sequences=seq, advantages=A):
+        nll(model(ids), ids, seq).sum().backward()
+    assert model.middle.calls == 1

@@ -21,7 +21,7 @@ from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 _ENTRIES = 4096
 # Rounding of a sum, relative to its terms, with a margin of about ten.
-_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @runtime_checkable
@@ -76,9 +76,9 @@ class Audit:
             return
         if sent.whole is not None:
             # A second reference to it would keep autograd from adding the others in place.
-            sent.parts.append(_some(sent.whole))
+            sent.parts.append(some_entries(sent.whole))
             sent.whole = None
-        sent.parts.append(_some(gradient))
+        sent.parts.append(some_entries(gradient))
 
     def _receive(self, key: int, gradient: Tensor | None) -> None:
         if gradient is None:  # while another call of the module is still to come
@@ -87,8 +87,8 @@ class Audit:
         if sent is None:
             self._unsent.add(key)
         elif sent.whole is not gradient and not capturing():
-            parts = sent.parts if sent.whole is None else [_some(sent.whole)]
-            self._compared.append((key, _differ(_some(gradient), parts, gradient.dtype)))
+            parts = sent.parts if sent.whole is None else [some_entries(sent.whole)]
+            self._compared.append((key, _differ(some_entries(gradient), parts, gradient.dtype)))
 
     def check(self) -> None:
         """Raises for a parameter whose gradient is not, or not only, what its handles returned."""
@@ -151,10 +151,10 @@ def _differ(
     """True where a sum differs from its parts by more than rounding."""
     terms = torch.stack(parts)
     # Not `>=`: what is not a number is for the check of the weights to name.
-    return (received - terms.sum(0)).norm() > _TOLERANCE.get(kind, 5e-2) * terms.norm()
+    return (received - terms.sum(0)).norm() > TOLERANCE.get(kind, 5e-2) * terms.norm()
 
 
-def _some(gradient: Tensor) -> Float[Tensor, " some"]:
+def some_entries(gradient: Tensor) -> Float[Tensor, " some"]:
     """Fixed selection of entries, without a copy of the rest."""
     gradient, size = gradient.detach(), gradient.numel()
     if size <= _ENTRIES:

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from proxpo.errors import ProxpoError
+from proxpo.gradients._engine.audit import some_entries
 from proxpo.gradients._engine.module import Forward, TrainedModule, is_container
 from proxpo.gradients._engine.outputs import floating, guard_others, with_floating
 from proxpo.gradients._engine.position_axes import with_channels_last
@@ -113,6 +114,7 @@ def rerun(target: TrainedModule, handles: dict[str, ParameterHandle]) -> Forward
         finally:
             session.covered = outer
         returned = floating(out)
+        second.first = [some_entries(x) for x in returned]
         passed = iter(_AddGradients.apply(second, len(returned), *returned, *values))
         out = with_floating(out, lambda _: next(passed))
         guard_others(module, (args, kwargs), constants.values(), second.refusal)
@@ -213,6 +215,7 @@ class _AddGradients(torch.autograd.Function):
         second.reached = torch._C._current_graph_task_id()
         values: list[Tensor] = [nn.Parameter(v.detach()) for v in ctx.saved_tensors]
         with second.outputs(dict(zip(second.handles, values))) as outs:
+            second.compare(outs)
             pairs = [
                 (out, with_channels_last(second.module, grad, second.weighted))
                 for out, grad in zip(outs, grads)

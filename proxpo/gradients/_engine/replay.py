@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from proxpo.errors import ProxpoError
+from proxpo.gradients._engine.audit import TOLERANCE, some_entries
 from proxpo.gradients._engine.module import TrainedModule
 from proxpo.gradients._engine.outputs import containers, floating
 from proxpo.gradients._engine.position_axes import position_axes
 from proxpo.gradients._engine.session import ParameterHandle, Session
-from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.shapes import Bool, Float, Tensor
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -72,6 +73,7 @@ class Rerun:
         self.target, self.handles, self.label = target, handles, label
         self.session, self.module, self.block = target.session, target.module, target.session.block
         self.raw = inputs
+        self.first: list[Tensor] = []  # some entries of each output of the first run
         self.reached = -1  # number of the last backward pass that came by the return value
         self.before = ReplayState(self.session, inputs)
         self.inputs = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, inputs)
@@ -101,6 +103,19 @@ class Rerun:
         finally:
             session.suspended = outer
             now.restore()
+
+    def compare(self, outs: Sequence[Tensor]) -> None:
+        """Queues a check that the second run gave what the first one had given.
+
+        It differs where a mode, an attribute or an input in place has changed since, or where the
+        forward itself changes what it reads: the gradient would be that of another function.
+        """
+        differ = torch.ones((), dtype=torch.bool, device=self.session.layout.seq.device)
+        second = [some_entries(x) for x in outs]
+        if [x.shape for x in second] == [x.shape for x in self.first]:
+            bad = [_differ(*pair, x.dtype) for pair, x in zip(zip(second, self.first), outs)]
+            differ = torch.stack([x.to(differ.device) for x in bad]).any() if bad else ~differ
+        self.session.expect_same(self.label, differ)
 
     def pull_back(
         self, outs: Sequence[Tensor], values: Sequence[Tensor], cotangents: Sequence[Tensor]
@@ -154,6 +169,13 @@ class Rerun:
                 f"of shape {tuple(shape)}; freeze it with requires_grad_(False)"
             ) from why
         return weights.view(-1, *[1] * (grad.dim() - 1))
+
+
+def _differ(second: Tensor, first: Tensor, kind: torch.dtype) -> Bool[Tensor, ""]:
+    """True where two runs differ by more than a GPU's order of sums does; infinities are equal."""
+    change = torch.where(second == first, 0.0, second - first)
+    size = torch.where(first.isfinite(), first, 0.0).norm()
+    return change.norm() > TOLERANCE.get(kind, 5e-2) * size
 
 
 def buffers_of(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:

@@ -308,6 +308,7 @@ class Session:
         self._postponed: list[Any] = []
         self._numbers: list[tuple[str, Tensor]] = []
         self._lengths: list[Lengths] = []
+        self._reruns: list[tuple[str, Bool[Tensor, ""]]] = []
         self._trained: Bool[Tensor, " place"] | None = None
         self._largest: Float[Tensor, ""] | None = None
         for module_handle in self.module_handles:
@@ -363,6 +364,24 @@ class Session:
             ends = self._passes
             ends[number] = False
             Variable._execution_engine.queue_callback(lambda: ends.update({number: True}))
+
+    def expect_same(self, label: str, differs: Bool[Tensor, ""]) -> None:
+        """Queues whether a module run again has given something else, for one check at the end."""
+        self._reruns.append((label, differs))
+
+    def check_reruns(self) -> None:
+        """Raises where a module that was run again in the backward pass gave something else."""
+        if not self._reruns:
+            return
+        found = torch.stack([differs for _, differs in self._reruns]).tolist()
+        for (label, _), differs in zip(self._reruns, found):
+            if differs:
+                raise ProxpoError(
+                    f"gradients.applied: {label} has no per-sequence form, and gave other outputs "
+                    "when it was run again in the backward pass: a mode, an attribute or an input "
+                    "of it has changed since; keep these until backward() has ended, or freeze it "
+                    "with requires_grad_(False)"
+                )
 
     def check_passes(self) -> None:
         """Raises where a backward pass of the block has failed."""

@@ -178,6 +178,7 @@ class Transform:
             ):
                 yield
             session.check_passes()
+            session.check_reruns()
             audit.check()
             patched.check_additions(model)
             if session.head is not None and not session.head.done:

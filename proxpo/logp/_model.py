@@ -24,6 +24,7 @@ from torch._compile import _disable_dynamo
 from proxpo.errors import ProxpoError
 from proxpo.logp._kl import HeadInput
 from proxpo.logp._token import LogpEntropy, token_logp
+from proxpo.ops.attention import safe_attention
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 
 # Small ones show a scale, the largest a soft cap, the others that it is nothing else.
@@ -207,14 +208,18 @@ def _run(
     heads = _linear_heads(bare)
     replacements = [_REPLACEMENTS.setdefault(head, _HeadReplacement()) for head in heads]
     _learn_maps(bare, heads, replacements, input_ids, inputs)
+    length = None if _is_compiled(model) else input_ids.shape[1]
     with ExitStack() as stack:
         for replacement, head in zip(replacements, heads):
             stack.enter_context(replacement.installed(head, request))
+        follow = stack.enter_context(safe_attention(length, input_ids.device))
         output = model(input_ids=input_ids, use_cache=False, **inputs)
     used = [number for number, replacement in enumerate(replacements) if replacement.result]
     if len(used) != 1:
         name = type(model).__name__
         raise ProxpoError(f"model_logp: {name} called {len(used)} output layers, expected one")
+    for result in replacements[used[0]].result:
+        follow(result)
     return _logits(output), heads[used[0]], replacements[used[0]]
 
 
@@ -434,6 +439,12 @@ def bare_model(model: nn.Module) -> nn.Module:
         if isinstance(inner, nn.Module):
             return bare_model(inner)
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """True if torch.compile wraps the model: its choice of an attention may serve all lengths."""
+    inner = getattr(model, "module", None)
+    return hasattr(model, "_orig_mod") or (isinstance(inner, nn.Module) and _is_compiled(inner))
 
 
 def _linear_heads(bare: nn.Module) -> list[nn.Linear]:

@@ -7,6 +7,7 @@ transform of single layers whole sequences run. Micro-batches are padded to few 
 already first; inputs, results and gradients lie in buffers that the graphs know.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -371,7 +372,11 @@ def _response_sequences(sampled: Sequences) -> Int[Tensor, "seq tok"]:
 
 
 class CudaRecorder:
-    """Records functions as CUDA graphs that share one pool of memory, of so many bytes."""
+    """Records functions as CUDA graphs that share one pool of memory, of so many bytes.
+
+    What other threads do meanwhile does not disturb a recording, nor what the garbage collector
+    would free in its midst (graphs of earlier recordings, events).
+    """
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -384,7 +389,8 @@ class CudaRecorder:
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),  # again after a failed capture
-                torch.cuda.graph(graph, pool=self.pool),
+                _no_collection(),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
             ):
                 before = torch.cuda.memory_reserved()  # entering gave back what was free
                 function()
@@ -393,6 +399,17 @@ class CudaRecorder:
             generator.graphsafe_set_state(state)  # the capture still holds the present one
             raise
         return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def unsuited(

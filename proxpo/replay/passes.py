@@ -207,6 +207,8 @@ class PolicyPass:
             last()
 
         parameters = self.gradients.parameters
+        for p in parameters:
+            renew_accumulator(p)
         before = [p.grad for p in parameters]
         kept = [buffer.clone() for buffer in self.gradients.buffers]
         for p in parameters:
@@ -230,12 +232,28 @@ class PolicyPass:
                 p.grad = gradient
 
 
+def renew_accumulator(parameter: Tensor) -> None:
+    """Gives a parameter a new node for its gradient in the graphs to come.
+
+    All graphs share the node while any of them is alive, and it stays on the stream of the first.
+    Another graph of the parameter may still be held at a recording, by a loss or by what has not
+    been collected yet: its node would then send a recorded gradient to the default stream, which
+    cannot be recorded. A change of dtype, and back, makes PyTorch drop its reference to the node;
+    graphs that exist keep theirs.
+    """
+    value = parameter.data
+    other = torch.float32 if value.dtype != torch.float32 else torch.float64
+    parameter.data = value.new_empty(0, dtype=other)
+    parameter.data = value
+
+
 __all__ = [
     "GradientBuffers",
     "PolicyPass",
     "Record",
     "Scored",
     "prompts_once",
+    "renew_accumulator",
     "rows_alone",
     "token_bytes",
     "whole_rows",

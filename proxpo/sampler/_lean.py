@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, rms_norm, scaled_dot_product_attention
 
+from proxpo.ops.attention import spare_keys
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.sampler._pieces import gated_halves, turned
 from proxpo.sampler._weights import Layer, Weights
@@ -137,6 +138,9 @@ def attention(
     """Attention; queries that share a key head stand side by side, like further positions."""
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     q = q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if spare := spare_keys(k.shape[1], k.device):
+        k, v = (pad(x, (0, 0, 0, 0, 0, spare)) for x in (k, v))
+        bias = pad(bias, (0, spare), value=float("-inf"))
     o = scaled_dot_product_attention(
         q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias.repeat(1, 1, groups, 1)
     )

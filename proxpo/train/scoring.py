@@ -19,6 +19,7 @@ from proxpo.logp import (
     token_kl,
     token_logp,
 )
+from proxpo.ops.attention import safe_attention
 from proxpo.ops.shapes import Bool, Float, Int, Tensor
 from proxpo.ops.streams import derive
 from proxpo.optimizers import make_optimizer
@@ -302,14 +303,15 @@ def vocabulary_logp(
         head = model.get_output_embeddings()
         logits = nn.functional.linear(states, head.weight, head.bias)
     else:
-        width = experience.mask.shape[1]
-        with _thinking(model, experience):
+        width, ids = experience.mask.shape[1], experience.input_ids
+        with _thinking(model, experience), safe_attention(ids.shape[1], ids.device) as follow:
             logits = model(
-                input_ids=experience.input_ids,
+                input_ids=ids,
                 attention_mask=experience.attention_mask,
                 position_ids=_positions(experience),
                 use_cache=False,
             ).logits[:, -width - 1 : -1]
+        follow(logits)
     return (logits.float() / temperature).log_softmax(dim=-1)
 
 

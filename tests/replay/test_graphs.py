@@ -1,13 +1,16 @@
 """Recorded passes of the policy: the numbers and gradients of the model, in few shapes."""
 
+import threading
+
 import pytest
 import torch
 from replay.test_prefix import make_model, make_rows
+from torch.autograd.graph import get_gradient_edge
 
 from proxpo.errors import ProxpoError
 from proxpo.models import Policy
 from proxpo.recipes.reinforce import reinforce
-from proxpo.replay.graphs import PolicyGraphs
+from proxpo.replay.graphs import CudaRecorder, PolicyGraphs
 from proxpo.train.build import build_job
 from proxpo.train.config import load_config
 from proxpo.train.scoring import Learner, LogpOptions, forward
@@ -16,7 +19,7 @@ ROWS = {"prompts": [3, 5, 4], "samples": [2, 3, 1], "lengths": [2, 5, 1, 4, 3, 5
 
 
 def learner_of(model, graphs: bool, calls: list | None = None) -> Learner:
-    policy = Policy(model, None, [0], 0, "tiny", 64, torch.float64)
+    policy = Policy(model, None, [0], 0, "tiny", 64, next(model.parameters()).dtype)
 
     def record(function):
         """Stands for a CUDA graph where there is none: runs the function, then repeats it."""
@@ -126,6 +129,67 @@ def test_a_pass_without_gradient_is_recorded_without_a_backward():
         torch.testing.assert_close(logp, expected.detach(), rtol=1e-12, atol=1e-12)
     assert len(calls) == 1
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_graph_that_is_held_does_not_enter_a_recording(device):
+    """Its nodes for the parameters' gradients live on the default stream."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model, rows = make_model().to(device), make_rows(**ROWS).to(device)
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    if device == "cuda":
+        model, close = model.float(), {"rtol": 1e-3, "atol": 1e-5}
+    learner = learner_of(model, True, [])
+    if device == "cuda":
+        learner.graphs.record = CudaRecorder()
+    slope = torch.ones_like(rows.rollout_logp)
+    run(learner, rows, entropy=False, slope=slope)
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    held = sum(p.sum() for p in model.parameters())
+    for p in model.parameters():
+        get_gradient_edge(p).node.metadata["held"] = True
+    run(learner, rows, entropy=False, slope=slope)
+    (recorded,) = learner.graphs._runs.values()
+    assert recorded.recorded
+    assert not any("held" in get_gradient_edge(p).node.metadata for p in model.parameters())
+    for p, gradient in zip(model.parameters(), expected):
+        torch.testing.assert_close(p.grad, gradient, **close)
+    model.zero_grad(set_to_none=True)
+    held.backward()
+    assert all((p.grad == 1).all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recording_does_not_depend_on_other_threads():
+    """Another thread takes memory, computes and waits on the default stream meanwhile."""
+    ended = threading.Event()
+
+    def disturb() -> None:
+        while not ended.is_set():
+            float(torch.ones(1 << 20, device="cuda").sum())
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for _ in range(10):
+            model, rows = make_model().to("cuda").float(), make_rows(**ROWS).to("cuda")
+            learner = learner_of(model, True, [])
+            learner.graphs.record = CudaRecorder()
+            slope = torch.ones_like(rows.rollout_logp)
+            gradients = []
+            for _ in range(3):
+                run(learner, rows, entropy=False, slope=slope)
+                gradients.append([p.grad.clone() for p in model.parameters()])
+                model.zero_grad(set_to_none=True)
+            assert all(known.recorded for known in learner.graphs._runs.values())
+            for first, last in zip(gradients[0], gradients[2]):
+                torch.testing.assert_close(last, first, rtol=1e-3, atol=1e-5)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_what_cannot_be_recorded_is_refused():

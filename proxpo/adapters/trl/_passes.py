@@ -14,6 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from proxpo.adapters.trl._replay import Completions, policy_graphs
 from proxpo.logp import model_logp
+from proxpo.ops.attention import safe_attention
 from proxpo.ops.shapes import Tensor
 from proxpo.replay import PolicyGraphs
 from proxpo.types import Batch
@@ -128,16 +129,19 @@ class PolicyPasses(GRPOTrainer):
             rows = Completions(input_ids, attention_mask.bool(), logits_to_keep)
             return self._replayed(graphs, rows, batch_size, entropy=compute_entropy)
         if self._transform is None:
-            return super()._get_per_token_logps_and_entropies(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size=batch_size,
-                compute_entropy=compute_entropy,
-                compute_aux_loss=compute_aux_loss,
-                **images,
-            )
+            with safe_attention(input_ids.shape[1], input_ids.device) as follow:
+                logp, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
+                    model,
+                    input_ids,
+                    attention_mask,
+                    logits_to_keep,
+                    batch_size=batch_size,
+                    compute_entropy=compute_entropy,
+                    compute_aux_loss=compute_aux_loss,
+                    **images,
+                )
+            follow(logp)
+            return logp, entropies, aux_loss
         parts: list[Any] = []
         with self.accelerator.autocast():
             for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):

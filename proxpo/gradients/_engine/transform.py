@@ -30,6 +30,7 @@ from proxpo.gradients._engine.session import (
 )
 from proxpo.gradients._engine.vectors import VectorCall, norm_weight
 from proxpo.logp.head import replaced_backward
+from proxpo.ops.attention import safe_attention
 from proxpo.ops.shapes import Float, Shaped, Tensor
 
 _OPEN: list[tuple[nn.Module, Session]] = []
@@ -116,7 +117,8 @@ class Transform:
         """
         patched = self._open(model, sequences, advantages, groups, observe, token_group)
         watch = None if self.from_head else self._order.watched(sequences)
-        with self._counted(patched.session), self._patching(model, patched, watch):
+        safe = safe_attention(sequences.shape[-1], patched.session.layout.seq.device)
+        with safe, self._counted(patched.session), self._patching(model, patched, watch):
             yield patched.session
 
     @contextmanager

@@ -17,7 +17,14 @@ class ProxpoError(ValueError):
 
 
 class NotFiniteError(ProxpoError):
-    """A gradient that holds NaN or infinity, where it must not be used."""
+    """A gradient that holds NaN or infinity, where it must not be used.
+
+    parameter: the name of the one whose gradient it is
+    """
+
+    def __init__(self, message: str, parameter: str = "") -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class UnknownFieldError(ProxpoError, AttributeError):

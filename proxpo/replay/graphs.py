@@ -108,6 +108,7 @@ class PolicyGraphs:
         self._runs: dict[tuple[Any, Any], PolicyPass] = {}  # by kind and shape
         self._open: PolicyPass | None = None
         self._said = False  # why passes are not recorded
+        self.compared = record is None  # with the model's modules
         self._moves = 0  # of the trailing averages, whose addresses recordings know
         self._anchor = torch.zeros((), device=policy.device, requires_grad=True)
 
@@ -126,6 +127,33 @@ class PolicyGraphs:
             name: torch.where(sampled.mask, result[:rows, :tokens], 0.0)
             for name, result in zip(names, results)
         }
+
+    def untransformed(
+        self, sampled: Sequences, *, temperature: float, entropy: bool
+    ) -> dict[str, Float[Tensor, "seq tok"]]:
+        """`fields` of the pass that updates run, without the transform of single layers."""
+        wanted = {"temperature": temperature, "entropy": entropy}
+        if self.transform is None or self.transform.from_head:
+            return self.fields(sampled, **wanted)
+        scored, inputs = Scored(temperature, entropy), row_inputs(sampled)
+        kind = "untransformed", scored
+        shape = self._shape(kind, inputs.shape)
+        run = self._known(kind, shape, lambda: self._row_pass(whole_rows, shape, scored, None))
+        inputs = inputs.padded(shape)
+        run.load((inputs.ids, inputs.start))
+        self._record(run, lambda record: run.record(record))
+        run.runs += 1
+        self._open = run
+        try:
+            return self.fields(sampled, **wanted)
+        finally:
+            self._open = None
+
+    def give_up(self, reason: str) -> None:
+        """Frees all recordings and says why passes are unrecorded from now on."""
+        self.record = None
+        self._runs.clear()
+        self._notice(reason)
 
     @property
     def held_bytes(self) -> int:
@@ -330,9 +358,7 @@ class PolicyGraphs:
         needed, held = self._needed(run), self.held_bytes
         if run.recorded or not held or needed <= free_memory(self.policy.device) - held:
             return
-        self.record = None
-        self._runs.clear()
-        self._notice(
+        self.give_up(
             f"a pass of {needed / 2**30:.1f} GiB has no room beside {held / 2**30:.1f} GiB of "
             "recordings, which are given up"
         )

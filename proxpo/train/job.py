@@ -95,6 +95,11 @@ class Job(ABC):
         return self.step
 
     @property
+    def fault(self) -> str:
+        """Where the last gradient that was not finite came from, in words."""
+        return ""
+
+    @property
     def write_model(self) -> Callable[[Path], None] | None:
         """Writes the weights to a folder in a form that others can load."""
         return None

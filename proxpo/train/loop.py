@@ -181,6 +181,7 @@ def _steps(run: _ActiveRun, sinks: Sinks, samples: JsonLines) -> Examined | None
             if not math.isfinite(metrics["grad_norm"]):
                 observer.on_notice(
                     f"step {job.step}: an update was left out, its gradient was not finite"
+                    f"{job.fault}"
                 )
             if _due(job.step, config.evaluate.every, config.train.steps):
                 at.phase = "evaluate"

@@ -16,8 +16,10 @@ from proxpo.backward import (
     sums_over_step,
 )
 from proxpo.compose import count, policy_loss
+from proxpo.ops.memory import is_out_of_memory
 from proxpo.ops.metering import combined
-from proxpo.ops.shapes import Tensor
+from proxpo.ops.shapes import Int, Tensor
+from proxpo.replay.comparison import difference
 from proxpo.stages.schedule import Rescale
 from proxpo.train.batch import TrainingBatch
 from proxpo.train.cuts import Cut, restored
@@ -34,6 +36,8 @@ from proxpo.train.scoring import (
     widened,
 )
 from proxpo.types import AllSum, Batch, Clock, Context, Metrics, Recipe, local
+
+COMPARED = 8  # rows on which recorded and unrecorded gradients are compared
 
 
 def gradients(
@@ -55,6 +59,7 @@ def gradients(
     """
     ctx = Context(all_sum=local, denominators=count(data.batch), states=learner.state, clock=clock)
     data = _trained_rows(recipe, data)
+    _compare_recording(learner, data.experience, options)
 
     def work(parts: Cut) -> tuple[Metrics, Batch]:
         learner.budget.cut_at = learner.budget.tokens if len(parts) > 1 else 0
@@ -68,6 +73,50 @@ def gradients(
         undo=_gradient_reset(learner) if options.micro_batch is None else lambda: None,
         runs_twice=lambda: asks_for_sums(recipe, data.batch, ctx),
     )
+
+
+def _compare_recording(learner: Learner, experience: Experience, options: LogpOptions) -> None:
+    """Leaves recorded passes where their gradients are not those of the model's modules.
+
+    Compares them on a few rows, once in a run, before the first update.
+    """
+    graphs = learner.graphs
+    if graphs is None or graphs.compared:
+        return
+    graphs.compared = True
+    rows = experience.rows(_compared_rows(learner, experience, options))
+    plain = replace(options, fields=options.fields & {"entropy"}, old_is_current=False)
+    try:
+        reason = difference(
+            graphs,
+            rows,
+            partial(forward, replace(learner, graphs=None), rows, plain),
+            temperature=options.temperature,
+            entropy="entropy" in options.fields,
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        learner.budget.on_notice(
+            f"{graphs.setting}: no memory to compare a recorded pass with an unrecorded one"
+        )
+        return
+    if reason:
+        learner.graphs = None
+        graphs.give_up(reason)
+
+
+def _compared_rows(
+    learner: Learner, experience: Experience, options: LogpOptions
+) -> Int[Tensor, " row"]:
+    """The longest row, and responses to its prompt: as many as any micro-batch may have."""
+    length = experience.attention_mask.sum(dim=1)
+    longest = length.argmax()
+    order = (experience.shared_prompt == experience.shared_prompt[longest]).int()
+    order[longest] = 2
+    rows = options.micro_batch or learner.budget.tokens // (2 * int(length[longest]))
+    rows = min(max(rows, 1), COMPARED, int((order > 0).sum()))
+    return order.argsort(descending=True, stable=True)[:rows]
 
 
 def _accumulated(

@@ -38,6 +38,10 @@ class RolloutJob(Job):
         An error that the observer raises leaves the job as it was.
         """
 
+    @property
+    def fault(self) -> str:
+        return self.learner.fault
+
     def sync(self) -> None:
         """Brings the weights of the learner to whatever samples with a copy of them."""
 

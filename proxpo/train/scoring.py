@@ -48,6 +48,7 @@ class Learner:
     graphs: replayed forward and backward passes of the policy, in place of its modules
     version: optimizer steps made so far
     budget: of the micro-batches that are cut by tokens
+    fault: where the last gradient that was not finite came from, in words
     """
 
     policy: Any
@@ -63,6 +64,7 @@ class Learner:
     state: Mapping[str, State] = field(default_factory=dict)
     version: int = 0
     budget: TokenBudget = field(default_factory=TokenBudget)
+    fault: str = ""
 
     @property
     def by_layer(self) -> bool:

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from proxpo.batch_file import BatchRecorder
 from proxpo.errors import NotFiniteError, ProxpoError
@@ -24,6 +25,7 @@ from proxpo.exact.policy import ActionBatch, FlatPolicy
 from proxpo.ops.metering import logged
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.ops.streams import derive, generator
+from proxpo.replay.comparison import last_not_finite
 from proxpo.stages.schedule import Rescale, Updates
 from proxpo.train.batch import (
     PreparedRollout,
@@ -259,7 +261,8 @@ class RolloutUpdates:
             metrics, batch = gradients(
                 learner, recipe, data, rollout.options, seed=seed, clock=clock, rescale=rescale
             )
-        except NotFiniteError:  # raised by a transform; elsewhere the norm shows it
+        except NotFiniteError as error:  # raised by a transform; elsewhere the norm shows it
+            learner.fault = _told(learner, error.parameter)
             metrics, batch = {"loss": torch.tensor(math.nan)}, data.batch
             learner.optimizer.zero_grad(set_to_none=True)
             norm = optimizer_step(job, finite=False)
@@ -416,23 +419,39 @@ class RolloutUpdates:
 def optimizer_step(job: UpdatedJob, *, finite: bool = True) -> float:
     """Clips, checks, steps; returns the gradient's norm. Skips a gradient that is not finite."""
     learner, clip = job.learner, job.config.train.grad_clip
-    norm = math.nan
+    norm, trained = math.nan, learner.trainable()
     if finite:
-        norm = float(torch.nn.utils.clip_grad_norm_(learner.trainable(), clip or math.inf))
+        total = get_total_norm([p.grad for p in trained if p.grad is not None])
+        norm = float(total)
     applied = math.isfinite(norm)
     if applied:
+        clip_grads_with_norm_(trained, clip or math.inf, total)
         learner.optimizer.step()
         learner.version += 1
+    elif finite:
+        learner.fault = _origin(learner)
     job.skipped = 0 if applied else job.skipped + 1
     learner.optimizer.zero_grad(set_to_none=True)
     if learner.transform is not None:
         learner.transform.step(skipped=not applied)
     if job.skipped >= MOST_SKIPPED:
         raise ProxpoError(
-            f"step {job.step}: the gradient was not finite in {MOST_SKIPPED} updates in a row; the "
-            "last checkpoint is from before: lower lr, or set train.grad_clip"
+            f"step {job.step}: the gradient was not finite in {MOST_SKIPPED} updates in a row"
+            f"{learner.fault}; the last checkpoint is from before: lower lr, or set train.grad_clip"
         )
     return norm
+
+
+def _origin(learner: Learner) -> str:
+    """Where a gradient that is not finite comes from, in words."""
+    grads = {n: p.grad for n, p in learner.policy.model.named_parameters() if p.grad is not None}
+    norms = [float(gradient.double().norm()) for gradient in grads.values()]
+    return _told(learner, last_not_finite(list(grads), norms))
+
+
+def _told(learner: Learner, parameter: str) -> str:
+    kind = "unrecorded" if learner.graphs is None else "recorded"
+    return f" (from {parameter} back, in the {kind} pass)" if parameter else ""
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -141,5 +141,6 @@ def raise_not_finite(numbers: Sequence[tuple[str, Tensor]]) -> None:
     name = next(n for n, x in numbers if not bool(torch.isfinite(x).all()))
     raise NotFiniteError(
         f"gradients.applied: the gradient of {name} is not finite: its input or the gradient of "
-        "its output holds NaN or infinity; p.grad must not be used"
+        "its output holds NaN or infinity; p.grad must not be used",
+        name,
     )

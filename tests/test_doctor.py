@@ -15,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 from proxpo.adapters.versions import TESTED, minor_versions
 from proxpo.cli.doctoring import advice, table, version_lines
 from proxpo.doctor import HOSTS, Finding, Host, examine
+from proxpo.doctor._checks import attention_note
 from proxpo.doctor._hosts import required_versions, satisfies
 from proxpo.report.terminal import console
 
@@ -111,6 +112,24 @@ def test_threads_that_are_left_do_not_keep_the_doctor(findings):
 def test_what_is_not_installed_gets_its_pip_line(findings):
     assert findings["absent"].status == "missing"
     assert findings["absent"].install == "pip install 'proxpo[trl]'"
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "faulty"),
+    [
+        ((9, 0), 91900, True),
+        ((9, 0), 92501, True),
+        ((9, 0), 92600, False),
+        ((8, 0), 91900, False),
+        ((9, 0), None, False),
+    ],
+)
+def test_a_cudnn_with_faulty_attention_is_named(capability, cudnn, faulty):
+    note = attention_note(capability, cudnn)
+    assert bool(note) == faulty
+    if faulty:
+        assert f"cuDNN 9.{cudnn // 100 % 100} gives NaN gradients" in note
+        assert "enable_cudnn_sdp(False)" in note
 
 
 def test_a_limit_for_all_is_kept(monkeypatch, tmp_path):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from proxpo.ops.attention import is_faulty
+
 CLOSE = 1e-4
 ADDITIONS = [f"{a}+{b}=" for a, b in ((12, 34), (405, 77), (23, 145), (661, 111))]
 
@@ -235,8 +237,23 @@ def _devices() -> str:
     if not torch.cuda.is_available():
         return "no GPU: runs on the CPU"
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-    return (
+    found = (
         f"{torch.cuda.device_count()} GPU ({', '.join(sorted(names))}), CUDA {torch.version.cuda}"
+    )
+    return found + attention_note(
+        torch.cuda.get_device_capability(), torch.backends.cudnn.version()
+    )
+
+
+def attention_note(capability: tuple[int, int], cudnn: int | None) -> str:
+    """What is wrong with masked attention under this cuDNN on such a GPU; "" if nothing is."""
+    if cudnn is None or not is_faulty(capability, cudnn):
+        return ""
+    version = f"{cudnn // 10000}.{cudnn // 100 % 100}"
+    return (
+        f"; attention with a mask under cuDNN {version} gives NaN gradients in half precision at "
+        "64, 192, 320 ... keys and large scores: proxpo's passes avoid it, TRL's and verl's own "
+        "need torch.backends.cuda.enable_cudnn_sdp(False) or cuDNN 9.26"
     )
 
 

@@ -39,8 +39,8 @@ def difference(
         draw = torch.Generator().manual_seed(0)
         fields = run()
         names = ("logp", "entropy") if entropy else ("logp",)
-        total = sum((fields[name] * _slope(fields[name], sampled, draw)).sum() for name in names)
-        torch.autograd.backward(total)
+        parts = [(fields[name] * _slope(fields[name], sampled, draw)).sum() for name in names]
+        torch.stack(parts).sum().backward()
         return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in named]
 
     def recorded() -> Mapping[str, Tensor]:
@@ -85,12 +85,8 @@ def _reason(
 
 def last_not_finite(names: list[str], norms: list[float]) -> str:
     """The last parameter whose norm is not finite: the first that a backward pass comes to."""
-    wrong = (name for name, norm in zip(reversed(names), reversed(norms)) if not _finite(norm))
-    return next(wrong, "")
-
-
-def _finite(x: float) -> bool:
-    return math.isfinite(x)
+    wrong = [name for name, norm in zip(names, norms) if not math.isfinite(norm)]
+    return wrong[-1] if wrong else ""
 
 
 def _norms(gradients: list[Tensor]) -> list[float]:

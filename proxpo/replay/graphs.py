@@ -132,9 +132,8 @@ class PolicyGraphs:
         self, sampled: Sequences, *, temperature: float, entropy: bool
     ) -> dict[str, Float[Tensor, "seq tok"]]:
         """`fields` of the pass that updates run, without the transform of single layers."""
-        wanted = {"temperature": temperature, "entropy": entropy}
         if self.transform is None or self.transform.from_head:
-            return self.fields(sampled, **wanted)
+            return self.fields(sampled, temperature=temperature, entropy=entropy)
         scored, inputs = Scored(temperature, entropy), row_inputs(sampled)
         kind = "untransformed", scored
         shape = self._shape(kind, inputs.shape)
@@ -145,7 +144,7 @@ class PolicyGraphs:
         run.runs += 1
         self._open = run
         try:
-            return self.fields(sampled, **wanted)
+            return self.fields(sampled, temperature=temperature, entropy=entropy)
         finally:
             self._open = None
 

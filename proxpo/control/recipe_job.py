@@ -27,6 +27,7 @@ from proxpo.train.experience import Experience
 from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import unused
+from proxpo.train.rollout_metrics import equal_rewards
 from proxpo.train.rollouts import RolloutJob
 from proxpo.train.scoring import VOCABULARY, Learner, run_optimizer, run_transform
 from proxpo.types import Recipe
@@ -135,7 +136,10 @@ class ControlJob(RolloutJob):
             self.normaliser.update(rollout.rows(rollout.steps.seen))
         experience, returns = self._experience(rollout, number)
         lines = _lines(rollout.pieces, returns.tolist())
-        return Collected(experience, self._metrics(rollout.pieces), lines)
+        metrics = self._metrics(rollout.pieces)
+        if not self.segments:
+            metrics["frac_reward_zero_std"] = equal_rewards(returns, experience.group)
+        return Collected(experience, metrics, lines)
 
     def _segments(self, number: int, observer: Observer) -> Rollout:
         """The next steps of every environment, as pieces of episodes."""

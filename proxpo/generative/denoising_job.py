@@ -32,6 +32,7 @@ from proxpo.train.experience import Experience
 from proxpo.train.job import Examined
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.refusals import unused
+from proxpo.train.rollout_metrics import equal_rewards
 from proxpo.train.rollouts import RolloutJob
 from proxpo.train.scoring import Learner, run_optimizer
 from proxpo.types import FIELDS, Recipe
@@ -95,6 +96,7 @@ class DenoisingJob(RolloutJob):
         metrics = {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(correction=0)),
+            "frac_reward_zero_std": equal_rewards(rewards, group),
             "diversity": diversity(drawn.samples),
             "proxpo/samples": float(rows),
             "proxpo/tokens": float(rows * len(self.model)),

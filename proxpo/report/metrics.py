@@ -108,6 +108,27 @@ CURVES = (
         ),
     ),
     Quantity(
+        key="cut",
+        title="Responses cut at the limit",
+        variants=(
+            Variant(
+                "share of responses",
+                ("completions/clipped_ratio", "response_length/clip_ratio"),
+                True,
+            ),
+        ),
+    ),
+    Quantity(
+        key="equal_rewards",
+        title="Prompts without a difference in reward",
+        variants=(Variant("share of prompts", ("frac_reward_zero_std",), True),),
+    ),
+    Quantity(
+        key="no_gradient",
+        title="Updates with gradient 0",
+        variants=(Variant("share of updates", ("proxpo/gradient/zero",), True),),
+    ),
+    Quantity(
         key="kl_old",
         title="Distance to the sampling policy",
         variants=(Variant("KL, nats per token", ("proxpo/kl/old", "actor/ppo_kl")),),
@@ -116,7 +137,7 @@ CURVES = (
         key="grad_norm",
         title="Gradient norm",
         free=True,
-        variants=(Variant("before clipping", ("grad_norm", "actor/grad_norm")),),
+        variants=(Variant("after a transform, before clipping", ("grad_norm", "actor/grad_norm")),),
     ),
     Quantity(
         key="cosine",

@@ -75,6 +75,7 @@ class RewardCalls:
             message.get("seconds", 0.0),
             tuple((a, b, x) for a, b, x in message.get("spans", ())),
             message.get("feasible"),
+            message.get("parsed"),
         )
         self._outcomes[number] = outcome
         self._failed += status != "ok"

@@ -42,6 +42,7 @@ class Outcome:
 
     seconds: how long the function took; spans: (start, end, value) of the characters it marked
     feasible: whether the response is allowed at all, where the function says so
+    parsed: whether the function found an answer in the response, where it says so
     """
 
     reward: float
@@ -51,6 +52,7 @@ class Outcome:
     seconds: float = field(default=0.0, compare=False)
     spans: tuple[tuple[int, int, float], ...] = ()
     feasible: bool | None = None
+    parsed: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,8 @@ def final_answer(
 ) -> dict[str, Any]:
     """Compares the response's final answer with the truth, as numbers or else as text.
 
-    strict=False also takes the last number of a response that marks no final answer. With
+    "parsed" says whether there is one. strict=False also takes the last number of a response that
+    marks no final answer. With
     verifier="math-verify" answers of another form (1/2 for 0.5) are compared symbolically.
     """
     answer = extract(solution_str)
@@ -40,8 +41,9 @@ def final_answer(
         numbers = NUMBER.findall(solution_str)
         answer = numbers[-1] if numbers else None
     if answer is None:
-        return _outcome(False)
-    return _outcome(same(answer, str(ground_truth)) or _verified(answer, ground_truth, verifier))
+        return _outcome(False) | {"parsed": False}
+    right = same(answer, str(ground_truth)) or _verified(answer, ground_truth, verifier)
+    return _outcome(right) | {"parsed": True}
 
 
 def answer_of(row: dict[str, Any], answer_field: str | None) -> Any:

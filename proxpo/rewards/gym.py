@@ -21,8 +21,9 @@ def score(
     metadata need not travel.
     """
     dataset = _dataset(name, extra_info["seed"], extra_info["size"], json.dumps(config))
-    value = float(dataset.score_answer(tagged(solution_str), dataset[extra_info["index"]]))
-    return {"score": value, "acc": value == 1.0}
+    answer = tagged(solution_str)
+    value = float(dataset.score_answer(answer, dataset[extra_info["index"]]))
+    return {"score": value, "acc": value == 1.0, "parsed": answer is not None}
 
 
 @functools.cache

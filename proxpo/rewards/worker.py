@@ -275,7 +275,7 @@ def _verdict(key: str, right: Any) -> bool:
 
 
 def _marks(value: Any) -> dict[str, Any]:
-    """Feasibility of the response, and spans that the function marked in the text.
+    """Feasibility of the response, whether an answer was found, and spans marked in the text.
 
     Spans are [[start, end, value], ...] in characters.
     """
@@ -283,6 +283,8 @@ def _marks(value: Any) -> dict[str, Any]:
         return {}
     allowed = value.get("feasible")
     marks = {} if allowed is None else {"feasible": _verdict("feasible", allowed)}
+    if isinstance(value.get("parsed"), bool):  # functions of others may mean another thing
+        marks["parsed"] = value["parsed"]
     if not value.get("spans"):
         return marks
     spans = [(int(a), int(b), float(x)) for a, b, x in value["spans"]]

@@ -14,6 +14,7 @@ OF_RECIPES = (
     *("train.mini_batches", "train.micro_batch", "train.optimizer", "train.optimizer_options"),
     *("train.lr", "train.weight_decay", "train.grad_clip", "train.lr_schedule"),
     *("train.warmup_steps", "train.off_policy_lag", "train.replay_share"),
+    "train.on_no_signal",
 )
 
 

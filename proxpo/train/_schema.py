@@ -185,7 +185,12 @@ class TrainConfig:
     lr: float = setting(3e-5, "learning rate", resume="next", low=0, high=LARGE)
     weight_decay: float = setting(0.01, "decoupled weight decay", resume="next", low=0, high=LARGE)
     grad_clip: float | None = setting(
-        1.0, "largest norm of the gradient; none: no limit", resume="next", above=0, high=LARGE
+        1.0,
+        "largest norm of the gradient, after the method's transform if it has one (norms of ISOPO "
+        "are in the thousands, so every update gets a gradient of this norm); none: no limit",
+        resume="next",
+        above=0,
+        high=LARGE,
     )
     lr_schedule: Schedule = setting(
         "constant", "constant, linear or cosine, over `steps`", resume="next"
@@ -205,6 +210,12 @@ class TrainConfig:
     )
     replay_share: float = setting(
         0.0, "share of a batch taken from earlier rollouts", resume="next", low=0, high=1
+    )
+    on_no_signal: Literal["stop", "warn"] = setting(
+        "stop",
+        "where no gradient comes in the first three steps, for a cause that remains (all responses "
+        "cut, no answer found, all rewards equal and below the best): stop, or warn and go on",
+        resume="next",
     )
 
 

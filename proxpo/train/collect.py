@@ -20,6 +20,7 @@ from proxpo.sampler import Sampler
 from proxpo.train.episodes import Episodes, play, turn_fields
 from proxpo.train.experience import Experience, join
 from proxpo.train.grading import grade, span_rewards, verdicts
+from proxpo.train.learning_signal import common_facts
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.rollout_metrics import SampledRound, rollout_metrics, sample_lines
 from proxpo.train.tasks import Lazy, Problem, Task
@@ -120,12 +121,15 @@ def collect(
         rows = _rows_of_first(drawn.experience, keep, missing)
         if len(rows):
             kept.append(drawn.experience.rows(rows))
+    metrics = rollout_metrics(sampled)
     if not kept:
+        facts = "; ".join(common_facts(metrics, max_tokens=collector.options.max_tokens).values())
         raise ProxpoError(
-            f"{recipe.name}: no prompt was worth training on in {rounds} rounds of {prompts} (all "
-            "answers right or all wrong): choose another difficulty, or --set prompts=none"
+            f"{recipe.name}: no prompt was worth training on in {rounds} rounds of {prompts} "
+            f"({facts or 'all answers right or all wrong'}): choose another difficulty, or --set "
+            "prompts=none"
         )
-    return Collected(join(kept), rollout_metrics(sampled), sample_lines(sampled))
+    return Collected(join(kept), metrics, sample_lines(sampled))
 
 
 def _sample_round(

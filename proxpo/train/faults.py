@@ -12,6 +12,7 @@ from proxpo.ops.memory import is_out_of_memory
 from proxpo.runs.status import write_failure
 from proxpo.sampler import SHARE
 from proxpo.train.config import Config, explain
+from proxpo.train.learning_signal import NoSignalError
 
 # Settings that help against a lack of memory by phase, the most effective and least costly first.
 _HELP = {
@@ -58,13 +59,15 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
             # Frees the tensors of their frames: explaining takes memory too.
             traceback.clear_frames(error.__traceback__)
         reason = explain_error(error, config, at)
-        safe = _safe(at.saved)
-        if at.phase != "loading" and (safe or not isinstance(error, ProxpoError)):
+        ends_run = isinstance(error, NoSignalError)  # --resume would end the same way
+        safe = "" if ends_run else _safe(at.saved)
+        begun = safe or ends_run or not isinstance(error, ProxpoError)
+        if at.phase != "loading" and begun:
             line = reason or " ".join(f"{type(error).__name__}: {error}".split())
             kind = type(error.__cause__ or error).__name__
             with contextlib.suppress(OSError):  # a full disk: the line is raised all the same
                 write_failure(out, reason=line, step=at.step, phase=at.phase, kind=kind)
-        if reason is None:
+        if reason is None or ends_run:
             raise
         late = _only_in_a_new_run(error, config, at) if safe else ""
         ending = f"{late}; {safe}" if safe and at.phase != "loading" else ""

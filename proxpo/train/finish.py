@@ -10,9 +10,16 @@ from proxpo.train.job import Examined, Job
 from proxpo.train.picture import write_pictures
 from proxpo.train.run_page import inspect_saved
 
+NO_SIGNAL = "no_signal"  # in the summary: why the run was stopped without having learnt
 
-def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) -> dict[str, Any]:
-    """Writes curves.png, report.html, then summary.json from the last evaluation; the summary."""
+
+def finish_run(
+    job: Job, out: Path, examined: Examined, *, on_notice: OnNotice, no_signal: str = ""
+) -> dict[str, Any]:
+    """Writes curves.png, report.html, then summary.json from the last evaluation; the summary.
+
+    no_signal: why the run ends early
+    """
     metrics, answers = examined
     first = job.before["metrics"]
     rows = read_rows(out / METRICS)
@@ -30,6 +37,7 @@ def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) 
         "out": str(out),
         **({"missing_steps": gap} if gap else {}),
         **({"changes": job.changes} if job.changes else {}),
+        **({NO_SIGNAL: no_signal} if no_signal else {}),
         "config": as_dict(job.config),
     }
     pairs = [
@@ -64,4 +72,4 @@ def finish_run(job: Job, out: Path, examined: Examined, *, on_notice: OnNotice) 
     return summary | {"samples": pairs}
 
 
-__all__ = ["finish_run"]
+__all__ = ["NO_SIGNAL", "finish_run"]

@@ -26,8 +26,9 @@ from proxpo.train.config import (
     write_config,
 )
 from proxpo.train.faults import Progress, explained
-from proxpo.train.finish import finish_run
+from proxpo.train.finish import NO_SIGNAL, finish_run
 from proxpo.train.job import Examined, Job, StepWatch, restore, save
+from proxpo.train.learning_signal import NoSignalError
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.resume import begin_anew
 from proxpo.train.sources import check_sources, fingerprints, write_sources
@@ -129,6 +130,11 @@ def _finished(run: _ActiveRun) -> dict[str, Any]:
                 f"stopped by {by} after step {at.saved}{late}; --resume continues from there"
             )
         return {"stopped": by, "steps": at.saved or 0, "out": str(out)}
+    except NoSignalError as end:  # the weights are those of the first evaluation
+        at.phase = "finish"
+        first = job.before["metrics"], job.before["answers"]
+        finish_run(job, out, first, on_notice=observer.on_notice, no_signal=str(end))
+        raise
     except KeyboardInterrupt:  # the second Ctrl-C
         kept = at.saved is not None
         after = f"--resume continues after step {at.saved}" if kept else "nothing was saved"
@@ -236,7 +242,8 @@ def _resumed(
     """The checkpoint to continue from and the settings that change there, if there is one."""
     checkpoint = load_latest(out / "checkpoints")
     if checkpoint is None:
-        if read_object(out / SUMMARY) is not None:
+        summary = read_object(out / SUMMARY)
+        if summary is not None and NO_SIGNAL not in summary:  # one that learnt nothing may go
             raise ProxpoError(
                 f"{out} holds a finished run without checkpoints: choose another --out"
             )

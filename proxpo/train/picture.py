@@ -36,14 +36,27 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[tuple
         ("Training reward", "", [("reward", "mean of the batch")]),
         ("Drift from the start", "nats per response", [("proxpo/eval/kl", "KL(π‖π₀)")]),
         ("Diversity of samples", "", [("proxpo/eval/diversity", "held out")]),
-        ("Entropy", "nats per token", [("proxpo/eval/entropy", "held out")]),
+        (
+            "Entropy",
+            "nats per token",
+            [("proxpo/eval/entropy", "held out"), ("entropy", "in training")],
+        ),
+        (
+            "Without a learning signal",
+            "share",
+            [
+                ("completions/clipped_ratio", "responses cut at the limit"),
+                ("frac_reward_zero_std", "prompts with equal rewards"),
+                ("proxpo/gradient/zero", "updates with gradient 0"),
+            ],
+        ),
         (
             "Ratios",
             "",
             [("proxpo/ratio/ess", "ESS"), ("clip_ratio/region_mean", "clipped share")],
         ),
         ("Response length", "tokens", [("completions/mean_length", "mean")]),
-        ("Gradient norm", "", [("grad_norm", "before clipping")]),
+        ("Gradient norm", "", [("grad_norm", "after the transform, before grad_clip")]),
         ("Time per step", "s", [(name, name.rsplit("/", 1)[1]) for name in phases]),
     ]
     shown = [(title, unit, [c for c in curves if c[0] in known]) for title, unit, curves in wanted]
@@ -87,6 +100,8 @@ def draw_run(rows: Sequence[Mapping[str, Any]], *, title: str) -> Any:
         if unit in ("s", "tokens", "nats per response"):
             high = axis.dataLim.y1  # from 0, a margin of the data's spread may be too thin to see
             axis.set_ylim(0, 1.05 * high if 0 < high < math.inf else None)
+        if unit == "share":
+            axis.set_ylim(-0.02, 1.02)
         if name == "Validation accuracy":
             axis.set_ylim(0, 1.02)
             axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")

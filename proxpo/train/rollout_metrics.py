@@ -34,19 +34,24 @@ def rollout_metrics(rounds: list[SampledRound]) -> dict[str, float]:
     group = torch.cat([part.experience.group[_last(part)] for part in rounds]).cpu()
     scored = rewards[~rewards.isnan()]
     lengths = torch.cat([part.episodes.samples.mask.sum(1) for part in rounds]).float().cpu()
-    spread = scored.std() if len(scored) > 1 else torch.tensor(0.0)
+    equal = not len(scored) or bool((scored == scored[0]).all())
+    spread = torch.tensor(0.0) if equal else scored.std()
+    drawn = [part.episodes.samples for part in rounds]
+    surprise = sum(-float(s.logp.double()[s.mask].sum()) for s in drawn)
     return {
         "reward": float(scored.mean()) if len(scored) else float("nan"),
         "reward_std": float(spread),
-        "frac_reward_zero_std": _equal_rewards(rewards, group),
+        "frac_reward_zero_std": equal_rewards(rewards, group),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(column("truncated").float().mean()),
+        "entropy": surprise / max(float(lengths.sum()), 1.0),  # E[-log π] = H
         "proxpo/rounds": float(len(rounds)),
         "proxpo/samples": float(len(outcomes)),
         "proxpo/tokens": float(lengths.sum()),
         **{f"proxpo/reward_{name}": float(count) for name, count in tally(outcomes).items()},
         **_accuracy(rounds),
+        **_parsed(outcomes),
         **_turns(rounds),
         **_environments(rounds),
         **rounds[-1].metrics,
@@ -64,12 +69,18 @@ def _accuracy(rounds: list[SampledRound]) -> dict[str, float]:
     return {"proxpo/train_accuracy": float(torch.cat(right).float().mean())}  # type: ignore[arg-type]
 
 
+def _parsed(outcomes: list[Outcome]) -> dict[str, float]:
+    """Share of responses in which the reward function found an answer, if it says so."""
+    found = [outcome.parsed for outcome in outcomes if outcome.parsed is not None]
+    return {"proxpo/parsed": sum(found) / len(found)} if found else {}
+
+
 def _last(part: SampledRound) -> Tensor:
     """Row of the last turn of each episode."""
     return torch.tensor(part.episodes.last, device=part.experience.mask.device)
 
 
-def _equal_rewards(rewards: Tensor, group: Tensor) -> float:
+def equal_rewards(rewards: Tensor, group: Tensor) -> float:
     """Share of prompts all of whose responses with a reward earned the same."""
     prompts, index = group.unique(return_inverse=True)
     low, high = (
@@ -135,4 +146,4 @@ def sample_lines(rounds: list[SampledRound]) -> list[dict]:
     ]
 
 
-__all__ = ["SampledRound", "rollout_metrics", "sample_lines"]
+__all__ = ["SampledRound", "equal_rewards", "rollout_metrics", "sample_lines"]

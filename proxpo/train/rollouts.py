@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from proxpo.train.collect import Collected
 from proxpo.train.experience import Experience
 from proxpo.train.job import Job, StepWatch
+from proxpo.train.learning_signal import LearningSignal
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.scoring import Learner
 from proxpo.train.update import update
@@ -23,6 +24,7 @@ class RolloutJob(Job):
 
     tokens: sampled so far; skipped: updates in a row without a finite gradient
     waiting: sampled, not yet trained on; past: trained on, may be replayed
+    signal: whether the steps had gradients
     """
 
     learner: Learner
@@ -30,6 +32,7 @@ class RolloutJob(Job):
     skipped: int = 0
     waiting: list[Experience] = field(default_factory=list)
     past: list[Experience] = field(default_factory=list)
+    signal: LearningSignal = field(default_factory=LearningSignal)
 
     @abstractmethod
     def collect(self, number: int, observer: Observer = SILENT) -> Collected:
@@ -68,6 +71,8 @@ class RolloutJob(Job):
 
     def make_step(self, watch: StepWatch) -> dict[str, float]:
         """One rollout (of this policy or, with a lag, of an earlier one) and its updates."""
+        if self.config.train.on_no_signal == "stop":
+            self.signal.check()
         before = self.learner.version
         watch.enter("rollout")
         metrics = self._rollouts(watch)
@@ -78,6 +83,8 @@ class RolloutJob(Job):
         self.sync()
         watch.lap("sync")
         self.step += 1
+        for line in self.signal.see(self.step, metrics, self.config, self.learner.recipe):
+            watch.observer.on_notice(line)
         return {
             **metrics,
             "learning_rate": self.learner.optimizer.param_groups[0]["lr"],
@@ -130,7 +137,8 @@ class RolloutJob(Job):
         return parts
 
     def info(self) -> dict[str, Any]:
-        return {"version": self.learner.version, "tokens": self.tokens, "skipped": self.skipped}
+        counts = {"version": self.learner.version, "tokens": self.tokens, "skipped": self.skipped}
+        return {**counts, "signal": asdict(self.signal)}
 
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         learner, device = self.learner, self.learner.policy.device
@@ -148,6 +156,8 @@ class RolloutJob(Job):
         learner.version, self.tokens, self.skipped = (
             info[name] for name in ("version", "tokens", "skipped")
         )
+        # Checkpoints of earlier versions do not say.
+        self.signal = LearningSignal(**info.get("signal", {"learnt": self.step > 0}))
         self.sync()
 
     def experience(self, tensors: Mapping[str, Any]) -> Experience:

@@ -33,7 +33,7 @@ SINGLE = {
     "tokens": "tokens sampled",
     "tokens_per_second": "tokens a second",
 }
-TITLE = ("method", "model", "task", "seed", "out", "score", "unit")
+TITLE = ("method", "model", "task", "seed", "out", "score", "unit", "no_signal")
 
 Panel = tuple[str, str, list[tuple[str, str]]]  # title, unit, [(metric, label)]
 
@@ -131,7 +131,8 @@ def _tile(name: str, value: str) -> str:
 
 
 def _notes(summary: Mapping[str, Any]) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in resume_notes(summary))
+    notes = [*filter(None, [summary.get("no_signal")]), *resume_notes(summary)]
+    lines = "".join(f"<li>{escape(line)}</li>" for line in notes)
     return f'<ul class="panel notes">{lines}</ul>' if lines else ""
 
 

@@ -268,7 +268,14 @@ class RolloutUpdates:
             norm = optimizer_step(job, finite=False)
         else:
             norm = optimizer_step(job)
-        metrics = {**rollout.metrics, **metrics, "grad_norm": torch.tensor(norm)}
+        clip = job.config.train.grad_clip
+        metrics = {
+            **rollout.metrics,
+            **metrics,
+            "grad_norm": torch.tensor(norm),
+            "gradient/zero": torch.tensor(float(norm == 0)),
+            **({"gradient/clipped": torch.tensor(float(norm > clip))} if clip else {}),
+        }
         if math.isfinite(norm):
             self.record.applied = metrics
             moved = recipe.step_state(learner.state, batch, metrics, Context(clock=clock))
@@ -417,7 +424,10 @@ class RolloutUpdates:
 
 
 def optimizer_step(job: UpdatedJob, *, finite: bool = True) -> float:
-    """Clips, checks, steps; returns the gradient's norm. Skips a gradient that is not finite."""
+    """Clips, checks, steps; returns the gradient's norm. Skips a gradient that is not finite.
+
+    The norm is that of the whole gradient before clipping, after a transform of the method.
+    """
     learner, clip = job.learner, job.config.train.grad_clip
     norm, trained = math.nan, learner.trainable()
     if finite:

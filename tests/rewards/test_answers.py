@@ -69,6 +69,16 @@ def test_final_answer_without_a_mark():
     assert not answers.final_answer("none at all", "1018", strict=False)["acc"]
 
 
+def test_an_answer_that_is_not_there_is_told_from_a_wrong_one():
+    found = {"score": 0.0, "acc": False, "parsed": True}
+    assert answers.final_answer("#### 17", "18") == found
+    assert answers.final_answer("it is 17", "18") == found | {"parsed": False}
+    assert answers.final_answer("it is 17", "18", strict=False) == found
+    assert answers.final_answer("it is", "18", strict=False) == found | {"parsed": False}
+    assert call(lambda item: answers.final_answer("it is 17", "18"), {})["parsed"] is False
+    assert "parsed" not in call(lambda item: {"score": 1.0, "parsed": "17"}, {})
+
+
 @pytest.mark.parametrize(
     "value", ["False", "true", "", math.nan, math.inf, 0.5, 2, -1, [], [True], {}, b"1"]
 )

@@ -79,6 +79,7 @@ ELSEWHERE = {
     "rollout.max_prompt": "test_tasks.py::test_long_prompts",
     "rollout.backend": "test_rollouts.py::test_vllm_samples_the_policy_and_follows_its_weights",
     "rollout.options": "test_rollouts.py::test_unknown_names_and_options_get_the_nearest",
+    "train.on_no_signal": "test_learning_signal.py::test_a_warning_is_enough_where_that_is_set",
     "train.graphs": "test_graphs.py::test_what_cannot_be_recorded_is_refused",
     "model.options": "test_config.py::test_a_setting_that_the_domain_does_not_read",
     "model.device": "test_policies.py::test_devices_and_precisions_that_cannot_be",

@@ -217,6 +217,7 @@ OTHER = {
     "train.train_temperature": 2.0,
     "train.off_policy_lag": 1,
     "train.replay_share": 0.5,
+    "train.on_no_signal": "warn",
     "evaluate.every": 3,
     "evaluate.size": 3,
     "evaluate.k": 2,

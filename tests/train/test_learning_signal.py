@@ -116,12 +116,8 @@ def test_a_warning_is_enough_where_that_is_set(tmp_path, capsys):
 
 def test_a_method_that_learns_without_rewards_goes_on(tmp_path, capsys):
     """Its gradient comes from the entropy bonus; the responses are all cut all the same."""
-    bonus = (
-        "--set",
-        "regularisers+=entropy_bonus",
-        "--set",
-        "regularisers.entropy_bonus.coef=0.01",
-    )
+    stage = "regularisers+=entropy_bonus", "regularisers.entropy_bonus.coef=0.01"
+    bonus = [word for setting in stage for word in ("--set", setting)]
     assert main(command(tmp_path / "run", "--set", "steps=5", *bonus, *CUT)) == 0
     said = capsys.readouterr().out
     assert "gradient is zero" not in said

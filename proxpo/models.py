@@ -17,14 +17,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from proxpo.errors import ProxpoError, imported, nearest
 from proxpo.logp import bare_model
@@ -120,6 +122,42 @@ def load_policy(
             "model.resize_token_embeddings(len(tokenizer)) makes room"
         )
     return policy
+
+
+def recompute_layers(policy: Policy, *, on: bool = True) -> None:
+    """Has each layer run again in the backward pass, in place of keeping its activations, or not.
+
+    transformers does so in training mode alone, in which dropout would act too. A pass without
+    gradient, or with a cache that a second run would fill twice, is run as it is.
+    """
+    kind = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+    layers = [module for module in policy.model.modules() if isinstance(module, kind)]
+    if not layers:
+        raise ProxpoError(
+            f"model '{policy.name}' has no layers that can run again: "
+            "model.gradient_checkpointing=false"
+        )
+    if on:
+        policy.model.gradient_checkpointing_enable()
+    else:
+        policy.model.gradient_checkpointing_disable()
+    for layer in layers:
+        vars(layer).pop("forward", None)
+        if on:
+            layer.forward = partial(_run_again, layer.forward)
+
+
+def _run_again(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled() or named.get("past_key_values") is not None:
+        return forward(*args, **named)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **named)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer alone of the model called `name`."""
+    auto, logging = _transformers()
+    with _quiet(logging):
+        return _load(auto.AutoTokenizer, name, _source(name))
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

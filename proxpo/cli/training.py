@@ -79,18 +79,20 @@ def _print_notice(console: Console, line: str) -> None:
 
 
 def explain_settings(source: str | None, settings: list[str], overrides: dict[str, Any]) -> None:
-    """Prints every setting: default (or value, if a run is described), effect of a change on
-    resuming, meaning.
+    """Prints every setting: default (or value and its origin, if a run is described), effect of a
+    change on resuming, meaning.
 
     Below the settings stand remarks on the settings of that run.
     """
-    from proxpo.train.config import explain, left_out, load_config
+    from proxpo.train.config import explain, left_out, load_explained
 
     described = bool(source or settings or overrides)
-    config = load_config(source, settings, overrides=overrides) if described else None
+    config = origins = None
+    if described:
+        config, origins = load_explained(source, settings, overrides)
     console = Console(highlight=False)
     wide = console.width >= WIDE
-    known = explain(config)
+    known = explain(config, origins)
     console.print(_settings_table(known, described) if wide else _settings_lines(known))
     if config is not None:
         from proxpo.train.build import settings_remarks
@@ -101,11 +103,13 @@ def explain_settings(source: str | None, settings: list[str], overrides: dict[st
 
 def _settings_table(settings: Sequence[Any], described: bool) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("setting", "value" if described else "default", "on resume", "meaning"):
+    values = ("value", "from") if described else ("default",)
+    for column in ("setting", *values, "on resume", "meaning"):
         table.add_column(column, overflow="fold", no_wrap=column in ("setting", "on resume"))
     for setting in settings:
-        effect = ON_RESUME[setting.resume]
-        table.add_row(setting.path, Text(setting_text(setting.value)), effect, Text(setting.doc))
+        shown = [Text(setting_text(setting.value))]
+        shown += [Text(setting.origin)] if described else []
+        table.add_row(setting.path, *shown, ON_RESUME[setting.resume], Text(setting.doc))
     return table
 
 
@@ -114,7 +118,8 @@ def _settings_lines(settings: Sequence[Any]) -> Group:
     lines: list[RenderableType] = []
     for setting in settings:
         effect = f"  on resume: {ON_RESUME[setting.resume]}"
-        value = f" = {setting_text(setting.value)}"
+        origin = f" ({setting.origin})" if setting.origin else ""
+        value = f" = {setting_text(setting.value)}{origin}"
         lines.append(Text.assemble((setting.path, "bold"), value, (effect, "dim")))
         lines.append(Padding(Text(setting.doc), (0, 0, 0, 4)))
     return Group(*lines)

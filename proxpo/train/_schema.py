@@ -56,8 +56,11 @@ class ModelConfig:
     dtype: Dtype = setting(
         "auto", "of the arithmetic; auto: bfloat16 on a GPU, float32 on a CPU", resume="next"
     )
-    gradient_checkpointing: bool = setting(
-        False, "recompute activations to save memory", resume="next"
+    gradient_checkpointing: bool | Literal["auto"] = setting(
+        False,
+        "recompute activations to save memory; auto: on a GPU, where a row would not fit "
+        "otherwise; unset: auto for every model but the one in the box",
+        resume="next",
     )
     lora: dict | None = setting(
         None, "options of peft's LoraConfig; none trains every weight", resume="fixed"
@@ -136,7 +139,11 @@ class RolloutConfig:
     )
     max_prompt: int = setting(512, "longest prompt, in tokens", resume="fixed", low=1, high=TOKENS)
     max_tokens: int = setting(
-        8, "longest response, or turn of one, in tokens", resume="fixed", low=1, high=TOKENS
+        8,
+        "longest response, or turn of one, in tokens; unset: the task's, such as 512 for gsm8k",
+        resume="fixed",
+        low=1,
+        high=TOKENS,
     )
     temperature: float = setting(1.0, "sampling temperature", resume="fixed", above=0, high=1000)
     top_p: float = setting(
@@ -168,7 +175,8 @@ class TrainConfig:
     )
     micro_batch: int | Literal["auto"] | None = setting(
         None,
-        "sequences in one backward pass; none: all; auto: as many as memory allows, of like length",
+        "sequences in one backward pass; none: all; auto: as many as memory allows, of like "
+        "length; unset: auto for every model but the one in the box",
         resume="now",
         low=1,
         high=ROWS,
@@ -182,7 +190,14 @@ class TrainConfig:
     optimizer_options: dict = setting(
         {}, "further options of the optimizer, such as betas", resume="fixed"
     )
-    lr: float = setting(3e-5, "learning rate", resume="next", low=0, high=LARGE)
+    lr: float = setting(
+        5e-4,
+        "learning rate; unset: with AdamW 5e-4 for the model in the box, 1e-6 for any other, 1e-5 "
+        "for LoRA; other optimizers have rates of their own",
+        resume="next",
+        low=0,
+        high=LARGE,
+    )
     weight_decay: float = setting(0.01, "decoupled weight decay", resume="next", low=0, high=LARGE)
     grad_clip: float | None = setting(
         1.0,

@@ -58,7 +58,7 @@ OTHER_NAMES = TRL_NAMES | {
 
 
 class Setting(NamedTuple):
-    """One documented setting."""
+    """One documented setting. origin: where its value in a config comes from, if that is known."""
 
     path: str
     kind: str
@@ -66,17 +66,25 @@ class Setting(NamedTuple):
     doc: str
     value: Any
     resume: Resume
+    origin: str = ""
 
 
-def explain(config: Config | None = None) -> list[Setting]:
-    """Every setting in order, with its default, its meaning and its value in this config."""
+def explain(
+    config: Config | None = None, origins: Mapping[str, str] | None = None
+) -> list[Setting]:
+    """Every setting in order, with its default, its meaning and its value in this config.
+
+    origins: of the values by path, see `load_explained`
+    """
     listed: list[Setting] = []
     for path, kind, leaf in leaves(Config):
         default, value = (
             getattr(_section(whole, path), leaf.name) for whole in (Config(), config or Config())
         )
-        info = leaf.metadata
-        listed.append(Setting(path, _shown(kind), default, info["doc"], value, info["resume"]))
+        info, origin = leaf.metadata, "" if origins is None else origins.get(path, "default")
+        listed.append(
+            Setting(path, _shown(kind), default, info["doc"], value, info["resume"], origin)
+        )
     return listed
 
 

@@ -41,7 +41,8 @@ def settings_remarks(config: Config) -> list[str]:
     from proxpo.train.language import fitted
 
     task = make_task(config.task.name, reward=config.task.reward, **config.task.options)
-    return remarks(config, fitted(config.make_recipe(), config, task))
+    system = [f"task {task.name}: system prompt: {task.system}"] if task.system else []
+    return [*system, *remarks(config, fitted(config.make_recipe(), config, task))]
 
 
 def check_task(task: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from proxpo.train._settings import (
     place,
 )
 from proxpo.train.domains import check_domain, default_settings, domain_of
+from proxpo.train.fitted import with_fitted
 from proxpo.train.refusals import check_used
 from proxpo.types import Recipe
 
@@ -46,11 +47,21 @@ def load_config(
     """Loads a file or preset, then applies `overrides` (None: not given) and `sets`, and checks.
 
     A file's recipe block belongs to the file's method: another method starts from its own defaults.
-    What is not given comes from the domain of the task and from the method, then from `Config`.
+    What is not given comes from the domain of the task and from the method, then from what fits
+    task and model (fitted.py), then from `Config`.
     A setting that the recipe does not follow is refused if `overrides` or `sets` give it; in a
     file, which several methods may share, it stands without effect, and the run says so. `source`
     may be a file's contents.
     """
+    return load_explained(source, sets, overrides)[0]
+
+
+def load_explained(
+    source: str | Path | Mapping[str, Any] | None = None,
+    sets: Iterable[str | tuple[str, Any]] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[Config, dict[str, str]]:
+    """As `load_config`, with the origin of each setting's value by path: "task gsm8k", "given"."""
     own = [parse_setting(entry) if isinstance(entry, str) else entry for entry in sets]
     flags = [(k, v) for k, v in (overrides or {}).items() if v is not None]
     pairs = [*flags, *own]
@@ -65,15 +76,28 @@ def load_config(
     _refuse_unknown([*_entries(read), *pairs], chosen.defaults)
     _refuse_contradictions(_entries(read), flags, own, chosen.defaults)
     check_domain(chosen, task)
-    defaults = default_settings(chosen, task).items()
+    defaults = default_settings(chosen, task)
     tree: dict[str, Any] = {}
-    for key, value in [*defaults, *_entries(read), *pairs, ("method", chosen.slug)]:
+    entries = [*_entries(read), *pairs]
+    for key, value in [*defaults.items(), *entries, ("method", chosen.slug)]:
         _put(tree, place(key, chosen.defaults), value, key)
-    config = build_config(tree)
+    given = {_leaf(place(key, chosen.defaults)): "given" for key, _ in entries}
+    config, fitted = with_fitted(build_config(tree), {*defaults, *given})
     domain_of(task).check(config)
     made = config.make_method()
     check_used(config, made, {".".join(place(key, chosen.defaults)) for key, _ in pairs})
-    return _with_pool(config, made)
+    by_method = f"method {chosen.slug}"
+    by_domain = {p: by_method if p in chosen.settings else f"task {task}" for p in defaults}
+    origins = {**by_domain, **{path: default.origin for path, default in fitted.items()}, **given}
+    pooled = _with_pool(config, made)
+    if pooled is not config:
+        origins["task.problems"] = by_method
+    return pooled, origins
+
+
+def _leaf(path: list[str]) -> str:
+    """The path of the setting that a path with options inside leads to."""
+    return ".".join(path[: 2 if path[0] in SECTIONS else 1])
 
 
 def left_out(source: str | Path | None, config: Config) -> list[str]:
@@ -224,6 +248,7 @@ __all__ = [
     "find",
     "left_out",
     "load_config",
+    "load_explained",
     "presets",
     "task_name",
     "to_yaml",

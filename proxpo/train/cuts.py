@@ -177,15 +177,37 @@ def fitted_budget(policy: Policy, transform: Transform | None = None) -> TokenBu
     of it with gradient checkpointing. The gradient, Adam's averages and one more number for each
     trained weight are set apart before.
     """
-    model, device = policy.model, policy.device
-    if device.type != "cuda":
+    if policy.device.type != "cuda":
         return TokenBudget(CPU_TOKENS)
-    room = free_memory(device) - sum(16 * p.numel() for p in model.parameters() if p.requires_grad)
-    compares = transform is not None and transform.compares
-    fitting = room // 2 // token_bytes(policy, compares=compares)
-    limit = GPU_TOKENS if transform is None or compares else ISOPO_TOKENS
+    fitting = fitting_tokens(policy, transform)
+    limit = GPU_TOKENS if transform is None or transform.compares else ISOPO_TOKENS
     power = max(1 << max(fitting, 1).bit_length() - 1, LEAST_TOKENS)  # the same from run to run
     return TokenBudget(limit if fitting >= limit else power, most=power)
+
+
+def fitting_tokens(policy: Policy, transform: Transform | None = None) -> int:
+    """Tokens of a pass that take half of a GPU's free memory, see `fitted_budget`."""
+    room = free_memory(policy.device) - _step_bytes(policy)
+    return room // 2 // _token_bytes(policy, transform)
+
+
+def update_bytes(policy: Policy, tokens: int, transform: Transform | None = None) -> int:
+    """Bytes of a GPU that an update takes with passes of so many tokens.
+
+    They are those that are taken before the first step (weights, also of the start), gradient and
+    averages of the trained weights, and one pass.
+    """
+    taken = torch.cuda.memory_allocated(policy.device)
+    return taken + _step_bytes(policy) + tokens * _token_bytes(policy, transform)
+
+
+def _step_bytes(policy: Policy) -> int:
+    """Bytes of the gradient, Adam's averages and one more number for each trained weight."""
+    return sum(16 * p.numel() for p in policy.model.parameters() if p.requires_grad)
+
+
+def _token_bytes(policy: Policy, transform: Transform | None) -> int:
+    return token_bytes(policy, compares=transform is not None and transform.compares)
 
 
 def _columns_before(x: Bool[Tensor, "seq pos"]) -> Int[Tensor, " seq"]:
@@ -193,4 +215,13 @@ def _columns_before(x: Bool[Tensor, "seq pos"]) -> Int[Tensor, " seq"]:
     return (x.int().cumsum(dim=1) == 0).sum(dim=1)
 
 
-__all__ = ["Cut", "Result", "Rows", "TokenBudget", "fitted_budget", "restored"]
+__all__ = [
+    "Cut",
+    "Result",
+    "Rows",
+    "TokenBudget",
+    "fitted_budget",
+    "fitting_tokens",
+    "restored",
+    "update_bytes",
+]

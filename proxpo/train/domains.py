@@ -11,10 +11,9 @@ from typing import Any
 from proxpo.control.domain import ARCHITECTURE, CONTROL
 from proxpo.errors import ProxpoError, fold
 from proxpo.generative.domain import ENERGIES, GENERATIVE
-from proxpo.recipes import Method, Procedure, method
+from proxpo.recipes import Method, Procedure
 from proxpo.train._domain import Domain
 from proxpo.train._schema import Config
-from proxpo.train._settings import build_config
 from proxpo.types import Recipe
 
 
@@ -69,15 +68,6 @@ def default_settings(entry: Method, task: str) -> dict[str, Any]:
     return {**domain.defaults, **({"recipe": options} if options else {}), **own}
 
 
-def default_config(config: Config) -> Config:
-    """A run of the same method on the same task with no other setting changed."""
-    tree: dict[str, Any] = {}
-    for path, value in default_settings(method(config.method), config.task.name).items():
-        section, _, name = path.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
-    return build_config(tree)
-
-
 def unread(config: Config, made: Recipe | Procedure) -> Mapping[str, str]:
     """Settings, by path, that the config's domain does not read for this method, and why."""
     return domain_of(config.task.name).unread(made)
@@ -87,7 +77,6 @@ __all__ = [
     "DOMAINS",
     "Domain",
     "check_domain",
-    "default_config",
     "default_settings",
     "domain_of",
     "unread",

@@ -117,8 +117,9 @@ def _knob(name: str, config: Config) -> str | None:
         text = f"rollout.options.sleep=true, or a lower rollout.options.memory (now {now})"
         return text if rollout.backend == "vllm" and not rollout.options.get("sleep") else None
     if name == "gradient_checkpointing":
-        text = "model.gradient_checkpointing=true (now false)"
-        return None if model.gradient_checkpointing else text
+        now = "auto" if model.gradient_checkpointing == "auto" else "false"
+        text = f"model.gradient_checkpointing=true (now {now})"
+        return None if model.gradient_checkpointing is True else text
     if name == "max_tokens":
         return f"a lower rollout.max_tokens (now {rollout.max_tokens})"
     if name == "dtype":

@@ -12,7 +12,7 @@ from torch import nn
 
 from proxpo.batch_file import save_step, saved_steps
 from proxpo.errors import ProxpoError
-from proxpo.models import Policy, load_policy, save_policy
+from proxpo.models import Policy, load_policy, recompute_layers, save_policy
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
@@ -31,7 +31,7 @@ from proxpo.settings import at_length
 from proxpo.stages.ratio.latent import thought_noise
 from proxpo.train.collect import Collected, Collector, SamplingOptions, Source, collect
 from proxpo.train.config import Config
-from proxpo.train.cuts import fitted_budget
+from proxpo.train.cuts import fitted_budget, fitting_tokens, update_bytes
 from proxpo.train.evaluate import Examination, evaluate
 from proxpo.train.experience import Experience
 from proxpo.train.job import Examined
@@ -75,8 +75,8 @@ class LanguageJob(RolloutJob):
         self.learner.budget.on_notice = observer.on_notice
 
     def check(self, observer: Observer) -> None:
-        """Reports the splits; refuses a sampler that runs another model than the trainer."""
-        for line in splits(self):
+        """Reports sizes and splits; refuses a sampler that runs another model than the trainer."""
+        for line in [start_line(self), *splits(self)]:
             observer.on_notice(line)
         if self.config.rollout.backend == "auto":
             backend = sampling_backend(self.config, self.policy)
@@ -177,11 +177,28 @@ class LanguageJob(RolloutJob):
         )
 
     def info(self) -> dict[str, Any]:
-        return super().info() | {"cursor": self.source.cursor}
+        chosen = {"cursor": self.source.cursor, "recomputes": self._recomputes}
+        return super().info() | chosen
+
+    @property
+    def _recomputes(self) -> bool:
+        """True where the layers run again in the backward pass."""
+        return bool(self.policy.model.is_gradient_checkpointing)
 
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         super().load(parts, info)
         self.source.cursor = info["cursor"]
+        recomputes = info.get("recomputes", self._recomputes)
+        if self.config.model.gradient_checkpointing == "auto" and recomputes != self._recomputes:
+            recompute_layers(self.policy, on=recomputes)
+            learner = self.learner
+            learner.graphs = _graphs(
+                self.config,
+                self.policy,
+                learner.recipe,
+                critic=learner.critic is not None,
+                transform=learner.transform,
+            )
         for step, path in saved_steps(self.config.folder).items():
             if step > self.step:  # made again
                 path.unlink()
@@ -238,8 +255,6 @@ def build_language_job(config: Config) -> LanguageJob:
         lora=config.model.lora,
         seed=derive(config.seed, "init"),
     )
-    if config.model.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable()
     task = make_task(
         config.task.name,
         reward=config.task.reward,
@@ -261,7 +276,7 @@ def build_language_job(config: Config) -> LanguageJob:
     return LanguageJob(
         config=config,
         task=task,
-        learner=_learner(config, policy, recipe, initial),
+        learner=_learner(config, policy, recipe, initial, longest=_longest(config, task)),
         sampler=_sampler(config, policy, recipe),
         pool=RewardPool(
             task.reward,
@@ -298,10 +313,49 @@ def splits(job: LanguageJob) -> list[str]:
     return lines
 
 
+def start_line(job: LanguageJob) -> str:
+    """One line on the sizes of a step, its rate, and the memory that its micro-batches follow."""
+    config, turns = job.config, job.task.max_turns > 1
+    rollout, train = config.rollout, config.train
+    rows = rollout.prompts_per_step * rollout.samples_per_prompt
+    parts = [
+        f"{plural(rollout.prompts_per_step, 'prompt')} x "
+        f"{plural(rollout.samples_per_prompt, 'response')} of at most "
+        f"{plural(rollout.max_tokens, 'token')}{' a turn' if turns else ''}",
+        f"lr {train.lr:g}".replace("e-0", "e-"),
+    ]
+    most = -(-rows // train.mini_batches)
+    if train.micro_batch == "auto":
+        parts.append(_by_memory(job, most))
+    else:
+        size = min(train.micro_batch or most, most)
+        parts.append(f"micro-batches of {plural(size, 'response')}" if size < most else "one pass")
+    if job.policy.model.is_gradient_checkpointing:
+        asked = config.model.gradient_checkpointing is True
+        parts.append(
+            "gradient checkpointing" + ("" if asked else ", without which a row would not fit")
+        )
+    return ", ".join(parts)
+
+
+def _by_memory(job: LanguageJob, rows: int) -> str:
+    """Words on the micro-batches that a budget of tokens cuts; rows: of a mini-batch."""
+    policy, budget = job.policy, job.learner.budget.tokens
+    if policy.device.type != "cuda":
+        return f"micro-batches of at most {budget:,} tokens"
+    longest = job.config.rollout.max_prompt + _longest(job.config, job.task)
+    taken = update_bytes(policy, min(budget, rows * longest), job.learner.transform)
+    return f"micro-batches by memory (about {taken / 2**30:.0f} GiB)"
+
+
 def fitted(recipe: Recipe, config: Config, task: Task) -> Recipe:
     """The recipe with its open lengths set to the longest response of this run."""
-    turns = task.max_turns if task.tool is not None else 1
-    return at_length(recipe, config.rollout.max_tokens * turns)
+    return at_length(recipe, _longest(config, task))
+
+
+def _longest(config: Config, task: Task) -> int:
+    """Tokens of the longest response, with those of all its turns."""
+    return config.rollout.max_tokens * (task.max_turns if task.tool is not None else 1)
 
 
 # Names in a block of options that are settings of their own, or belong to the caller.
@@ -357,7 +411,21 @@ def _sampler(config: Config, policy: Policy, recipe: Recipe) -> Sampler:
     return make_sampler(sampling_backend(config, policy).name, policy, **options)
 
 
-def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) -> Learner:
+def _recomputes(config: Config, policy: Policy, transform: Any, longest: int) -> bool:
+    """True where layers are to run again in the backward pass: asked for, or for want of memory.
+
+    longest: tokens of the longest response with all its turns
+    """
+    asked = config.model.gradient_checkpointing
+    if asked != "auto" or policy.device.type != "cuda":
+        return asked is True
+    row = min(config.rollout.max_prompt + longest, policy.context)
+    return fitting_tokens(policy, transform) < row
+
+
+def _learner(
+    config: Config, policy: Policy, recipe: Any, initial: nn.Module, *, longest: int
+) -> Learner:
     wanted = recipe.needs()
     critic = None
     if wanted & {"values", "old_values"} or recipe.value is not None:
@@ -366,6 +434,8 @@ def _learner(config: Config, policy: Policy, recipe: Any, initial: nn.Module) ->
         nn.init.zeros_(critic.bias)
         critic.to(policy.device)
     transform = run_transform(recipe, config.seed)
+    if _recomputes(config, policy, transform, longest):
+        recompute_layers(policy)
     return Learner(
         policy=policy,
         recipe=recipe,
@@ -411,4 +481,11 @@ def _sampled(metrics: dict[str, float]) -> float | None:
     return next((value for name, value in metrics.items() if name.startswith("eval/avg@")), None)
 
 
-__all__ = ["LanguageJob", "build_language_job", "fitted", "sampling_backend", "splits"]
+__all__ = [
+    "LanguageJob",
+    "build_language_job",
+    "fitted",
+    "sampling_backend",
+    "splits",
+    "start_line",
+]

@@ -12,7 +12,8 @@ from proxpo.stages.ratio.gaussian import GAUSSIAN
 from proxpo.stages.ratio.latent import LATENT
 from proxpo.train._schema import Config
 from proxpo.train._settings import changes
-from proxpo.train.domains import default_config, unread
+from proxpo.train.domains import unread
+from proxpo.train.fitted import default_config
 from proxpo.train.tasks import Task
 from proxpo.types import FIELDS, KINDS, Recipe, Stage
 

@@ -137,8 +137,14 @@ class RolloutJob(Job):
         return parts
 
     def info(self) -> dict[str, Any]:
-        counts = {"version": self.learner.version, "tokens": self.tokens, "skipped": self.skipped}
-        return {**counts, "signal": asdict(self.signal)}
+        budget = self.learner.budget
+        return {
+            "version": self.learner.version,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "budget": {"tokens": budget.tokens, "most": budget.most},
+            "signal": asdict(self.signal),
+        }
 
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         learner, device = self.learner, self.learner.policy.device
@@ -156,8 +162,12 @@ class RolloutJob(Job):
         learner.version, self.tokens, self.skipped = (
             info[name] for name in ("version", "tokens", "skipped")
         )
-        # Checkpoints of earlier versions do not say.
+        # Checkpoints of earlier versions have neither.
         self.signal = LearningSignal(**info.get("signal", {"learnt": self.step > 0}))
+        if "budget" in info:
+            learner.budget.tokens, learner.budget.most = (
+                info["budget"][name] for name in ("tokens", "most")
+            )
         self.sync()
 
     def experience(self, tensors: Mapping[str, Any]) -> Experience:

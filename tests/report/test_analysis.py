@@ -359,7 +359,7 @@ def pair_of(left, right, *, arms=(), chosen=()):
     [
         (config_of("gsm8k"), "task.name: arithmetic (a), gsm8k (b)"),
         (config_of(model={"name": "smollm2"}), "model.name: tiny (a), smollm2 (b)"),
-        (config_of(train={"lr": 1e-3}), "train.lr: 3e-05 (a), 0.001 (b)"),
+        (config_of(train={"lr": 1e-3}), "train.lr: 0.0005 (a), 0.001 (b)"),
         (config_of(train={"steps": 7}), "train.steps: 100 (a), 7 (b)"),
         (config_of(train={"mini_batches": 2}), "train.mini_batches: 1 (a), 2 (b)"),
         (config_of(evaluate={"size": 8}), "evaluate.size: 256 (a), 8 (b)"),
@@ -397,7 +397,7 @@ def check_no_verdict(found, line):
     [
         config_of() | {"method": "y", "recipe": {"clip_high": 0.3}, "seed": 3, "out": "x"},
         config_of(log={"samples": 0}, checkpoint={"every": 1}, evaluate={"every": 3}),
-        config_of(train={"lr": 3e-05}, rollout={"prompts_per_step": 64}),  # defaults, written out
+        config_of(train={"lr": 5e-4}, rollout={"prompts_per_step": 64}),  # defaults, written out
     ],
 )
 def test_what_changes_no_comparison_forbids_none(other):

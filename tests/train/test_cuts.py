@@ -279,6 +279,21 @@ def test_a_run_that_is_resumed_is_cut_alike(tmp_path, monkeypatch):
     assert same_weights(tmp_path / "whole", tmp_path / "again", 4)
 
 
+def test_sizes_that_a_lack_of_memory_chose_are_kept_on_resume(tmp_path, monkeypatch):
+    """Memory is short in the first two steps alone; ISOPO depends on the cut."""
+    sets = ("micro_batch=auto", "checkpoint.every=2", "evaluate.every=2", "model.device=cpu")
+    short = [True]
+    out_of_memory(monkeypatch, minibatch, lambda _, rows: short[0] and rows.input_ids.numel() > 150)
+    observer = Observer(on_step=lambda step, metrics: short.__setitem__(0, step < 2))
+    train(config_of(tmp_path / "whole", *sets, "steps=4", method="isopo"), observer=observer)
+    short[0] = True
+    train(config_of(tmp_path / "again", *sets, "steps=2", method="isopo"), observer=observer)
+    train(config_of(tmp_path / "again", *sets, "steps=4", method="isopo"), resume=True)
+    assert curve(tmp_path / "whole") == curve(tmp_path / "again")
+    assert curve(tmp_path / "again")[-1][CUT_TOKENS] < cuts.CPU_TOKENS
+    assert same_weights(tmp_path / "whole", tmp_path / "again", 4)
+
+
 def test_a_run_goes_on_after_a_lack_of_memory_and_says_so_once(tmp_path, monkeypatch):
     sets = ("steps=2", "micro_batch=auto", "train.lr=1e-3", "evaluate.k=2", "model.device=cpu")
     train(config_of(tmp_path / "plenty", *sets, method="grpo"))

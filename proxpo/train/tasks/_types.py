@@ -42,6 +42,15 @@ class Problem:
         return question(self.prompt) + self.hidden
 
 
+def with_system(prompt: str | Messages, system: str) -> str | Messages:
+    """The prompt behind a system prompt: a message, or a paragraph before a text."""
+    if not system:
+        return prompt
+    if isinstance(prompt, str):
+        return f"{system}\n\n{prompt}"
+    return [{"role": "system", "content": system}, *prompt]
+
+
 @dataclass(frozen=True)
 class Lazy(Sequence[Problem]):
     """Problems by number, made when asked for; len() of them in all."""
@@ -130,6 +139,13 @@ class Task:
     max_turns: int = 1
     environment: Callable[[Problem], Environment] | None = None
     folds: bool = False
+
+    @property
+    def system(self) -> str:
+        """The system prompt of its problems; empty where they have none."""
+        prompt = self.test[0].prompt if len(self.test) else ""
+        first = {} if isinstance(prompt, str) else prompt[0]
+        return first["content"] if first.get("role") == "system" else ""
 
     def encode(self, problem: Problem, tokenizer: Any, *, limit: int | None = None) -> list[int]:
         """The prompt's token ids, chat template applied; refused beyond `limit` tokens."""
@@ -243,4 +259,5 @@ __all__ = [
     "Task",
     "fit_prompts",
     "take_pool",
+    "with_system",
 ]

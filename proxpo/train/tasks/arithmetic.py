@@ -122,6 +122,12 @@ def arithmetic(
     return task if last is None else replace(task, reward=_last_digits(last))
 
 
+def arithmetic_answer(level: str, digits: int | list | None) -> int:
+    """Tokens of the longest answer: a digit more than the operands have, and the end token."""
+    most = _digits(TEXT_LEVELS[level]["digits"] if digits is None else digits)[1]
+    return max(8, most + 2)
+
+
 def arithmetic_chat(
     *,
     level: str = "default",
@@ -158,6 +164,11 @@ def arithmetic_chat(
     name = "arithmetic-chat" if level == "default" else f"arithmetic-chat:{level}"
     task = _task(name, draw, Sum.chat, held_out, test_size, seed)
     return task if strict else replace(task, reward=LAST_NUMBER)
+
+
+def chat_answer(level: str, high: int | None) -> int:
+    """Tokens of the longest answer that repeats the question, `12 + 34 = 46`, and a few more."""
+    return 8 + 4 * len(str(CHAT_LEVELS[level]["high"] if high is None else high))
 
 
 def _last_digits(count: int) -> RewardSpec:
@@ -210,5 +221,7 @@ __all__ = [
     "Generated",
     "Sum",
     "arithmetic",
+    "arithmetic_answer",
     "arithmetic_chat",
+    "chat_answer",
 ]

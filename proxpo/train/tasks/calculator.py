@@ -43,6 +43,11 @@ def solution(operands: Sequence[int]) -> list[str]:
     return [*turns, str(total)]
 
 
+def calculator_turn(level: Level) -> int:
+    """Tokens of the longest turn: the last call, of a running total, and the end token."""
+    return max(map(len, solution([99] * LEVELS[level]))) + 1
+
+
 def calculator(
     *,
     level: Level = "default",
@@ -86,4 +91,4 @@ def calculator(
     )
 
 
-__all__ = ["LEVELS", "calculate", "calculator", "solution"]
+__all__ = ["LEVELS", "calculate", "calculator", "calculator_turn", "solution"]

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from proxpo.errors import ProxpoError
 from proxpo.ops.streams import derive
-from proxpo.rewards._types import Messages, RewardSpec
-from proxpo.train.tasks._types import Lazy, Problem, Task
+from proxpo.rewards._types import RewardSpec
+from proxpo.train.tasks._lengths import with_room
+from proxpo.train.tasks._types import Lazy, Problem, Task, with_system
 
 TRAIN_SIZE = 1 << 20
 LEVELS: dict[str, dict] = {
@@ -24,11 +25,20 @@ SYSTEM = (
 )
 
 
+def column_answer(level: str, terms: int | list | None, digits: int | list | None) -> int:
+    """Tokens of the longest answer: a line for each column, of at most three tokens a number."""
+    chosen = LEVELS[level]
+    most_terms = _bounds("terms", chosen["terms"] if terms is None else terms, 2, 9)[1]
+    most_digits = _bounds("digits", chosen["digits"] if digits is None else digits, 1, 12)[1]
+    return with_room(most_digits * (3 * most_terms + 16) + most_digits + 8)
+
+
 def column_sums(
     *,
     level: str = "default",
     terms: int | list | None = None,
     digits: int | list | None = None,
+    system: str = SYSTEM,
     held_out: float = 0.1,
     test_size: int = 500,
     seed: int = 0,
@@ -56,7 +66,7 @@ def column_sums(
 
     def train(number: int) -> Problem:
         drawn = (draw(derive(seed, "train", number, i)) for i in range(10_000))
-        return _problem(next(x for x in drawn if not is_held_out(x)), number)
+        return _problem(next(x for x in drawn if not is_held_out(x)), number, system)
 
     test: dict[tuple[int, ...], None] = {}
     for i in range(int(2 * test_size / held_out)):
@@ -68,15 +78,15 @@ def column_sums(
     return Task(
         name="column-sums" if level == "default" else f"column-sums:{level}",
         train=Lazy(train, TRAIN_SIZE),
-        test=[_problem(numbers, i) for i, numbers in enumerate(test)],
+        test=[_problem(numbers, i, system) for i, numbers in enumerate(test)],
         reward=RewardSpec(where="proxpo.rewards.answers:final_answer", trusted=True),
     )
 
 
-def _problem(numbers: Sequence[int], index: int) -> Problem:
+def _problem(numbers: Sequence[int], index: int, system: str) -> Problem:
     *first, last = map(str, numbers)
     asked = f"Add {', '.join(first)} and {last}."
-    prompt: Messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
+    prompt = with_system([{"role": "user", "content": asked}], system)
     return Problem(prompt, str(sum(numbers)), index, solution=column_addition(numbers))
 
 
@@ -104,4 +114,4 @@ def _bounds(name: str, value: int | Sequence, low: int, high: int) -> tuple[int,
     return least, most
 
 
-__all__ = ["LEVELS", "column_addition", "column_sums"]
+__all__ = ["LEVELS", "column_addition", "column_answer", "column_sums"]

@@ -9,7 +9,7 @@ from proxpo.errors import ProxpoError, imported, resolve
 from proxpo.rewards._types import RewardSpec
 from proxpo.rewards.answers import VERIFIERS
 from proxpo.train.tasks._files import read_jsonl, split_by_hash
-from proxpo.train.tasks._types import Problem, Task
+from proxpo.train.tasks._types import Problem, Task, with_system
 
 HUB = "openai/gsm8k"
 SYSTEM = (
@@ -59,10 +59,10 @@ def _problem(row: dict[str, Any], index: int, chat: bool, system: str) -> Proble
     answer = solution.rpartition("####")[2].strip().replace(",", "")
     worked = CALCULATION.sub("", solution).strip()
     if not chat:
-        prompt = f"{system}\n\nQuestion: {question}\nAnswer:"
-        return Problem(prompt, answer, index, solution=f" {worked}")
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    return Problem(messages if system else messages[1:], answer, index, solution=worked)
+        text = f"{system}\n\nQuestion: {question}\nAnswer:"
+        return Problem(text, answer, index, solution=f" {worked}")
+    prompt = with_system([{"role": "user", "content": question}], system)
+    return Problem(prompt, answer, index, solution=worked)
 
 
 def _short(rows: list[dict], steps: int) -> list[dict]:

@@ -15,7 +15,7 @@ from proxpo.errors import ProxpoError, nearest
 from proxpo.rewards._types import RewardSpec
 from proxpo.rewards.answers import answer_of
 from proxpo.train.tasks._files import read_jsonl, split_by_hash
-from proxpo.train.tasks._types import Problem, Task
+from proxpo.train.tasks._types import Problem, Task, with_system
 
 BUILT_IN = {
     "exact": "proxpo.rewards.answers:exact",
@@ -34,13 +34,15 @@ def own(
     prompt_field: str | None = None,
     answer_field: str | None = None,
     solution_field: str | None = None,
+    system: str = "",
     template: dict | None = None,
 ) -> Task:
     """Problems of a file. Without `test`, a share of them is held out by the hash of the prompt.
 
     reward: "file.py:function", "package.module:function", or a built-in one, "exact" (the whole
     response) or "final-answer" (a number after `####` or in a box). solution_field: worked
-    solutions, for `proxpo warmup`.
+    solutions, for `proxpo warmup` and the length of answers. system: a system prompt before each
+    prompt.
     """
     if not 0 < held_out < 1:
         raise ProxpoError(f"task {path}: held_out is a share between 0 and 1, got {held_out}")
@@ -54,7 +56,9 @@ def own(
         train_rows, test_rows = rows, read_jsonl(Path(test))
     made = {
         name: [
-            _problem(row, i, f"{path}, {name} problem {i}", key, answer_field, solution_field)
+            _problem(
+                row, i, f"{path}, {name} problem {i}", key, answer_field, solution_field, system
+            )
             for i, row in rows_
         ]
         for name, rows_ in (("train", enumerate(train_rows)), ("test", enumerate(test_rows)))
@@ -186,6 +190,7 @@ def _problem(
     key: str,
     answer_field: str | None,
     solution_field: str | None,
+    system: str,
 ) -> Problem:
     prompt: Any = row.get(key)
     if not _is_prompt(prompt):
@@ -193,6 +198,8 @@ def _problem(
             f"{place}: '{key}' should be text or a list of messages with role and content, not "
             "empty"
         )
+    if system and not isinstance(prompt, str) and prompt[0]["role"] == "system":
+        raise ProxpoError(f"{place} has a system prompt of its own: leave task.options.system out")
     answer = answer_of(row, answer_field)
     for named in (answer_field, solution_field):
         if named and named not in row:
@@ -200,7 +207,7 @@ def _problem(
     rest = {name: value for name, value in row.items() if name != key}
     extra = rest | dict(row.get("extra_info") or {})
     solution = str(row[solution_field]) if solution_field else ""
-    return Problem(prompt, answer, index, extra, solution=solution)
+    return Problem(with_system(prompt, system), answer, index, extra, solution=solution)
 
 
 def _is_prompt(prompt: Any) -> bool:

@@ -1,12 +1,11 @@
 """Any dataset of the package reasoning-gym, `reasoning-gym:<name>`: generated, verified by rule."""
 
 from itertools import islice
-from typing import Any
 
 from proxpo.errors import ProxpoError, imported, resolve
 from proxpo.ops.streams import derive
-from proxpo.rewards._types import RewardSpec
-from proxpo.train.tasks._types import Lazy, Problem, Task
+from proxpo.rewards._types import Messages, RewardSpec
+from proxpo.train.tasks._types import Lazy, Problem, Task, with_system
 from proxpo.train.tasks._worked import worked
 
 LISTING = "python -c 'import reasoning_gym as r; print(*r.factory.DATASETS)'"
@@ -29,6 +28,7 @@ def reasoning_gym(
     test_size: int | None = None,
     seed: int = 0,
     chat: bool = True,
+    system: str = SYSTEM,
     config: dict | None = None,
     template: dict | None = None,
 ) -> Task:
@@ -59,7 +59,7 @@ def reasoning_gym(
         def make(number: int) -> Problem:
             entry = dataset[number]
             where = {"seed": start, "size": len(dataset), "index": number}
-            prompt = _prompt(chat, entry["question"])
+            prompt = _prompt(chat, entry["question"], system)
             return Problem(prompt, entry["answer"], number, where, solution=worked(name, entry))
 
         return Lazy(make, len(dataset))
@@ -120,10 +120,9 @@ def _apart(entries: Lazy, held_out: set[str], name: str) -> Lazy:
     return Lazy(make, len(entries))
 
 
-def _prompt(chat: bool, question: str) -> Any:
-    if not chat:
-        return f"{SYSTEM}\n\n{question}\n\n"
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+def _prompt(chat: bool, question: str, system: str) -> str | Messages:
+    prompt: str | Messages = [{"role": "user", "content": question}] if chat else f"{question}\n\n"
+    return with_system(prompt, system)
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from proxpo.adapters.versions import TESTED, minor_versions
+from proxpo.adapters.versions import TESTED, minor_versions, newer_than_tested
 from proxpo.cli.doctoring import advice, table, version_lines
 from proxpo.doctor import HOSTS, Finding, Host, examine
 from proxpo.doctor._checks import attention_note
@@ -178,13 +180,42 @@ def test_tested_versions_are_those_of_the_environments():
     assert "  torch 2.13.0, transformers 5.10.4, verl 0.9.1 (make test)" in version_lines()
 
 
+def test_a_version_newer_than_the_tested_ones_is_named():
+    newest = minor_versions("transformers")[-1]
+    assert newer_than_tested("transformers", f"{newest}.9") == ""
+    assert newer_than_tested("transformers", "5.16.1") == ""
+    assert newer_than_tested("transformers", "6.0.0.dev0") == newest
+    assert newer_than_tested("trl", "1.100.0") == minor_versions("trl")[-1]
+    assert newer_than_tested("torch", "2.13.0+cpu") == newer_than_tested("rich", "99.0") == ""
+
+
+def test_the_newest_versions_have_no_cap_but_for_the_next_major():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for lines in project["optional-dependencies"].values() for line in lines]
+    caps = {re.match(r"[\w-]+", line)[0]: line.partition("<")[2] for line in lines if "<" in line}
+    assert caps == {"transformers": "6", "trl": "2", "verifiers": "0.5"}
+
+
+def test_other_versions_are_asked_for_and_kept_as_their_source_says(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = runpy.run_path(str(ROOT / "scripts" / "other_versions.py"))
+    assert {"transformers", "peft", "datasets", "math-verify"} < {*script["named"]("train")}
+    assert script["named"]("trl") == ["trl", "transformers"]  # newest: without their bounds
+    printed = [line.split(" ")[0] for line in script["versions"](Path(sys.executable))]
+    assert {"torch", "transformers", "trl", "peft", "datasets"} <= {*printed}
+    built: list[str] = []
+    for source in ("a", "a", "b"):
+        script["kept"](tmp_path, source, lambda place, source=source: built.append(source))
+    assert built == ["a", "b"]
+
+
 def test_another_version_is_told_and_named_where_it_fails(monkeypatch):
     from proxpo.doctor import _examine
 
     monkeypatch.setattr(_examine, "required_versions", lambda package: ">=99")
     host = Host(name="torch", purpose="-", packages=("torch",))
     works = _examine._finding(host, {"detail": "imported"}, 1.0)
-    assert (works.status, works.detail) == ("works", "imported; tested with >=99")
+    assert (works.status, works.detail) == ("works", "imported; proxpo requires >=99")
     broken = _examine._finding(host, {"error": "ImportError"}, 1.0)
     assert (broken.status, broken.install) == ("broken", "pip install 'torch>=99'")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from proxpo.adapters.versions import newer_than_tested
 from proxpo.doctor._hosts import HOSTS, Host, required_versions, satisfies
 
 
@@ -109,7 +110,8 @@ def _in_a_process(hosts: list[Host], on_start: Callable[[str], None]) -> list[Fi
 def _finding(host: Host, answer: dict[str, str], seconds: float) -> Finding:
     package, version = host.installed or ("", "")
     required = required_versions(package)
-    untested = bool(required) and not satisfies(version, required)
+    refused = bool(required) and not satisfies(version, required)
+    newest = newer_than_tested(package, version)
     finding = Finding(
         name=host.name,
         purpose=host.purpose,
@@ -120,12 +122,13 @@ def _finding(host: Host, answer: dict[str, str], seconds: float) -> Finding:
     )
     if finding.status == "broken":
         return replace(
-            finding, install=f"pip install '{package}{required}'" if untested else host.install
+            finding, install=f"pip install '{package}{required}'" if refused else host.install
         )
-    if untested:
-        note = f"tested with {required}"
-        return replace(finding, detail="; ".join(filter(None, [finding.detail, note])))
-    return finding
+    notes = [
+        f"proxpo requires {required}" if refused else "",
+        f"newer than {newest}, the newest that was tested" if newest else "",
+    ]
+    return replace(finding, detail="; ".join(filter(None, [finding.detail, *notes])))
 
 
 def _lines(stream: Iterable[str]) -> "queue.Queue[str | None]":

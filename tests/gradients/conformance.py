@@ -55,7 +55,8 @@ SMALL: dict[str, Any] = {
         " expert_ffn_hidden_size": 12,
         "num_experts num_local_experts n_routed_experts moe_num_experts n_experts": 4,
         "num_experts_per_tok num_experts_per_token moe_top_k moe_topk moe_k top_k_experts": 2,
-        "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts": 1,
+        "n_group num_expert_group topk_group n_shared_experts num_shared_experts"
+        " moe_num_shared_experts": 1,
         "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length block_size"
         " original_max_position_embeddings": 64,
         "q_lora_rank kv_lora_rank": 10,
@@ -124,7 +125,7 @@ def _small(default: Any, kind: str) -> dict[str, Any]:
     for name, part in getattr(default, "sub_configs", {}).items():
         value = getattr(default, name, None)
         if value is not None and part is not None:
-            chosen[name] = _small(value, name) | {"model_type": value.model_type}
+            chosen[name] = _small(value, value.model_type) | {"model_type": value.model_type}
     return chosen | OVERRIDES.get(kind, {})
 
 
@@ -136,6 +137,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots3_note_audio_encoder": {
+        "adapter_input_size": 16,
+        "adapter_out_dim": 16,
+        "downsample_hidden_size": 16,
+    },
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense", "dense"],
+        "adapter_in_dim": 16,
+        "adapter_out_dim": 16,
     },
     "falcon_h1": {"mamba_d_ssm": 32},
     "gemma3n_text": {

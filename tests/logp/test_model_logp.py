@@ -28,15 +28,17 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": False}),
     "llama": ("Llama", {}),
     "gpt2": ("GPT2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
-    "gemma2-softcap": ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 0.7}),
+    "gemma3-softcap": ("Gemma3Text", {"head_dim": 8, "final_logit_softcapping": 0.7}),
     "granite-scale": ("Granite", {"logits_scaling": 6.0}),
     "cohere-scale": ("Cohere", {"logit_scale": 0.3}),
     "phi-bias": ("Phi", {}),
 }
+# Eager attention only, which is NaN in float64 where a prompt is padded: its softmax is in float32.
+EAGER = {"gemma2-softcap": ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 0.7})}
 
 
 def build(family: str, dtype=torch.float64) -> nn.Module:
-    name, options = FAMILIES[family]
+    name, options = (FAMILIES | EAGER)[family]
     config = getattr(transformers, f"{name}Config")(**SMALL, **options)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
@@ -159,7 +161,7 @@ def test_padding_side_and_content_do_not_matter():
     assert_close(alone, first[:1], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("family", ["qwen3-tied", "llama", "gemma2-softcap"])
+@pytest.mark.parametrize("family", ["qwen3-tied", "llama", "gemma3-softcap"])
 @pytest.mark.parametrize("name", ["isopo", "ntk"])
 def test_under_a_transform_equals_the_models_own_logits(family, name):
     model, rollout = build(family), Rollout()

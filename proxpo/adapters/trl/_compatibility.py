@@ -2,10 +2,11 @@
 
 import importlib.metadata
 import inspect
+import warnings
 from typing import Any
 
 from proxpo.adapters.trl._arguments import ARGUMENTS
-from proxpo.adapters.versions import minor_versions
+from proxpo.adapters.versions import minor_versions, newer_than_tested
 
 TESTED_VERSIONS = minor_versions("trl")
 _KNOWN = " or ".join(TESTED_VERSIONS)
@@ -47,7 +48,10 @@ def api_changes(trainer: Any, config: Any, options: tuple[str, ...] = ()) -> lis
 
 
 def check_trl() -> None:
-    """Raise ImportError, in one line, unless TRL is there and has what the adapter overrides."""
+    """Raise ImportError, in one line, unless TRL is there and has what the adapter overrides.
+
+    Warns of a TRL that is newer than the tested ones: more may have changed than its signatures.
+    """
     try:
         version = importlib.metadata.version("trl")
         from trl import GRPOConfig, GRPOTrainer
@@ -62,6 +66,12 @@ def check_trl() -> None:
         raise ImportError(
             f"proxpo.adapters.trl is written for trl {_KNOWN}; in trl {version} "
             f"{'; '.join(moved)}: pip install 'trl=={TESTED_VERSIONS[-1]}.*'"
+        )
+    if newer_than_tested("trl", version):
+        warnings.warn(
+            f"proxpo.adapters.trl: trl {version} is newer than those it was tested with ({_KNOWN}):"
+            " its methods have the same arguments, but may compute something else",
+            stacklevel=2,
         )
 
 

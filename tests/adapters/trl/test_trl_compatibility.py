@@ -43,6 +43,13 @@ def test_import_of_a_moved_trl(monkeypatch):
     assert line.endswith("pip install 'trl==1.16.*'")
 
 
+def test_a_trl_newer_than_the_tested_ones_is_told(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "1.99.0")
+    line = r"trl 1\.99\.0 is newer than those it was tested with \(1\.15 or 1\.16\)"
+    with pytest.warns(UserWarning, match=line):
+        check_trl()
+
+
 def test_import_without_trl(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match="which cannot be imported") as caught:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from proxpo.errors import ProxpoError
 from proxpo.ops.shapes import Tensor
 from proxpo.types import AllSum, Batch, Reach, local
 
@@ -35,17 +36,29 @@ def over_microbatches(
     `loss(batch, all_sum=...)` is run without gradient over the micro-batches, once for every
     statistic a recipe asks for, each time with the totals known so far; the k-th call inside a
     loss then answers with the k-th total. Recipes without batch statistics cost one such run.
+
+    The totals are those of the weights they were computed with: a loss of other weights, or one
+    that begins in the middle of the calls after an error, is refused.
     """
+    return microbatch_sums(loss, microbatches, ranks=ranks, verify=True)
+
+
+def microbatch_sums(
+    loss: Callable[..., Any], microbatches: Sequence[Batch], *, ranks: AllSum, verify: bool
+) -> AllSum:
+    """`over_microbatches`; without `verify` for a trainer, whose two passes may round otherwise."""
     totals: list[Tensor] = []
+    recorded: list[list[Tensor]] = []
     with torch.no_grad():
         while True:
             probes = [_Probe(totals, ranks) for _ in microbatches]
             for probe, microbatch in zip(probes, microbatches):
                 loss(microbatch, all_sum=probe)
             if any(probe.next_sum is None for probe in probes):
-                return _Replay(totals, ranks)
+                return _Replay(totals, ranks, recorded if verify else None)
             parts = [probe.next_sum for probe in probes if probe.next_sum is not None]
             totals.append(ranks(torch.stack(parts).sum(0), probes[0].scope))
+            recorded.append([part.clone() for part in parts])
 
 
 class _Probe:
@@ -68,17 +81,39 @@ class _Probe:
 
 
 class _Replay:
-    """Answers call k of each loss with total k; a loss makes the same calls in the same order."""
+    """Answers call k of each loss with total k; a loss makes the same calls in the same order.
 
-    def __init__(self, totals: list[Tensor], ranks: AllSum):
-        self.totals, self.ranks, self.calls = totals, ranks, 0
+    recorded: the part of every micro-batch in every total, one of which each call must bring
+    """
+
+    def __init__(
+        self, totals: list[Tensor], ranks: AllSum, recorded: list[list[Tensor]] | None
+    ) -> None:
+        self.totals, self.ranks, self.recorded, self.calls = totals, ranks, recorded, 0
+        self._alike: list[int] = []  # micro-batches with the parts that this loss has brought
 
     def __call__(self, x: Tensor, scope: Reach = "batch") -> Tensor:
         if scope == "microbatch" or not self.totals:
             return self.ranks(x, scope)
-        total = self.totals[self.calls % len(self.totals)]
+        call = self.calls % len(self.totals)
+        if self.recorded is not None:
+            self._compare(x.detach(), call, self.recorded[call])
         self.calls += 1
-        return total
+        return self.totals[call]
+
+    def _compare(self, x: Tensor, call: int, parts: list[Tensor]) -> None:
+        """Refuses a sum that no micro-batch has had at this call, up to rounding."""
+        before = self._alike if call else range(len(parts))
+        small = 1e-6 if x.dtype == torch.float64 else 1e-2  # log-probabilities of half precision
+        near = [n for n in before if x.shape == parts[n].shape]
+        self._alike = [n for n in near if torch.allclose(x, parts[n].to(x), small, small, True)]
+        if not self._alike:
+            self.calls = 0
+            raise ProxpoError(
+                f"over_microbatches: sum {call + 1} of this loss is that of none of the "
+                f"{len(parts)} micro-batches: the weights have changed since, or a call before it "
+                "has failed; make new sums for every optimizer step"
+            )
 
 
-__all__ = ["over_microbatches", "over_ranks"]
+__all__ = ["microbatch_sums", "over_microbatches", "over_ranks"]

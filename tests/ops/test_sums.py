@@ -1,10 +1,12 @@
 """Batch-wide sums when the batch is cut."""
 
+import pytest
 import torch
 from helpers import close, f64
 
 import proxpo
 from proxpo import Batch
+from proxpo.errors import ProxpoError
 from proxpo.types import local
 
 
@@ -36,6 +38,31 @@ def test_every_part_sees_the_totals() -> None:
         expected = (float(whole.mean()), float(whole.var(unbiased=False)))
         for found in seen:
             close(f64(found), f64(expected))
+
+
+def test_sums_of_other_weights_are_refused() -> None:
+    """A second update with the sums of the first: its statistics would be those of old weights."""
+    all_sum = proxpo.over_microbatches(chained, PARTS)
+    chained(PARTS[1], all_sum)
+    with pytest.raises(ProxpoError, match="sum 1 of this loss is that of none of the 3 micro-b"):
+        chained(part_of(4, 5, 6.01), all_sum)
+    chained(PARTS[1], all_sum)
+    # The first sum of one micro-batch, the second of another.
+    all_sum(torch.stack([PARTS[0].logp.sum(), f64(2.0)]))
+    with pytest.raises(ProxpoError, match="sum 2 of this loss"):
+        all_sum((PARTS[2].logp - 3.5).square().sum()[None])
+
+
+def test_a_loss_after_a_failed_one_is_refused() -> None:
+    def failing(part: Batch, all_sum: object) -> None:
+        all_sum(torch.stack([part.logp.sum(), f64(float(part.logp.numel()))]))
+        raise KeyError("stop")
+
+    all_sum = proxpo.over_microbatches(chained, PARTS)
+    with pytest.raises(KeyError):
+        failing(PARTS[0], all_sum)
+    with pytest.raises(ProxpoError, match=r"sum 2 of this loss .* a call before it has failed"):
+        chained(PARTS[0], all_sum)
 
 
 def test_a_loss_without_statistics_is_run_once() -> None:
@@ -75,5 +102,5 @@ def test_ranks_are_added_to_microbatches() -> None:
 def test_totals_carry_no_gradient() -> None:
     leaf = f64([[1.0, 2.0]]).requires_grad_()
     all_sum = proxpo.over_microbatches(chained, [part_of(1, 2).replace(logp=leaf)])
-    assert not all_sum(leaf.sum()[None].expand(2)).requires_grad
+    assert not all_sum(torch.stack([leaf.sum(), f64(2.0)])).requires_grad
     close(local(leaf), leaf)

@@ -217,3 +217,74 @@ def test_sequences_of_one_position_are_not(shape):
             model(numbers.view(view)).log_softmax(-1)[..., 1].sum().backward()
         actual[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
     assert_close(actual["given"], actual["usual"], **EXACT)
+
+
+class Reordering(Mixing):
+    """A model with the positions in another order before one of its layers, and back behind it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.own = nn.Parameter(torch.randn(4, 4))
+        self.calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        if self.kind == "ids":
+            order = (ids > 0).sum(1).argsort()
+            return self.head(torch.tanh(self.inner(self.embed(ids[order]))))[order.argsort()]
+        h = self.embed(ids)
+        if self.kind == "rolled":
+            h = torch.tanh(self.inner(h.roll(1, 0))).roll(-1, 0)
+        elif self.kind == "sorted":
+            order = (ids > 0).sum(1).argsort()
+            h = torch.tanh(h[order] @ self.own)[order.argsort()]
+        elif self.kind == "by expert":
+            flat = h.flatten(0, 1)
+            order = (flat[:, 0] > 0).long().argsort(stable=True)
+            h = torch.tanh(self.inner(flat[order]))[order.argsort()].view_as(h)
+        elif self.kind == "packed":
+            h = torch.tanh(self.inner(h.flip(1))).flip(1)
+        else:
+            h = torch.tanh(self.inner(h.cumsum(1))) @ self.own
+        return self.head(h)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("ids", "the model's output"),
+        ("rolled", "inner.weight"),
+        ("sorted", "own"),
+        ("by expert", "inner.weight"),
+        ("packed", "inner.weight"),
+    ],
+)
+def test_positions_in_another_order_are_refused(kind, where):
+    """Their shapes are right, and their gradients would have the weights of other sequences."""
+    ids, seq = WIDE
+    if kind == "packed":
+        ids, seq = ids[seq >= 0][None], seq[seq >= 0][None]
+    message = f"{where} sees the positions in another order than `sequences`"
+    for make in (isopo, isopo_ntk):
+        model = Reordering(kind).double()
+        block = make().applied(model, sequences=seq, advantages=A)
+        with pytest.raises(ProxpoError, match=message), block:
+            model(ids)
+
+
+def test_the_order_of_positions_is_verified_once():
+    """By four passes without gradient, in the first block with several sequences."""
+    model, transform = Reordering("").double(), isopo(p=0.0)
+    ids, seq = WIDE
+    state, calls = torch.get_rng_state(), []
+    for rows in ([0], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]):
+        model.zero_grad()
+        number = torch.where(seq[rows] >= 0, torch.arange(len(rows))[:, None], -1)
+        before = model.calls
+        with transform.applied(model, sequences=number, advantages=A[: len(rows)]):
+            nll(model(ids[rows]), ids[rows], number).sum().backward()
+        calls.append(model.calls - before)
+    assert calls == [1, 5, 1]
+    assert torch.equal(torch.get_rng_state(), state)
+    actual = {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert_close(actual, weighted(model, WIDE), **EXACT)

@@ -32,6 +32,7 @@ from proxpo.gradients._engine.inputs import from_head
 from proxpo.gradients._engine.matrices import EmbeddingLayer, LinearLayer
 from proxpo.gradients._engine.module import Forward, TrainedModule, containers
 from proxpo.gradients._engine.operations import shows_positions
+from proxpo.gradients._engine.position_order import OrderCheck
 from proxpo.gradients._engine.session import ParameterHandle, Session
 from proxpo.gradients._engine.vectors import (
     NormCall,
@@ -75,15 +76,18 @@ class PatchedModel:
             session.head = ParameterHandle(session, model, "head", "weight")
             self._forwards += _refusing_head(model, session, warn)
             return
+        opaque: list[nn.Module] = []
         for name, module, names in _holders(model):
             build = _builder(module, names)
+            opaque += [module] if build in (fallback.rerun_all, experts.bank) else []
             layer = build in _LAYERS or isinstance(build, partial)
             _refuse(module, clean(name), layer=layer)
             target = TrainedModule(session, module, clean(name), names, module.forward, warn)
             self._forwards.append((module, _switch(target, build(target), layer=layer)))
         root = bare_model(model)
         call = dict(self._forwards).get(root, root.forward)
-        self._forwards.append((root, _refusing_one_row(call, session)))
+        order = OrderCheck(model, opaque)
+        self._forwards.append((root, _refusing_wrong_rows(root, call, session, order)))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -159,8 +163,13 @@ def _switch(target: TrainedModule, patched: Forward, *, layer: bool) -> Forward:
     return forward
 
 
-def _refusing_one_row(call: Forward, session: Session) -> Forward:
-    """The model's forward, which refuses one row of several: its layers would repeat that row."""
+def _refusing_wrong_rows(
+    root: nn.Module, call: Forward, session: Session, order: OrderCheck
+) -> Forward:
+    """The model's forward, which refuses one row of several: its layers would repeat that row.
+
+    So does it positions in another order, see `OrderCheck`.
+    """
 
     @wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -173,6 +182,7 @@ def _refusing_one_row(call: Forward, session: Session) -> Forward:
                     f"gradients.applied: the model is called with one row, and `sequences` has "
                     f"{shape[0]}; pass all rows in one call, or open a block for each call"
                 )
+            order.run(root, call, session, args, kwargs)
         return call(*args, **kwargs)
 
     return forward

@@ -182,7 +182,7 @@ def _refusing_wrong_rows(
                     f"gradients.applied: the model is called with one row, and `sequences` has "
                     f"{shape[0]}; pass all rows in one call, or open a block for each call"
                 )
-            order.run(root, call, session, args, kwargs)
+            return order.call(root, call, session, args, kwargs)
         return call(*args, **kwargs)
 
     return forward

@@ -2,10 +2,12 @@
 
 A layer that gets them in another order (rows sorted by length, rolled, tokens sorted by expert)
 would give the gradient of one sequence the weight of another, and shapes do not show it. So the
-first block with several sequences runs the model four times without gradient: as it is, and with
-the embeddings of every second sequence changed (of every second pair, of every second four). What
-enters a layer must change at the positions of these sequences; where it changes elsewhere instead,
-the model is refused. An order that leaves that first micro-batch as it is remains unseen.
+first forward with several sequences is watched for operations that can move positions: sorts,
+rolls, flips, indices, parts put together. A model with any of them is run four times more without
+gradient: as it is, and with the embeddings of every second sequence changed (of every second pair,
+of every second four). What enters a layer must change at the positions of these sequences; where it
+changes elsewhere instead, the model is refused. Not seen: an order that leaves that micro-batch as
+it is, a product with a permutation matrix, sharded and compiled models.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from proxpo.errors import ProxpoError
 from proxpo.gradients._engine.device import capturing
-from proxpo.gradients._engine.position_axes import flatten_positions
+from proxpo.gradients._engine.position_axes import flatten_positions, position_axes
 from proxpo.gradients._engine.replay import ReplayState, buffers_of, with_buffers
 from proxpo.gradients._engine.session import Session
 from proxpo.ops.shapes import Bool, Float, Tensor
@@ -39,17 +41,32 @@ class OrderCheck:
         self._opaque = {id(module) for module in opaque}
         self._sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
 
+    def call(
+        self, root: nn.Module, call: Callable[..., Any], session: Session, args: Any, kwargs: Any
+    ) -> Any:
+        """The forward `call` of a model on these inputs; refuses one that reorders positions."""
+        if self.done or self._sharded or session.padded is not None or capturing():
+            return call(*args, **kwargs)
+        if not session.layout.alone or sum(map(bool, session.layout.lengths)) < 2:
+            return call(*args, **kwargs)
+        self.done = True
+        before, moves = ReplayState(session, (args, kwargs)), _Moves(session)
+        with moves:
+            out = call(*args, **kwargs)
+        if moves.found:
+            after = ReplayState(session, (args, kwargs))
+            before.restore()
+            try:
+                self._verify(root, call, session, args, kwargs)
+            finally:
+                after.restore()
+        return out
+
     @torch.no_grad()
-    def run(
+    def _verify(
         self, root: nn.Module, call: Callable[..., Any], session: Session, args: Any, kwargs: Any
     ) -> None:
-        """Refuses a model that reorders positions, before its forward `call` on these inputs."""
         layout = session.layout
-        if self.done or self._sharded or session.padded is not None or capturing():
-            return
-        if not layout.alone or sum(map(bool, layout.lengths)) < 2:
-            return
-        self.done = True
         names = {
             part._parameters[own].untyped_storage().data_ptr(): handle.name  # type: ignore[union-attr]
             for handle in session.handles.values()
@@ -84,7 +101,7 @@ class OrderCheck:
                 _compare(plain, prints(marked), marked.reshape(-1), numbers.reshape(-1) >= 0)
         except ProxpoError:
             raise
-        except Exception:  # the forward itself says what is wrong with its inputs
+        except Exception:  # code that cannot run twice; its gradients are as before
             return
 
 
@@ -111,6 +128,59 @@ def _compare(
             "would go to other sequences; keep the order, or freeze what lies behind it with "
             "requires_grad_(False)"
         )
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_ORDERS = _names(
+    "sort argsort msort topk randperm one_hot searchsorted roll flip fliplr flipud rot90"
+)
+_MOVES = _names(
+    "index_select gather take take_along_dim masked_select masked_scatter index_put index_put_ "
+    "index_add index_add_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_"
+)
+_JOINS = _names("cat concat concatenate stack vstack hstack")
+
+
+class _Moves(TorchFunctionMode):
+    """Looks for an operation that may move positions; it may as well put them where they were."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session, self.found = session, False
+
+    @no_type_check
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.found and args:
+            with torch._C.DisableTorchFunction():
+                self.found = self._may_move(getattr(func, "__name__", ""), args, out)
+        return out
+
+    def _may_move(self, name: str, args: Any, out: Any) -> bool:
+        if name in _ORDERS:
+            return True
+        if name in _JOINS:
+            parts = [x for x in tree_leaves(args[0]) if isinstance(x, Tensor)]
+            return self._shows(out) and not all(map(self._shows, parts))
+        if name in ("__getitem__", "__setitem__"):
+            indices = tree_leaves(args[1])
+            return any(isinstance(x, Tensor) for x in indices) and self._shows(args[0])
+        return name in _MOVES and self._shows(args[0])
+
+    def _shows(self, x: Any) -> bool:
+        """True where x may hold the positions: their numbers, or features of each."""
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return False
+        if x.shape == self.session.shape:
+            return True
+        try:
+            position_axes(tuple(x.shape[:-1]), self.session.shape, "")
+        except ProxpoError:
+            return False
+        return True
 
 
 class _Watch(TorchFunctionMode):

@@ -262,7 +262,7 @@ def test_what_differs_between_plans_is_named():
     after = plan_of("grpo", "dapo", seeds=3, base=[("lr", 1e-3)])
     assert plan_differences(before, before) == []
     lines = plan_differences(before, after)
-    assert "base.train.lr: 3e-05 -> 0.001" in lines
+    assert "base.train.lr: 0.0005 -> 0.001" in lines
     assert "arms: grpo, p3o -> grpo, dapo" in lines
     assert "seeds.report: 0, 1 -> 0, 1, 2" in lines
 

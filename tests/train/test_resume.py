@@ -344,7 +344,7 @@ def test_a_new_rate_and_decay_take_effect_and_are_recorded(run):
     summary = train(
         config_of(run, *sets, **GRPO), resume=True, observer=Observer(on_notice=notes.append)
     )
-    assert [row["learning_rate"] for row in rows_of(run)[1:]] == [3e-5, 3e-5, 1e-3, 1e-3]
+    assert [row["learning_rate"] for row in rows_of(run)[1:]] == [5e-4, 5e-4, 1e-3, 1e-3]
     [group] = load_latest(run / "checkpoints").parts["optimizer"]["param_groups"]
     assert (group["lr"], group["weight_decay"]) == (1e-3, 0.3)
     recorded = [(one["step"], one["setting"], one["after"]) for one in summary["changes"]]
@@ -353,7 +353,7 @@ def test_a_new_rate_and_decay_take_effect_and_are_recorded(run):
         (2, "train.lr", 1e-3),
         (2, "train.weight_decay", 0.3),
     ]
-    assert any("train.lr: 3e-05 -> 0.001" in note for note in notes)
+    assert any("train.lr: 0.0005 -> 0.001" in note for note in notes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -424,13 +424,13 @@ def test_the_report_of_a_run_with_lost_rows_says_so(run):
     assert sum("has no row of step 1:" in note for note in notes) == 2
     page = (run / "report.html").read_text()
     assert "(no rows of step 1)" in page
-    assert "train.lr changed after step 2: 3e-05 -&gt; 0.0001" in page
+    assert "train.lr changed after step 2: 0.0005 -&gt; 0.0001" in page
     from proxpo.report.read_runs import read_run
 
     assert [note.split(": ", 1)[-1] for note in read_run(run).notes] == [
         f"{run}/metrics.jsonl has no row of step 1",
         "train.steps changed after step 2: 2 -> 3",
-        "train.lr changed after step 2: 3e-05 -> 0.0001",
+        "train.lr changed after step 2: 0.0005 -> 0.0001",
         "log.pictures changed after step 2: False -> True",
     ]
 

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -160,11 +160,14 @@ def load_tokenizer(name: str) -> Any:
         return _load(auto.AutoTokenizer, name, _source(name))
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
-    """Writes weights and tokenizer in the form that transformers loads."""
+def save_policy(policy: Policy, folder: Path, state: Mapping[str, Any] | None = None) -> None:
+    """Writes weights and tokenizer in the form that transformers loads.
+
+    state: copies of the model's `state_dict` that are written in its place
+    """
     with _quiet(_transformers()[1]):
         try:
-            policy.model.save_pretrained(folder)
+            policy.model.save_pretrained(folder, state_dict=state)
             policy.tokenizer.save_pretrained(folder)
         except Exception as error:
             # safetensors and tokenizers name a full disk in the text of errors of their own.

@@ -89,6 +89,18 @@ def _try_steps(name: str, options: "Options", rest: "Options", device: torch.dev
             ) from error
 
 
+def state_size(optimizer: Optimizer) -> int:
+    """About the bytes of the optimizer's state after its first step: two moments a weight.
+
+    SGD has one with momentum, else none; Shampoo, SOAP and K-FAC have matrices beside them.
+    """
+    total = 0
+    for group in optimizer.param_groups:
+        moments = 2 if "momentum" not in group or "betas" in group else int(group["momentum"] > 0)
+        total += moments * sum(p.nbytes for p in group["params"] if p.requires_grad)
+    return total
+
+
 def hidden_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable matrices of hidden layers: no embedding, no head, no vector, nothing tied."""
     outer = {id(p) for module in _outer_modules(model) for p in module.parameters()}

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,21 @@ def parse_setting(text: str) -> tuple[str, Any]:
     if not separator or not key:
         raise ProxpoError(f"--set takes option=value, got '{text}'")
     return key.strip(), parse_value(value.strip())
+
+
+def put(tree: dict[str, Any], path: Sequence[str], value: Any, key: str) -> None:
+    """Sets the value under nested keys; a block on the way that is missing or none is made.
+
+    key: the setting's name, for the refusal where the way leads through a plain value
+    """
+    *inner, last = path
+    for name in inner:
+        if tree.get(name) is None:  # a block that was switched off is switched on by an option
+            tree[name] = {}
+        tree = tree[name]
+        if not isinstance(tree, dict):
+            raise ProxpoError(f"'{key}' cannot be set: '{name}' is {tree!r}, not a block")
+    tree[last] = deepcopy(value)  # a later option of a block is not written into its source
 
 
 def contradiction(option: str, key: str, value: Any) -> ProxpoError:
@@ -406,4 +422,5 @@ __all__ = [
     "make_recipe",
     "parse_setting",
     "parse_value",
+    "put",
 ]

@@ -15,8 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save
+
 from proxpo.errors import ProxpoError
 from proxpo.recipes import methods
+from proxpo.runs.checkpoint import load_latest
 from proxpo.train.config import load_config
 from proxpo.train.loop import train
 
@@ -71,8 +74,8 @@ def trace(slug: str, folder: Path) -> dict[str, Any]:
         raise reason
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in row.items() if not any(x in k for x in MEASURED)} for row in rows]
-    weights = sorted(out.glob("checkpoints/*/weights.safetensors"))[-1]
-    return {"steps": kept, "weights": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    weights = save(load_latest(out / "checkpoints").parts["weights"])
+    return {"steps": kept, "weights": hashlib.sha256(weights).hexdigest()}
 
 
 def main() -> int:

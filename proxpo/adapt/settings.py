@@ -12,7 +12,7 @@ from proxpo.adapt.types import Adaptation
 from proxpo.errors import ProxpoError, nearest, resolve
 from proxpo.recipes import method as method_entry
 from proxpo.runs.yaml_file import read_yaml
-from proxpo.settings import TASK_OPTIONS, contradiction, parse_setting
+from proxpo.settings import TASK_OPTIONS, contradiction, parse_setting, put
 from proxpo.stages._options import bind
 
 CONFIG = "config.yaml"
@@ -103,7 +103,7 @@ def load_settings(
         key, value = parse_setting(setting) if isinstance(setting, str) else setting
         key = spelt.get(key, key)
         if key.startswith(TASK_OPTIONS):
-            task_options[key.removeprefix(TASK_OPTIONS)] = value
+            put(task_options, key.removeprefix(TASK_OPTIONS).split("."), value, key)
         elif key in own:
             options[key] = value
         elif key in general:

@@ -76,6 +76,7 @@ def run_training(
 
 def _print_notice(console: Console, line: str) -> None:
     console.print(line, style="dim", markup=False, emoji=False)
+    console.file.flush()
 
 
 def explain_settings(source: str | None, settings: list[str], overrides: dict[str, Any]) -> None:
@@ -179,9 +180,19 @@ def _bar(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
-    """Prints a plain line at every evaluation and after half a minute, for files and pipes."""
+    """Prints a plain line at every evaluation and after half a minute, for files and pipes.
+
+    What lasts longer than that, such as an evaluation, has lines of its own.
+    """
     scores = _Scores()
     start = last = time.monotonic()
+
+    def on_progress(phase: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > LINE_EVERY:
+            last = time.monotonic()
+            console.print(f"{phase} {done}/{total}  {last - start:.0f} s", markup=False)
+            console.file.flush()
 
     def on_step(step: int, metrics: dict[str, Any]) -> None:
         nonlocal last
@@ -191,7 +202,7 @@ def _log(console: Console, steps: int) -> Iterator[tuple[Any, Any]]:
             console.file.flush()
             last = now
 
-    yield (lambda phase, done, total: None), on_step
+    yield on_progress, on_step
 
 
 class _Scores:

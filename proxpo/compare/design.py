@@ -45,8 +45,10 @@ from proxpo.models import check_name
 from proxpo.recipes import method
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.train._schema import leaves
-from proxpo.train.config import Config, as_dict, find, load_config
+from proxpo.train.config import Config, as_dict, differences, find, load_config, spread
 from proxpo.train.domains import domain_of
+from proxpo.train.refusals import unused
+from proxpo.train.sources import whole_paths
 from proxpo.types import Recipe
 
 TUNING = 1000  # the first tuning seed, far from those that are reported
@@ -184,6 +186,29 @@ def command(plan: Plan, run: PlannedRun, folder: str | Path) -> list[str]:
     sets = [word for k, v in settings.items() for word in ("--set", f"{k}={set_text(v)}")]
     where = ["--seed", str(run.seed), "--out", str(Path(folder) / run.folder), "--resume"]
     return ["train", str(Path(folder) / "base.yaml"), "--method", arm.method, *sets, *where]
+
+
+def repeating_command(plan: Plan, run: PlannedRun) -> list[str]:
+    """The arguments of `proxpo` that make this run again in any folder, in one of its own.
+
+    They hold every setting that is not a default, and whole paths of local files.
+    """
+    arm, config = plan.arm(run.arm), config_of(plan, run)
+    own = {**arm.settings, **split_settings(run.settings)}
+    given = {"method": arm.method, "seed": run.seed, "task": config.task.name}
+    given |= {"model": config.model.name}
+    idle = unused(config, config.make_method())
+    apart = [
+        (path, value)
+        for change in differences(load_config(None, own.items(), overrides=given), config)
+        if change.path not in idle and change.path != "out"
+        for path, value in spread(change.path, change.after)
+    ]
+    words = [f"--{key}={whole_paths(str(value), config)}" for key, value in given.items()]
+    for path, value in [*apart, *own.items()]:
+        shown = whole_paths(value, config) if isinstance(value, str) else set_text(value)
+        words += ["--set", f"{path}={shown}"]
+    return ["train", *words, "--out", f"again/{Path(run.folder).name}"]
 
 
 def config_of(plan: Plan, run: PlannedRun) -> Config:

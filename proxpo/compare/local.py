@@ -48,6 +48,7 @@ class LocalPool:
         self.entry = entry
         cores, self.gpus = len(os.sched_getaffinity(0)), _gpus()
         self.jobs = jobs or (self.gpus or cores)
+        self.devices = _devices(self.gpus)
         self.threads = threads or max(1, cores // self.jobs)
         sharing = -(-self.jobs // self.gpus) if self.gpus else 1  # runs on each GPU
         self.gpu_share = round((1 - CONTEXT) / sharing, 4) if sharing > 1 else 0.0
@@ -69,7 +70,7 @@ class LocalPool:
         slot = self._free.pop(0)
         env = {"OMP_NUM_THREADS": str(self.threads)}
         if self.gpus > 1:
-            env["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
+            env["CUDA_VISIBLE_DEVICES"] = self.devices[slot % self.gpus]
         process = self._context.Process(
             target=run_process,
             args=(self.entry, list(argv), str(folder), self.threads, env, self.gpu_share),
@@ -135,6 +136,13 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _devices(gpus: int) -> list[str]:
+    """Names of the GPUs in CUDA_VISIBLE_DEVICES: numbers or UUIDs, of those that are visible."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [name.strip() for name in given.split(",") if name.strip()]
+    return named[:gpus] if len(named) >= gpus else [str(number) for number in range(gpus)]
 
 
 __all__ = ["LocalPool"]

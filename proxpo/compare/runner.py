@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from proxpo.compare.design import command, with_more_arms
+from proxpo.compare.design import command, repeating_command, with_more_arms
 from proxpo.compare.plan import PLAN, Plan, PlannedRun, plan_differences, read_plan, write_plan
 from proxpo.compare.state import LOG, RunState, last_line, planned_state
 from proxpo.compare.tuning import grown
@@ -168,7 +168,8 @@ def _start(plan: Plan, run: PlannedRun, folder: Path, pool: Pool) -> None:
     place.mkdir(parents=True, exist_ok=True)
     (place / FAILURE).unlink(missing_ok=True)
     argv = command(plan, run, folder)
-    line = f"OMP_NUM_THREADS={pool.threads} proxpo {shlex.join(argv)}\n"
+    again = shlex.join(repeating_command(plan, run))
+    line = f"OMP_NUM_THREADS={pool.threads} proxpo {again}\n"
     (place / "command.txt").write_text(line)
     pool.start(run.id, argv, place)
 

@@ -1,8 +1,10 @@
 """Memory: how much of a GPU's is left, and whether it was what an error lacked."""
 
+import contextlib
 import errno
 import re
 import sys
+from pathlib import Path
 
 import torch
 
@@ -26,6 +28,18 @@ def free_memory(device: torch.device) -> int:
     return min(free, share - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
+def host_memory() -> int:
+    """Bytes of the machine's memory that are free, within a container's limit."""
+    free, group = sys.maxsize, Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        known = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+        free = 1024 * int(known[1])
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True for a lack of memory of GPU or CPU, whose allocator has only a message for it.
 
@@ -45,4 +59,4 @@ def _is_full() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _WORKSPACE
 
 
-__all__ = ["free_memory", "is_out_of_memory"]
+__all__ = ["free_memory", "host_memory", "is_out_of_memory"]

@@ -2,12 +2,13 @@
 
     step-40/manifest.json      sha256 and size of every other file
             info.json          step, counters, whatever JSON the trainer hands in
-            <part>.safetensors its tensors
-            <part>.json        the structure around them
             model/             weights as transformers loads them, when asked for
+            <part>.safetensors its tensors; large parts go on in <part>.2.safetensors, ...
+            <part>.json        the structure around them, and the tensors that model/ holds
 
-A directory called step-N is complete by construction: it is written under another name, flushed to
-the disk, then renamed. Older ones go only after that.
+A tensor that a file of model/ holds bit for bit is not written a second time. A directory called
+step-N is complete by construction: it is written under another name, flushed to the disk, then
+renamed. Older ones go only after that.
 """
 
 import contextlib
@@ -16,21 +17,33 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from proxpo.errors import ProxpoError
+from proxpo.ops.shapes import Tensor
 from proxpo.runs.trees import flatten, unflatten
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, FORMAT)  # in form 1 model/ held the weights a second time
+LARGEST = 1 << 30  # bytes of a file of tensors, unless a single one is larger
+WEIGHTS = "weights"  # the part that model/ may hold
+Job = Callable[[], Any]
+Index = dict[tuple, list[tuple[str, str]]]  # (file, name) of tensors that may be equal
+THREADS = 4  # files that are written, or hashed, at a time
 MANIFEST = "manifest.json"
 # A step saved again moves the earlier directory aside for a moment; it counts if a kill falls there
 NAME = re.compile(r"step-(\d+)(\.previous)?")
+FURTHER = re.compile(r"[A-Za-z0-9_-]+\.[0-9]+\.safetensors")  # the second file of a part, ...
 UNFINISHED = ".unfinished-"
 # Errors of reading a damaged file; RecursionError: JSON nested deeper than Python reads.
 DAMAGE = (
@@ -54,14 +67,15 @@ def save_checkpoint(
     root: Path,
     step: int,
     parts: Mapping[str, Any],
-    info: Mapping[str, Any],
+    info: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
     *,
     keep_last: int = 2,
     write_model: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes root/step-N, deletes all but the last `keep_last`, and returns the new one.
 
-    A part is any nesting of dicts, lists, numbers and tensors, such as a state dict.
+    A part is any nesting of dicts, lists, numbers and tensors, such as a state dict. A function
+    `info` is called when the tensors are written.
     """
     if keep_last < 1:
         raise ProxpoError(f"checkpoint.keep is at least 1, got {keep_last}")
@@ -96,7 +110,7 @@ def load_latest(root: Path) -> Checkpoint | None:
     for path in reversed(checkpoints(root)):
         try:
             verify(path)
-            return Checkpoint(**_read(path), skipped=tuple(skipped))
+            return replace(read_checkpoint(path), skipped=tuple(skipped))
         except DAMAGE as error:
             skipped.append(f"{path.name}: {_reason(error)}")
     if skipped:
@@ -120,15 +134,24 @@ def step_of(path: Path) -> int:
 
 def verify(path: Path) -> None:
     """Raises unless every file is there with the size and hash it was written with."""
-    manifest = _manifest(path)
-    for name, (size, digest) in manifest["files"].items():
+    listed = _manifest(path)["files"].items()
+    for name, (size, _) in listed:
         file = path / name
         if not file.is_file():
             raise ProxpoError(f"{name} is missing")
         if file.stat().st_size != size:
             raise ProxpoError(f"{name} has {file.stat().st_size} bytes, {size} were written")
-        if _hash(file) != digest:
-            raise ProxpoError(f"{name} is not what was written (sha256 differs)")
+    side_by_side(partial(_check_hash, path / name, name, digest) for name, (_, digest) in listed)
+
+
+def _check_hash(file: Path, name: str, digest: str) -> None:
+    if _hash(file) != digest:
+        raise ProxpoError(f"{name} is not what was written (sha256 differs)")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in this directory, read without verifying its files."""
+    return Checkpoint(**_read(path))
 
 
 def read_info(path: Path) -> dict[str, Any]:
@@ -147,9 +170,9 @@ def _manifest(path: Path) -> dict[str, Any]:
     manifest = _json(path / MANIFEST)
     if not isinstance(manifest, dict):
         raise ProxpoError(f"{MANIFEST} is damaged: expected an object with format, parts and files")
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READ or isinstance(manifest.get("format"), bool):
         shown = repr(manifest.get("format"))[:40]
-        raise ProxpoError(f"format {shown} is not {FORMAT}, the one this version reads")
+        raise ProxpoError(f"format {shown} is none that this version reads, up to {FORMAT}")
     files, parts = manifest.get("files"), manifest.get("parts")
     if not (isinstance(files, dict) and all(_is_entry(entry) for entry in files.items())):
         raise ProxpoError(f"{MANIFEST} is damaged: expected files as NAME: [size, sha256]")
@@ -158,7 +181,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     wanted = {"info.json", *(f"{part}{end}" for part in parts for end in (".json", ".safetensors"))}
     listed = {name for name in files if "/" not in name}
     present = {file.name for end in ("json", "safetensors") for file in path.glob(f"*.{end}")}
-    for name in sorted(wanted ^ listed | present - listed - {MANIFEST}):
+    further = {name for name in listed if FURTHER.fullmatch(name)}
+    for name in sorted(wanted ^ (listed - further) | present - listed - {MANIFEST}):
         raise ProxpoError(f"{MANIFEST} is damaged: {name} is not in its list")
     return manifest
 
@@ -186,29 +210,121 @@ def _write(
     folder: Path,
     step: int,
     parts: Mapping[str, Any],
-    info: Mapping[str, Any],
+    info: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
     write_model: Callable[[Path], None] | None,
 ) -> None:
-    for name, tree in parts.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in ("info", "manifest", "model"):
-            raise ProxpoError(f"'{name}' cannot be the name of a part of a checkpoint")
-        tensors, structure = flatten(tree, what=name)
-        save_file(tensors, folder / f"{name}.safetensors")
-        (folder / f"{name}.json").write_text(json.dumps(structure, allow_nan=False))
-    _, plain = flatten({**info, "step": step}, what="info")
-    (folder / "info.json").write_text(json.dumps(plain, allow_nan=False))
+    trees = {name: _flat(name, tree) for name, tree in parts.items()}
+    first = {name: tensors for name, (tensors, _) in trees.items() if name != WEIGHTS}
+    jobs = [job for name, tensors in first.items() for job in _file_jobs(folder, name, tensors)]
     if write_model is not None:
         (folder / "model").mkdir()
-        write_model(folder / "model")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for file in files:
-        _sync(file)
-    listed = {str(f.relative_to(folder)): [f.stat().st_size, _hash(f)] for f in files}
-    manifest = {"format": FORMAT, "step": step, "parts": list(parts), "files": listed}
+        jobs.insert(0, partial(write_model, folder / "model"))
+    side_by_side(jobs)
+    held: dict[str, tuple[str, str]] = {}
+    if WEIGHTS in trees:
+        weights, known = trees[WEIGHTS][0], _index(folder)
+        side_by_side(partial(_find, folder, known, key, x, held) for key, x in weights.items())
+        own = {key: tensor for key, tensor in weights.items() if key not in held}
+        side_by_side(_file_jobs(folder, WEIGHTS, own))
+    for name, (tensors, structure) in trees.items():
+        places = {key: held[key] for key in tensors if name == WEIGHTS and key in held}
+        text = json.dumps({"tree": structure, "held": places}, allow_nan=False)
+        (folder / f"{name}.json").write_text(text)
+    files = {path for path in folder.rglob("*") if path.is_file()}
+    listed: dict[str, list] = {}
+    side_by_side(partial(_seal, file, folder, listed) for file in files)
+    _, plain = flatten({**(info() if callable(info) else info), "step": step}, what="info")
+    (folder / "info.json").write_text(json.dumps(plain, allow_nan=False))
+    _seal(folder / "info.json", folder, listed)
+    files_of = {name: listed[name] for name in sorted(listed)}
+    manifest = {"format": FORMAT, "step": step, "parts": list(parts), "files": files_of}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     _sync(folder / MANIFEST)
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         _sync(path)
+
+
+def _seal(file: Path, folder: Path, listed: dict[str, list]) -> None:
+    """Flushes a file to the disk and lists its size and hash."""
+    _sync(file)
+    listed[str(file.relative_to(folder))] = [file.stat().st_size, _hash(file)]
+
+
+def _flat(name: str, tree: Any) -> tuple[dict[str, Tensor], Any]:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in ("info", "manifest", "model"):
+        raise ProxpoError(f"'{name}' cannot be the name of a part of a checkpoint")
+    return flatten(tree, what=name)
+
+
+def _file_jobs(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> list[Job]:
+    """Writes of the files of a part, at least one; each of up to LARGEST bytes."""
+    files: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for key, tensor in tensors.items():
+        if files[-1] and filled + tensor.nbytes > LARGEST:
+            files.append({})
+            filled = 0
+        files[-1][key] = tensor
+        filled += tensor.nbytes
+    count = range(1, len(files) + 1)
+    ends = (f"{name}.{n}.safetensors" if n > 1 else f"{name}.safetensors" for n in count)
+    return [partial(save_file, part, folder / end) for part, end in zip(files, ends)]
+
+
+def _index(folder: Path) -> Index:
+    """The tensors in the files of model/ by type, shape and a few of their bytes."""
+    known: Index = {}
+    for path in sorted((folder / "model").rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                place = (str(path.relative_to(folder)), name)
+                known.setdefault(_outline(file.get_tensor(name)), []).append(place)
+    return known
+
+
+def _outline(tensor: Tensor) -> tuple:
+    """Type, shape and 32 bytes at the beginning, middle and end."""
+    flat, half = _bytes(tensor), tensor.nbytes // 2
+    parts = (flat[:32], flat[half : half + 32], flat[-32:])
+    return (tensor.dtype, tensor.shape, *(bytes(part.tolist()) for part in parts))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _find(
+    folder: Path, known: Index, key: str, tensor: Tensor, held: dict[str, tuple[str, str]]
+) -> None:
+    """Lists file and name of a tensor of model/ with these very bits, where there is one."""
+    for place in known.get(_outline(tensor), ()) if tensor.numel() else ():
+        with safe_open(folder / place[0], framework="pt") as file:
+            if torch.equal(_bytes(file.get_tensor(place[1])), _bytes(tensor)):
+                held[key] = place
+                return
+
+
+def side_by_side(jobs: Iterable[Job]) -> None:
+    """Runs the jobs in a few threads, which end with the process; raises the first error."""
+    waiting, errors = deque(jobs), list[BaseException]()
+
+    def work() -> None:
+        while waiting and not errors:
+            with contextlib.suppress(IndexError):
+                job = waiting.popleft()
+                try:
+                    job()
+                except BaseException as error:
+                    errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(THREADS)]
+    for thread in threads[: len(waiting)]:
+        thread.start()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _move_into_place(working: Path, final: Path) -> None:
@@ -230,15 +346,31 @@ def _discard(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    parts = {
-        name: unflatten(load_file(path / f"{name}.safetensors"), _json(path / f"{name}.json"))
-        for name in _manifest(path)["parts"]
-    }
+    manifest = _manifest(path)
+    parts = {name: _read_part(path, name, manifest) for name in manifest["parts"]}
     info = read_info(path)
     if info["step"] != step_of(path):
         raise ProxpoError(f"info.json is that of step {info['step']}")
     model = path / "model" if (path / "model").is_dir() else None
     return {"path": path, "step": info["step"], "parts": parts, "info": info, "model": model}
+
+
+def _read_part(path: Path, name: str, manifest: Mapping[str, Any]) -> Any:
+    tensors = load_file(path / f"{name}.safetensors")
+    written = _json(path / f"{name}.json")
+    if manifest["format"] == 1:
+        return unflatten(tensors, written)
+    for file in path.glob(f"{name}.*.safetensors"):
+        tensors |= load_file(file)
+    places: dict[str, dict[str, str]] = {}
+    for key, (place, other) in written["held"].items():
+        if place not in manifest["files"]:
+            raise ProxpoError(f"{name}.json names {place}, which {MANIFEST} does not list")
+        places.setdefault(place, {})[key] = other
+    for place, keys in places.items():
+        with safe_open(path / place, framework="pt") as model:
+            tensors |= {key: model.get_tensor(other) for key, other in keys.items()}
+    return unflatten(tensors, written["tree"])
 
 
 def _sync(path: Path) -> None:
@@ -268,6 +400,7 @@ __all__ = [
     "Checkpoint",
     "checkpoints",
     "load_latest",
+    "read_checkpoint",
     "read_info",
     "save_checkpoint",
     "step_of",

@@ -38,8 +38,9 @@ def status_of(
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Writes summary.json: the run has reached its end."""
+    """Writes summary.json and deletes failure.json: the run has reached its end."""
     write_whole(folder / SUMMARY, json.dumps(summary, indent=1).encode())
+    (folder / FAILURE).unlink(missing_ok=True)
 
 
 def write_failure(folder: Path, *, reason: str, step: int, phase: str, kind: str) -> None:

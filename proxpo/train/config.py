@@ -8,7 +8,6 @@ it belongs to the method, as everywhere else (`clip_high=0.28`, `ratio=kalman`, 
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from proxpo.errors import ProxpoError, resolve
 from proxpo.recipes import Method, Procedure, method
 from proxpo.runs.files import write_whole
 from proxpo.runs.yaml_file import dump_yaml, read_yaml
-from proxpo.settings import contradiction, parse_setting, parse_value
+from proxpo.settings import contradiction, parse_setting, parse_value, put
 from proxpo.train._schema import SECTIONS, Config
 from proxpo.train._settings import (
     Change,
@@ -80,7 +79,7 @@ def load_explained(
     tree: dict[str, Any] = {}
     entries = [*_entries(read), *pairs]
     for key, value in [*defaults.items(), *entries, ("method", chosen.slug)]:
-        _put(tree, place(key, chosen.defaults), value, key)
+        put(tree, place(key, chosen.defaults), value, key)
     given = {_leaf(place(key, chosen.defaults)): "given" for key, _ in entries}
     config, fitted = with_fitted(build_config(tree), {*defaults, *given})
     domain_of(task).check(config)
@@ -134,7 +133,7 @@ def _refuse_contradictions(
     """Refuses one setting with two values in a file, or by an option and by --set."""
     of_file: dict[str, Any] = {}
     for key, value in read:
-        for path, leaf in _spread(".".join(place(key, options)), value):
+        for path, leaf in spread(".".join(place(key, options)), value):
             if _differ(path, of_file.setdefault(path, leaf), leaf):
                 raise ProxpoError(f"'{path}' is given twice, as {of_file[path]} and as {leaf}")
     by_set = {".".join(place(key, options)): (key, value) for key, value in sets}  # the last counts
@@ -145,13 +144,13 @@ def _refuse_contradictions(
             raise contradiction(f"--{flag} {other}", key, value)
 
 
-def _spread(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def spread(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The values inside a block, each with its path; any other value as it is."""
     if not (isinstance(value, Mapping) and value):
         yield path, value
         return
     for key, inner in value.items():
-        yield from _spread(f"{path}.{key}", inner)
+        yield from spread(f"{path}.{key}", inner)
 
 
 def _differ(path: str, a: Any, b: Any) -> bool:
@@ -220,17 +219,6 @@ def _entries(read: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return entries
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
-    *inner, last = path
-    for name in inner:
-        if tree.get(name) is None:  # a block that was switched off is switched on by an option
-            tree[name] = {}
-        tree = tree[name]
-        if not isinstance(tree, dict):
-            raise ProxpoError(f"'{key}' cannot be set: '{name}' is {tree!r}, not a block")
-    tree[last] = deepcopy(value)  # a later option of a block is not written into its source
-
-
 def _method(name: Any) -> Method:
     return method(str(name))
 
@@ -250,6 +238,7 @@ __all__ = [
     "load_config",
     "load_explained",
     "presets",
+    "spread",
     "task_name",
     "to_yaml",
     "write_config",

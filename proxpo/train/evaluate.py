@@ -175,7 +175,7 @@ def distance(
 
         with policy.autocast():
             own = states(policy.model)
-            start = own if initial is None else states(initial)
+            start = own if initial is None or initial is policy.model else states(initial)
             tokens = token_kl(own, start, temperature=exam.temperature or 1.0)
         return KlEntropy(*(x.sum() for x in tokens))
 

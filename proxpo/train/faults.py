@@ -36,20 +36,21 @@ _PATHS = {"lora": "model.lora", "max_tokens": "rollout.max_tokens", "dtype": "mo
 class Progress:
     """Phase and step of a run, for the line on where it ended.
 
-    saved: step of the newest intact checkpoint
+    saved: step of the newest intact checkpoint; begun: the files of the run are there
     """
 
     phase: str = "loading"
     step: int = 0
     saved: int | None = None
+    begun: bool = False
 
 
 @contextlib.contextmanager
 def explained(out: Path, config: Config) -> Iterator[Progress]:
     """Raises errors of the block as one line; writes failure.json for a run that has begun.
 
-    A mistake in the input that shows before the first checkpoint is no failed run: it leaves
-    nothing. An error that is not the user's is recorded and passes through with its traceback.
+    A mistake in the input that shows before the run has files is no failed run: it leaves nothing.
+    An error that is not the user's is recorded and passes through with its traceback.
     """
     at = Progress()
     try:
@@ -61,8 +62,7 @@ def explained(out: Path, config: Config) -> Iterator[Progress]:
         reason = explain_error(error, config, at)
         ends_run = isinstance(error, NoSignalError)  # --resume would end the same way
         safe = "" if ends_run else _safe(at.saved)
-        begun = safe or ends_run or not isinstance(error, ProxpoError)
-        if at.phase != "loading" and begun:
+        if at.phase != "loading" and (at.begun or not isinstance(error, ProxpoError)):
             line = reason or " ".join(f"{type(error).__name__}: {error}".split())
             kind = type(error.__cause__ or error).__name__
             with contextlib.suppress(OSError):  # a full disk: the line is raised all the same

@@ -1,5 +1,6 @@
 """End of a run: curves.png and report.html, then summary.json."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,24 @@ from proxpo.train.config import as_dict
 from proxpo.train.job import Examined, Job
 from proxpo.train.picture import write_pictures
 from proxpo.train.run_page import inspect_saved
+from proxpo.train.saving import Stopwatch
 
 NO_SIGNAL = "no_signal"  # in the summary: why the run was stopped without having learnt
 
 
 def finish_run(
-    job: Job, out: Path, examined: Examined, *, on_notice: OnNotice, no_signal: str = ""
+    job: Job,
+    out: Path,
+    examined: Examined,
+    *,
+    on_notice: OnNotice,
+    no_signal: str = "",
+    wait: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Writes curves.png, report.html, then summary.json from the last evaluation; the summary.
 
     no_signal: why the run ends early
+    wait: returns when the last checkpoint is in its place, which the summary comes after
     """
     metrics, answers = examined
     first = job.before["metrics"]
@@ -53,7 +62,10 @@ def finish_run(
     for line in job.closing_notes(rows):
         on_notice(line)
     title += f" (no rows of step {gap})" if gap else ""
-    if job.config.log.pictures:
+    if job.config.log.pictures and not rows:
+        on_notice(f"no new curves.png and report.html: {out / METRICS} has no rows")
+    elif job.config.log.pictures:
+        clock = Stopwatch()
         try:
             write_pictures(
                 out,
@@ -64,10 +76,14 @@ def finish_run(
                 made=job.figure(),
                 saved=inspect_saved(out, job.trained_recipe) if job.trained_recipe else (),
             )
+            on_notice(f"curves and report drawn in {clock}")
         except ImportError:
             on_notice(
                 "no curves.png and report.html: they need matplotlib, pip install 'proxpo[train]'"
             )
+        except Exception as error:  # the run is whole without its pictures
+            on_notice(f"no curves.png and report.html: {' '.join(f'{error!r}'.split())[:200]}")
+    wait()
     write_summary(out, summary | {"samples": pairs})
     return summary | {"samples": pairs}
 

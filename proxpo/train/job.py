@@ -99,10 +99,17 @@ class Job(ABC):
         """Where the last gradient that was not finite came from, in words."""
         return ""
 
-    @property
-    def write_model(self) -> Callable[[Path], None] | None:
-        """Writes the weights to a folder in a form that others can load."""
+    def model_writer(self, copied: Callable[[Any], Any]) -> Callable[[Path], None] | None:
+        """A function that writes the weights to a folder in a form that others can load.
+
+        copied: makes the copy of a tensor that is written, for those that training changes
+        """
         return None
+
+    @property
+    def state_to_come(self) -> int:
+        """Bytes of state that a checkpoint will hold and that the first step makes."""
+        return 0
 
     @property
     def trained_recipe(self) -> Recipe | None:
@@ -133,12 +140,16 @@ class Job(ABC):
 
 def save(job: Job, root: Path) -> Path:
     """Writes a checkpoint from which a run continues bit for bit, with weights others can load."""
-    progress = {name: getattr(job, name) for name in job.PROGRESS}
-    info = {"config": as_dict(job.config), **job.info(), **progress}
-    keep = job.config.checkpoint.keep
+    keep, write_model = job.config.checkpoint.keep, job.model_writer(lambda tensor: tensor)
     return save_checkpoint(
-        root, job.step, job.parts(), info, keep_last=keep, write_model=job.write_model
+        root, job.step, job.parts(), whole_info(job), keep_last=keep, write_model=write_model
     )
+
+
+def whole_info(job: Job) -> dict[str, Any]:
+    """The plain values of a checkpoint: settings, progress and the job's own."""
+    progress = {name: getattr(job, name) for name in job.PROGRESS}
+    return {"config": as_dict(job.config), **job.info(), **progress}
 
 
 def restore(job: Job, checkpoint: Checkpoint, changed: Sequence[Change] = ()) -> None:
@@ -172,4 +183,4 @@ def restore(job: Job, checkpoint: Checkpoint, changed: Sequence[Change] = ()) ->
         ) from error
 
 
-__all__ = ["Examined", "Job", "StepWatch", "restore", "save"]
+__all__ = ["Examined", "Job", "StepWatch", "restore", "save", "whole_info"]

@@ -166,7 +166,7 @@ class LanguageJob(RolloutJob):
     def examine(self, observer: Observer) -> Examined:
         return evaluate(
             policy=self.policy,
-            initial=self.initial,
+            initial=self.initial if self.learner.version else self.policy.model,
             sampler=self.sampler,
             task=self.task,
             pool=self.pool,
@@ -203,9 +203,14 @@ class LanguageJob(RolloutJob):
             if step > self.step:  # made again
                 path.unlink()
 
-    @property
-    def write_model(self) -> Callable[[Path], None]:
-        return partial(save_policy, self.policy)
+    def model_writer(self, copied: Callable[[Any], Any]) -> Callable[[Path], None]:
+        model = self.policy.model
+        frozen = {p.data_ptr() for p in model.parameters() if not p.requires_grad}
+        state = {
+            name: tensor if tensor.data_ptr() in frozen else copied(tensor)
+            for name, tensor in model.state_dict().items()
+        }
+        return partial(save_policy, self.policy, state=state)
 
     def result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
         return {

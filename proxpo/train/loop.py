@@ -12,7 +12,7 @@ from proxpo.report.text import plural
 from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.runs.files import read_object
 from proxpo.runs.folder import hold_folder
-from proxpo.runs.jsonlines import JsonLines
+from proxpo.runs.jsonlines import METRICS, JsonLines, read_rows
 from proxpo.runs.sinks import Sinks, check_sinks, make_sinks, public_names
 from proxpo.runs.status import SUMMARY, clear_end
 from proxpo.runs.stop import Overdue, StopRequest, stop_on_signal
@@ -27,10 +27,11 @@ from proxpo.train.config import (
 )
 from proxpo.train.faults import Progress, explained
 from proxpo.train.finish import NO_SIGNAL, finish_run
-from proxpo.train.job import Examined, Job, StepWatch, restore, save
+from proxpo.train.job import Examined, Job, StepWatch, restore
 from proxpo.train.learning_signal import NoSignalError
 from proxpo.train.observer import SILENT, Observer
 from proxpo.train.resume import begin_anew
+from proxpo.train.saving import Saver, Stopwatch, due
 from proxpo.train.sources import check_sources, fingerprints, write_sources
 
 
@@ -49,15 +50,23 @@ def train(config: Config, *, resume: bool = False, observer: Observer = SILENT) 
     with hold_folder(out, on_notice=observer.on_notice), explained(out, config) as at:
         files = fingerprints(config.model.name, config.task)
         resumed = _resumed(out, config, files, resume=resume, observer=observer)
+        observer.on_progress("loading", 0, 1)
+        clock = Stopwatch()
         job = build_job(config)
         job.observe(observer)
+        saver: Saver | None = None
         try:
             if resumed is not None:
                 restore(job, *resumed)
                 at.saved = job.step
+            observer.on_notice(f"loaded in {clock}")
+            if resumed is not None:
                 observer.on_notice(_position(job))
-            return _finished(_ActiveRun(job, out, at, observer, files))
+            saver = Saver(job, out / "checkpoints", at, observer.on_notice)
+            return _finished(_ActiveRun(job, out, at, observer, files, saver))
         finally:
+            if saver is not None:
+                saver.close()
             job.close()
 
 
@@ -73,6 +82,7 @@ class _ActiveRun:
     at: Progress
     observer: Observer
     files: dict[str, str]
+    saver: Saver
     stop: StopRequest | None = None
 
     def announce_stop(self, by: str) -> None:
@@ -94,11 +104,20 @@ class _ActiveRun:
         return replace(self.observer, on_progress=on_progress)
 
     def save(self) -> None:
-        if not self.job.config.checkpoint.keep:
-            return
+        """Writes a checkpoint after a stop signal, unless the newest one is of this step."""
+        if self.saver.asked and self.job.step and self.saver.step != self.job.step:
+            self.saver.begin()
+        self.saver.commit()
         self.at.phase = "checkpoint"
-        save(self.job, self.out / "checkpoints")
-        self.at.saved = self.job.step
+        self.saver.wait()
+
+    def examine(self) -> Examined:
+        """Evaluates until a stop signal comes; says how long the first and the last one took."""
+        clock = Stopwatch()
+        examined = self.job.examine(self.stoppable)
+        if self.job.step in (0, self.job.config.train.steps):
+            self.observer.on_notice(f"evaluated in {clock}")
+        return examined
 
 
 def _finished(run: _ActiveRun) -> dict[str, Any]:
@@ -115,17 +134,22 @@ def _finished(run: _ActiveRun) -> dict[str, Any]:
             signal.SIGTERM,
             signal.SIGINT,
             grace=job.config.checkpoint.grace,
-            may_end=lambda: at.phase != "checkpoint",
+            may_end=lambda: at.phase not in ("checkpoint", "finish"),
             on_wait=run.announce_stop,
         ) as run.stop:
-            examined = _trained(run)
+            examined = _trained(run) or run.examine()
+            at.phase = "finish"
+            observer.on_progress("finishing", 0, 1)
+            return finish_run(job, out, examined, on_notice=observer.on_notice, wait=run.saver.wait)
     except (_Stopped, Overdue) as end:
         by = run.stop.by
+        phase, at.phase = at.phase, "checkpoint"
+        run.saver.close()  # one that is being written always is
         if at.saved is None:
             when = f"after step {job.step}" if job.step else "before the first step"
             observer.on_notice(f"stopped by {by} {when}; nothing was saved")
         else:
-            late = f", in the {at.phase} of step {at.step + 1}" if isinstance(end, Overdue) else ""
+            late = f", in the {phase} of step {at.step + 1}" if isinstance(end, Overdue) else ""
             observer.on_notice(
                 f"stopped by {by} after step {at.saved}{late}; --resume continues from there"
             )
@@ -139,26 +163,30 @@ def _finished(run: _ActiveRun) -> dict[str, Any]:
         kept = at.saved is not None
         after = f"--resume continues after step {at.saved}" if kept else "nothing was saved"
         observer.on_notice(f"ended at once; {after}")
+        run.saver.close(wait=False)
         raise
-    at.phase = "finish"
-    return finish_run(job, out, examined or job.examine(observer), on_notice=observer.on_notice)
 
 
 def _trained(run: _ActiveRun) -> Examined | None:
     """Makes all steps that are left; the last evaluation, if there was one."""
     job, out, at, on_notice = run.job, run.out, run.at, run.observer.on_notice
     fresh = not job.before
+    if not fresh:
+        run.saver.announce()
     if fresh:  # before anything is written: much that is wrong with the input shows here
         at.phase = "evaluate"
         job.check(run.observer)
-        metrics, answers = job.examine(run.stoppable)
+        run.saver.announce()
+        metrics, answers = run.examine()
         job.before = {"metrics": metrics, "answers": answers}
     at.phase = "logging"
-    clear_end(out)
+    if job.unwritten is not None or job.step < job.config.train.steps:
+        clear_end(out)
     lines = job.remarks()
     for line in lines if fresh else ():
         on_notice(line)
     write_config(job.config, out / "config.yaml", lines)
+    at.begun = True
     if fresh:
         write_sources(run.files, out)
     # The row of a step whose evaluation is still due is written after it.
@@ -170,7 +198,6 @@ def _trained(run: _ActiveRun) -> Examined | None:
     ):
         if fresh:
             sinks.write(0, job.before["metrics"])
-            run.save()
         return _steps(run, sinks, samples)
 
 
@@ -181,29 +208,31 @@ def _steps(run: _ActiveRun, sinks: Sinks, samples: JsonLines) -> Examined | None
     try:
         while job.unwritten is not None or job.step < config.train.steps:
             at.step = job.step
+            run.saver.check()
             if job.unwritten is None:
                 job.unwritten = _step(run, samples)
+            if run.saver.due(job.step):
+                run.saver.begin()  # before the evaluation, which changes nothing that is saved
             metrics = job.unwritten
             if not math.isfinite(metrics["grad_norm"]):
                 observer.on_notice(
                     f"step {job.step}: an update was left out, its gradient was not finite"
                     f"{job.fault}"
                 )
-            if _due(job.step, config.evaluate.every, config.train.steps):
+            if due(job.step, config.evaluate.every, config.train.steps):
                 at.phase = "evaluate"
                 run.stoppable.on_progress("evaluating", 0, 1)
-                examined = job.examine(run.stoppable)
+                examined = run.examine()
                 metrics = metrics | examined[0]
             at.phase = "logging"
             sinks.write(job.step, metrics)
             job.unwritten = None
             observer.on_step(job.step, public_names(metrics))
-            if _due(job.step, config.checkpoint.every, config.train.steps):
+            if run.saver.due(job.step):
                 observer.on_progress("saving", 0, 1)
-                run.save()
+                run.saver.commit()
     except _Stopped:
-        if at.saved != job.step:
-            run.save()
+        run.save()
         raise
     return examined
 
@@ -249,6 +278,11 @@ def _resumed(
             )
         if resume:
             begin_anew(out, config, observer.on_notice)
+        elif summary is None and _has_steps(out / METRICS):
+            raise ProxpoError(
+                f"{out} already holds a run, without a checkpoint: --resume begins it anew, --out "
+                "starts another"
+            )
         return None
     if not resume:
         raise ProxpoError(f"{out} already holds a run: --resume continues it, --out starts another")
@@ -268,16 +302,16 @@ def _resumed(
     return checkpoint, changed
 
 
+def _has_steps(metrics: Path) -> bool:
+    return metrics.is_file() and any(row["step"] for row in read_rows(metrics))
+
+
 def _position(job: Job) -> str:
     """One line on the step from which a resumed run goes on."""
     steps = job.config.train.steps
     if job.step < steps or job.unwritten is not None:
         return f"continues after step {job.step} of {steps}"
     return f"all steps are done already, {steps} of {steps}; --set steps=N with a larger N goes on"
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
 
 
 class _StepTimer:

@@ -6,7 +6,7 @@ from typing import Any
 
 from proxpo.errors import ProxpoError
 from proxpo.runs.checkpoint import DAMAGE, checkpoints, read_info, verify
-from proxpo.runs.jsonlines import OnNotice
+from proxpo.runs.jsonlines import METRICS, OnNotice
 from proxpo.runs.yaml_file import read_yaml
 from proxpo.train.config import (
     Config,
@@ -37,7 +37,7 @@ def own_config(
             raise ProxpoError(f"{own.parent} holds no run to continue")
     elif source is not None and "out" not in changed:
         own = find(source)
-        if checkpoints(own.parent / "checkpoints"):
+        if checkpoints(own.parent / "checkpoints") or (own.parent / METRICS).is_file():
             _restore_config(own, on_notice)
             changed["out"] = str(own.parent)
     return source, changed

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from proxpo.optimizers import state_size
 from proxpo.train.collect import Collected
 from proxpo.train.experience import Experience
 from proxpo.train.job import Job, StepWatch
@@ -135,6 +136,11 @@ class RolloutJob(Job):
         if learner.critic_optimizer is not None:
             parts["critic_optimizer"] = learner.critic_optimizer.state_dict()
         return parts
+
+    @property
+    def state_to_come(self) -> int:
+        optimizer = self.learner.optimizer
+        return 0 if optimizer.state else state_size(optimizer)
 
     def info(self) -> dict[str, Any]:
         budget = self.learner.budget

@@ -13,7 +13,7 @@ from typing import Any
 from proxpo.errors import ProxpoError, fold
 from proxpo.models import SHIPPED
 from proxpo.runs.files import read_object, write_whole
-from proxpo.train._schema import TaskConfig
+from proxpo.train._schema import Config, TaskConfig
 
 SOURCES = "sources.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -60,6 +60,17 @@ def model_folder(name: str) -> Path | None:
     return folder if name not in SHIPPED and folder.is_dir() else None
 
 
+def whole_paths(text: str, config: Config) -> str:
+    """The text of a setting, the local files that it names by their absolute paths."""
+    folder = model_folder(config.model.name)
+    named = {*([folder] if folder else []), *_problem_files(config.task), _reward(config.task)}
+    named = {path for path in named if path.expanduser().exists()}
+    return ":".join(
+        str(Path(part).expanduser().absolute()) if part and Path(part) in named else part
+        for part in text.split(":")
+    )
+
+
 def _problem_files(task: TaskConfig) -> list[Path]:
     """The files of problems that a task names, whether they are there or not."""
     head, _, rest = task.name.partition(":")
@@ -95,5 +106,6 @@ __all__ = [
     "check_sources",
     "fingerprints",
     "model_folder",
+    "whole_paths",
     "write_sources",
 ]

@@ -31,7 +31,7 @@ from proxpo.runs.files import read_object, write_whole
 from proxpo.runs.folder import hold_folder
 from proxpo.runs.lock import LOCK
 from proxpo.runs.stop import StopRequest, stop_on_signal
-from proxpo.settings import TASK_OPTIONS, contradiction, parse_setting
+from proxpo.settings import TASK_OPTIONS, contradiction, parse_setting, put
 from proxpo.stages._options import bind
 from proxpo.train._schema import Optimizer, TaskConfig
 from proxpo.train.cuts import Cut, fitted_budget
@@ -102,11 +102,7 @@ def load_warmup(sets: Iterable[str] = (), **common: Any) -> WarmupSettings:
     for text in sets:
         key, value = parse_setting(text)
         if key.startswith(TASK_OPTIONS):
-            *blocks, name = key.removeprefix(TASK_OPTIONS).split(".")
-            place = options
-            for block in blocks:
-                place = place.setdefault(block, {})
-            place[name] = value
+            put(options, key.removeprefix(TASK_OPTIONS).split("."), value, key)
         elif key == "task.reward":
             options["reward"] = value
         elif key in known:

@@ -11,6 +11,7 @@ from proxpo.adapt.settings import load_settings, resumed_settings
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
 from proxpo.runs.jsonlines import JsonLines, read_rows
+from proxpo.runs.yaml_file import dump_yaml
 
 METHODS = {"rosa": ["parameters=hidden", "turns=3"], "latentseek": ["fraction=0.6", "lr=0.3"]}
 
@@ -63,6 +64,20 @@ def test_a_run_does_not_go_on_with_another_file(tmp_path):
     problems.write_text(12 * '{"prompt": "1+2=", "answer": "3"}\n')
     with pytest.raises(ProxpoError, match=r"own\.jsonl has changed since this run began; --out"):
         adapt(settings, out=out, resume=True)
+
+
+def test_options_of_a_task_in_blocks_are_those_of_a_training_run(tmp_path):
+    from proxpo.train.config import load_config
+
+    sets = ["task.options.a.b=1", "task.options.a.c=2", "task.options.d=3"]
+    settings = load_settings("latentseek", sets)
+    assert settings.task_options == {"a": {"b": 1, "c": 2}, "d": 3}
+    assert settings.task_options == load_config(None, sets).task.options
+    (tmp_path / "config.yaml").write_text(dump_yaml(settings.as_dict()))
+    again = resumed_settings(tmp_path, "latentseek", ["task.options.a.c=4"])
+    assert again.task_options == {"a": {"b": 1, "c": 4}, "d": 3}
+    with pytest.raises(ProxpoError, match=r"'task.options.d.e' cannot be set: 'd' is 3, not a"):
+        load_settings("latentseek", [*sets, "task.options.d.e=1"])
 
 
 def test_a_full_disk_ends_a_run_in_the_line_of_the_rows(tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """Plans from command lines and studies; mistakes are refused in one line and leave no file."""
 
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,14 +12,21 @@ from hypothesis import strategies as st
 
 from proxpo.cli import main
 from proxpo.cli.comparing import CompareOptions, request_of
-from proxpo.compare.design import command, config_of, make_plan, with_choices
+from proxpo.compare.design import (
+    command,
+    config_of,
+    make_plan,
+    repeating_command,
+    with_choices,
+)
 from proxpo.compare.naming import run_name
 from proxpo.compare.plan import Arm, Choice, plan_differences, read_plan, write_plan
 from proxpo.compare.request import Request, parse_arm, with_arms
 from proxpo.compare.runner import open_comparison
 from proxpo.compare.studies import read_study, studies
 from proxpo.errors import ProxpoError
-from proxpo.train.config import load_config
+from proxpo.models import TINY
+from proxpo.train.config import differences, load_config
 
 
 def plan_of(*methods: str, **options):
@@ -69,6 +78,31 @@ def test_the_command_of_a_run_gives_its_config(tmp_path):
         named = {"method": given["--method"], "seed": int(given["--seed"])}
         assert load_config(base, sets, overrides=named) == config_of(plan, run)
         assert given["--out"] == str(tmp_path / run.folder)
+
+
+def test_the_repeating_command_holds_every_setting_and_whole_paths(tmp_path, monkeypatch):
+    """Local files by relative paths, options in blocks, settings that one arm does not read."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TINY, "model")
+    Path("own.jsonl").write_text(12 * '{"prompt": "1+1=", "answer": "2"}\n')
+    base = [
+        *(("model", "model"), ("task", "./own.jsonl"), ("task.reward", "exact"), ("steps", 7)),
+        *(("task.options.held_out", 0.5), ("model.lora.r", 2), ("lr_schedule", "linear")),
+        *(("train.optimizer_options.betas", [0.8, 0.9]), ("prompts_per_step", 4), ("lr", 2e-6)),
+    ]
+    plan = plan_of("grpo:clip_low=0.1,weights=tis", "isopo:ratio=none", base=base, seeds=2)
+    for run in plan.runs:
+        train, *words = repeating_command(plan, run)
+        given = dict(word.removeprefix("--").split("=", 1) for word in words[:4])
+        assert train == "train"
+        assert given["model"] == str(tmp_path / "model")
+        assert given["task"] == str(tmp_path / "own.jsonl")
+        sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        made = load_config(None, sets, overrides={**given, "seed": int(given["seed"])})
+        assert [change.path for change in differences(config_of(plan, run), made)] == [
+            "model.name",
+            "task.name",
+        ]
 
 
 def test_varied_values_make_arms_of_one_family():

@@ -1,9 +1,11 @@
 """Real comparisons of real short runs: killed, stopped, failing, repeated."""
 
 import contextlib
+import html
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import threading
@@ -35,15 +37,21 @@ def test_every_run_is_an_ordinary_run_with_its_command(uninterrupted):
     assert (out / "report.html").stat().st_size > 0
 
 
-def test_the_stored_command_repeats_the_run_bit_for_bit(uninterrupted, tmp_path):
+def test_the_command_on_the_page_repeats_the_run_anywhere(uninterrupted, tmp_path, monkeypatch):
+    """Bit for bit, from another folder, into a folder of its own."""
     out, _ = uninterrupted
     folder = folder_of(out, "isopo overlap=4", 1)
-    env, program, *words = shlex.split((folder / "command.txt").read_text())
+    page = (out / "report.html").read_text()
+    commands = map(html.unescape, re.findall(r'class="command"><pre>(.*?)</pre>', page))
+    [text] = [line for line in commands if "--seed=1 " in line and "overlap=4" in line]
+    env, program, *words = shlex.split(text)
     assert (env, program) == ("OMP_NUM_THREADS=1", "proxpo")
-    words[words.index("--out") + 1] = str(tmp_path / "again")
+    assert "--resume" not in words
+    assert str(out) not in text
+    monkeypatch.chdir(tmp_path)
     code, _, errors = Started(words, tmp_path).wait()
     assert code == 0, errors
-    assert rows_of(tmp_path / "again") == rows_of(folder)
+    assert rows_of(tmp_path / words[words.index("--out") + 1]) == rows_of(folder)
 
 
 def test_the_same_seed_gives_every_method_the_same_prompts(uninterrupted):
@@ -226,3 +234,32 @@ def test_runs_that_share_a_gpu_get_equal_parts_of_its_memory(monkeypatch):
     monkeypatch.setattr("proxpo.compare.local._gpus", lambda: 2)
     shares = [LocalPool("x:y", jobs=jobs).gpu_share for jobs in (1, 2, 3, 8)]
     assert shares == [0.0, 0.0, 0.47, 0.235]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ["0", "1"]), ("2,3", ["2", "3"]), ("GPU-8f, GPU-1c", ["GPU-8f", "GPU-1c"])],
+)
+def test_runs_keep_to_the_gpus_that_the_comparison_was_given(
+    given, expected, tmp_path, monkeypatch
+):
+    """Real runs, of a program that writes down which GPU it sees."""
+    (tmp_path / "seen_gpu.py").write_text(
+        "import os, pathlib\n"
+        "def main(argv):\n"
+        "    pathlib.Path(argv[0], 'gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "    return 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("proxpo.compare.local._gpus", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    pool = LocalPool("seen_gpu:main", jobs=len(expected))
+    folders = [tmp_path / str(number) for number in range(len(expected))]
+    for folder in folders:
+        pool.start(folder.name, [str(folder)], folder)
+    ended = 0
+    while ended < len(folders):
+        ended += len(pool.finished(60.0))
+    assert [(folder / "gpu").read_text() for folder in folders] == expected

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs.old_form import in_old_form
 from torch import nn
 
 from proxpo.errors import ProxpoError
@@ -31,6 +32,7 @@ from proxpo.runs.checkpoint import (
 )
 from proxpo.runs.stop import Overdue, stop_on_signal
 from proxpo.runs.trees import flatten, unflatten
+from proxpo.runs.writer import CheckpointWriter, HostCopy, Saved
 
 
 def equal(a, b) -> bool:
@@ -184,6 +186,107 @@ def test_files_and_info(tmp_path):
     assert found.info == {"cursor": 70, "step": 7}
     assert found.model == path / "model"
     assert equal(found.parts, small(7))
+
+
+def model_in(dtype: torch.dtype, weights: dict):
+    """Writes a model as transformers does, under names of its own."""
+
+    def write(folder: Path) -> None:
+        named = {f"base.{name}": value.to(dtype) for name, value in weights.items()}
+        safetensors.torch.save_file(named, folder / "model.safetensors")
+
+    return write
+
+
+def test_weights_that_the_model_holds_exactly_are_not_written_twice(tmp_path):
+    weights = {"a": torch.randn(40, 50), "b": torch.arange(3.0), "zero": torch.zeros(0)}
+    parts = {"weights": weights, "optimizer": {"moment": weights["a"].clone()}}
+    for dtype, twice in ((torch.float32, False), (torch.bfloat16, True)):
+        root = tmp_path / str(dtype)
+        path = save_checkpoint(root, 1, parts, {}, write_model=model_in(dtype, weights))
+        own = safetensors.torch.load_file(path / "weights.safetensors")
+        # Small whole numbers are exact in bfloat16, but a resumed run wants its own type.
+        assert sorted(own) == (["a", "b", "zero"] if twice else ["zero"])
+        assert list(safetensors.torch.load_file(path / "optimizer.safetensors")) == ["moment"]
+        assert equal(load_latest(root).parts, parts)
+    (path / "model/model.safetensors").unlink()
+    with pytest.raises(ProxpoError, match=r"step-1: model/model\.safetensors is missing"):
+        load_latest(root)
+
+
+def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LARGEST", 100)
+    parts = {"weights": {str(n): torch.full((20,), float(n)) for n in range(4)}, "w": {"x": 1}}
+    path = save_checkpoint(tmp_path, 1, parts, {})
+    files = [f"weights{end}.safetensors" for end in ("", ".2", ".3", ".4")]
+    assert sorted(file.name for file in path.glob("weights*.safetensors")) == sorted(files)
+    assert equal(load_latest(tmp_path).parts, parts)
+    (path / files[2]).unlink()
+    with pytest.raises(ProxpoError, match=r"weights\.3\.safetensors is missing"):
+        load_latest(tmp_path)
+
+
+def test_a_checkpoint_of_the_old_form_is_read(tmp_path):
+    weights = {"a": torch.randn(4, 5)}
+    parts = {"weights": weights, "state": {"x": [1, torch.ones(2)]}}
+    path = save_checkpoint(tmp_path, 1, parts, {}, write_model=model_in(torch.float32, weights))
+    in_old_form(path)
+    assert list(safetensors.torch.load_file(path / "weights.safetensors")) == ["a"]
+    assert equal(load_latest(tmp_path).parts, parts)
+
+
+# The writer beside the work ------------------------------------------------------------------
+
+
+def begin(writer: CheckpointWriter, step: int, weights: torch.Tensor) -> None:
+    copied = HostCopy()
+    tree = copied({"weights": {"w": weights, "tied": weights}})
+    assert tree["weights"]["w"] is tree["weights"]["tied"]
+    writer.begin(step, tree, None, keep=1, beside=True)
+
+
+def test_the_writer_saves_the_state_at_its_beginning(tmp_path):
+    done: list[Saved] = []
+    writer, weights = CheckpointWriter(tmp_path, on_saved=done.append), torch.zeros(5)
+    for step in (1, 2):
+        weights.fill_(step)
+        begin(writer, step, weights)
+        weights.fill_(99)
+        writer.commit({"step_of_info": step})
+    writer.wait()
+    assert [(saved.step, saved.size > 0) for saved in done] == [(1, True), (2, True)]
+    found = load_latest(tmp_path)
+    assert equal(found.parts["weights"]["tied"], torch.full((5,), 2.0))
+    assert (found.info["step_of_info"], os.listdir(tmp_path)) == (2, ["step-2"])
+
+
+@pytest.mark.parametrize("call", ["check", "wait", "begin"])
+def test_an_error_of_the_writer_comes_with_the_next_call_once(call, tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    writer = CheckpointWriter(tmp_path, on_saved=lambda saved: None)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", full)
+        begin(writer, 2, torch.ones(2))
+        writer.commit({})
+        writer._thread.join()
+    with pytest.raises(ProxpoError, match="step-2 could not be written: No space left on dev"):
+        begin(writer, 3, torch.ones(2)) if call == "begin" else getattr(writer, call)()
+    writer.check()
+    writer.close()
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_a_checkpoint_that_is_never_committed_leaves_nothing(tmp_path):
+    save(tmp_path, 1)
+    writer = CheckpointWriter(tmp_path, on_saved=lambda saved: None)
+    begin(writer, 2, torch.ones(2))
+    writer.close()
+    writer.check()
+    assert os.listdir(tmp_path) == ["step-1"]
 
 
 def test_none_is_none(tmp_path):
@@ -368,25 +471,38 @@ WRITER = """
     import sys, torch
     from pathlib import Path
     from proxpo.runs.checkpoint import load_latest, save_checkpoint
+    from proxpo.runs.writer import CheckpointWriter, HostCopy
+    def say(saved):
+        print("saved", saved.step, flush=True)
     root = Path(sys.argv[1])
     found = load_latest(root)
     step = 0 if found is None else found.step
     print("at", step, flush=True)
+    w, writer = torch.zeros(300, 300), CheckpointWriter(root, on_saved=say)
     while True:
         step += 1
-        parts = {"weights": {"w": torch.full((300, 300), float(step))}, "state": {"n": step}}
-        save_checkpoint(root, step, parts, {"n": step}, keep_last=2)
+        parts = {"weights": {"w": w.fill_(step)}, "state": {"n": step}}
+        writer.begin(step, HostCopy()(parts), None, keep=2, beside=sys.argv[2] == "beside")
+        writer.commit({"n": step})
         if step % 3 == 0:  # a step saved twice, as on a SIGTERM right after a checkpoint
+            writer.wait()
             save_checkpoint(root, step, parts, {"n": step}, keep_last=2)
-        print("saved", step, flush=True)
 """
 
 
-def test_kill_9_at_any_moment_loses_at_most_the_step_being_written(tmp_path):
+@pytest.mark.parametrize("how", ["beside", "between"])
+def test_kill_9_at_any_moment_loses_at_most_the_step_being_written(how, tmp_path):
     moments = random.Random(0)
     newest = 0
     with subprocess.Popen(  # one interpreter that forks writers: importing torch takes seconds
-        [sys.executable, "-c", textwrap.dedent(FORKING), str(tmp_path), textwrap.dedent(WRITER)],
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(FORKING),
+            str(tmp_path),
+            textwrap.dedent(WRITER),
+            how,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -412,15 +528,15 @@ def test_kill_9_at_any_moment_loses_at_most_the_step_being_written(tmp_path):
 
 FORKING = """
     import json, os, signal, sys, time
-    import proxpo.runs.checkpoint, torch
+    import proxpo.runs.checkpoint, proxpo.runs.writer, torch
     torch.set_num_threads(1)
-    root, writer = sys.argv[1:]
+    root, writer, how = sys.argv[1:]
     for line in sys.stdin:
         r, w = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.dup2(w, 1)
-            sys.argv = ["writer", root]
+            sys.argv = ["writer", root, how]
             exec(compile(writer, "writer", "exec"), {"__name__": "__main__"})
         os.close(w)
         reader = os.fdopen(r)

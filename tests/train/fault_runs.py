@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
+from proxpo.runs.checkpoint import read_checkpoint
 from proxpo.train.config import load_config
 from proxpo.train.observer import Observer
 
@@ -40,7 +40,7 @@ def curve(out: Path) -> list[dict]:
 
 
 def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
+    return read_checkpoint(out / f"checkpoints/step-{step}").parts["weights"]
 
 
 def same_run(a: Path, b: Path, step: int) -> bool:

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -105,15 +107,20 @@ def test_a_full_disk(where, disk, halfway, straight, capsys):
     shutil.copytree(halfway, out)
     before = {file: file.read_bytes() for file in (out / "checkpoints").rglob("*.*")}
     more = ["--set", "steps=4"] if where == "checkpoint" else ["--set", "steps=200"]
-    every = 1 if where == "checkpoint" else 0
+    saved = "checkpoint.every=1" if where == "checkpoint" else "checkpoint.keep=0"
     disk.squeeze(300_000 if where == "checkpoint" else 24_576)
-    code = main([*command(out), "--resume", *more, "--set", f"checkpoint.every={every}"])
+    code = main([*command(out), "--resume", *more, "--set", saved])
     disk.relax()
     told = capsys.readouterr().err
     assert (code, told.count("\n")) == (2, 1)
-    what = "step-3 could not" if where == "checkpoint" else r".jsonl cannot"
-    assert f"{what} be written: {disk.full}" in told
-    assert "checkpoints up to step 2 are intact, --resume continues from there" in told
+    if where == "checkpoint" and isinstance(disk, Mounted):  # seen before a step is made
+        assert f"checkpoints in {out}/checkpoints take about 2.9 MiB, and " in told
+        assert "KiB are free: make room, choose another --out, or set checkpoint.every=0" in told
+        assert [row["step"] for row in rows_of(out)] == [0, 1, 2]
+    else:
+        what = "step-3 could not" if where == "checkpoint" else r".jsonl cannot"
+        assert f"{what} be written: {disk.full}" in told
+        assert "checkpoints up to step 2 are intact, --resume continues from there" in told
     assert all(file.read_bytes() == text for file, text in before.items())
     assert load_latest(out / "checkpoints").step == 2
     assert main([*command(out), "--resume", "--set", "steps=4"]) == 0
@@ -141,6 +148,74 @@ def test_a_disk_that_was_made_read_only(tmp_path, halfway, capsys):
         )
     assert capsys.readouterr().err == f"proxpo: out: {out} cannot be written: {expected}\n"
     assert load_latest(out / "checkpoints").step == 2
+
+
+# Writing beside the steps -------------------------------------------------------------------
+
+
+def _run_and_die(out: str, step: int) -> None:
+    """A run that is killed while the checkpoint of a step is being written beside the next one."""
+    from proxpo.runs import checkpoint
+
+    whole = checkpoint._hash
+    checkpoint._hash = lambda path: time.sleep(0.3) or whole(path)
+
+    def on_progress(phase: str, *_: int) -> None:
+        if phase == "sampling" and (Path(out) / f"checkpoints/.unfinished-{step}").is_dir():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(config_of(Path(out), "steps=4"), observer=Observer(on_progress=on_progress))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_beside_the_writing_leaves_the_checkpoint_before(step, straight, tmp_path):
+    """Before the first checkpoint the run begins anew; to the same bits in any case."""
+    out = tmp_path / "run"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["proxpo.train.loop", "transformers.models.qwen3"])
+    process = context.Process(target=_run_and_die, args=(str(out), step))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+    newest = load_latest(out / "checkpoints")
+    assert (newest and newest.step) == (step - 1 or None)
+    config, notes = config_of(out, "steps=4"), list[str]()
+    if newest is None:
+        with pytest.raises(ProxpoError, match="holds a run, without a checkpoint: --resume beg"):
+            train(config)
+    train(config, resume=True, observer=Observer(on_notice=notes.append))
+    begun = f"continues after step {step - 1} of 4" if newest else f"{out} has no checkpoint: it b"
+    assert any(note.startswith(begun) for note in notes)
+    assert same_run(out, straight, 4)
+    assert (out / "samples.jsonl").read_text() == (straight / "samples.jsonl").read_text()
+    assert not list((out / "checkpoints").glob(".unfinished*"))
+
+
+def test_a_checkpoint_is_that_of_its_step_though_it_is_written_later(
+    straight, tmp_path, monkeypatch
+):
+    """The writer of step 3 begins to read its tensors when step 4 has changed the weights."""
+    from proxpo.runs import checkpoint
+
+    whole, later = checkpoint.flatten, threading.Event()
+
+    def late(tree, *, what):
+        assert later.wait(120)
+        return whole(tree, what=what)
+
+    def on_step(step: int, _: dict) -> None:
+        if step == 4:
+            assert not (tmp_path / "checkpoints/step-3").exists()
+            later.set()
+
+    monkeypatch.setattr(checkpoint, "flatten", late)
+    notes: list[str] = []
+    config = config_of(tmp_path, "steps=5", "checkpoint.every=3")
+    train(config, observer=Observer(on_step=on_step, on_notice=notes.append))
+    expected, saved = weights_of(straight, 3), weights_of(tmp_path, 3)
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    written = [note.split(" written")[0] for note in notes if "written in" in note]
+    assert written == [f"checkpoint of step {step}: 2.9 MiB" for step in (3, 5)]
 
 
 # Memory --------------------------------------------------------------------------------------

@@ -10,19 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs.old_form import in_old_form
 from train.train_runs import config_of, curve, job_of, rows_of, weights_of
 
 from proxpo.cli import main
 from proxpo.errors import ProxpoError
 from proxpo.models import TINY
 from proxpo.optimizers import NAMES
+from proxpo.report.text import size_text
 from proxpo.runs.checkpoint import Checkpoint, load_latest
 from proxpo.train.config import as_dict, build_config, check_resume, differences, explain
+from proxpo.train.faults import Progress
 from proxpo.train.job import restore, save
 from proxpo.train.language import LanguageJob as Job
 from proxpo.train.loop import train
 from proxpo.train.observer import Observer
 from proxpo.train.resume import begin_anew
+from proxpo.train.saving import Saver
 from proxpo.train.sources import SOURCES, fingerprints
 
 pytestmark = pytest.mark.long
@@ -335,6 +339,89 @@ def test_explain_says_what_a_change_does_on_resuming(capsys):
     assert "refused" in line
 
 
+# What a checkpoint holds ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sets", [(), ("model.lora.r=2",)], ids=["whole", "adapter"])
+def test_a_checkpoint_holds_the_weights_once_and_is_announced(sets, tmp_path):
+    """One file of them, which transformers loads, beside AdamW's two moments; none of step 0."""
+    notes: list[str] = []
+    observer = Observer(on_notice=notes.append)
+    train(config_of(tmp_path, "steps=2", *sets, **GRPO), observer=observer)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-2"]
+    folder = tmp_path / "checkpoints/step-2"
+    weights = weights_of(tmp_path, 2)
+    trained = sum(value.nbytes for value in weights.values())
+    held = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    assert 3 * trained < held < 3.1 * trained + 20_000
+    for name, value in weights.items():
+        assert value.dtype == torch.float32, name
+    [said] = [note for note in notes if note.startswith("a checkpoint takes about ")]
+    assert said.startswith(f"a checkpoint takes about {size_text(3 * trained)[:4]}")
+    again = resumed_job(tmp_path, config_of(tmp_path, "steps=2", *sets, **GRPO))
+    own = dict(again.policy.model.named_parameters())
+    assert all(torch.equal(own[name], value) for name, value in weights.items())
+    again.close()
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_the_old_form(run, tmp_path):
+    shutil.copytree(run, tmp_path / "old")
+    in_old_form(tmp_path / "old/checkpoints/step-2")
+    for out in (run, tmp_path / "old"):
+        train(config_of(out, "steps=4", "checkpoint.every=1", **GRPO), resume=True)
+    assert curve(run) == curve(tmp_path / "old")
+    new, old = weights_of(run, 4), weights_of(tmp_path / "old", 4)
+    assert all(torch.equal(old[name], value) for name, value in new.items())
+
+
+@pytest.mark.parametrize(
+    ("sets", "there", "needed"),
+    [
+        (("checkpoint.every=0",), 0, 1),
+        (("checkpoint.every=4", "checkpoint.keep=1"), 0, 2),  # the new one before the old one goes
+        (("checkpoint.every=1", "checkpoint.keep=2"), 0, 3),
+        (("checkpoint.every=1", "checkpoint.keep=5"), 0, 6),
+        (("checkpoint.every=4", "checkpoint.keep=9"), 0, 3),
+        (("checkpoint.every=1", "checkpoint.keep=2"), 2, 1),
+        (("checkpoint.every=1", "checkpoint.keep=2"), 5, 1),
+        (("checkpoint.keep=0",), 0, 0),
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_refused_before_the_first_step(
+    sets, there, needed, tmp_path, monkeypatch
+):
+    job = job_of(tmp_path, "steps=10", *sets, **GRPO)
+    for step in range(there):
+        (tmp_path / f"checkpoints/step-{step}").mkdir(parents=True)
+    notes: list[str] = []
+    saver = Saver(job, tmp_path / "checkpoints", Progress(), notes.append)
+    size = saver.size()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed * size))
+    saver.announce()
+    assert len(notes) == (needed > 0)
+    if needed:
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path: usage._replace(free=needed * size - 1)
+        )
+        with pytest.raises(ProxpoError, match=r"take about .* are free: make room") as caught:
+            saver.announce()
+        assert "\n" not in str(caught.value)
+    job.close()
+
+
+def test_a_copy_that_memory_has_no_room_for_is_not_made(run, monkeypatch):
+    """The checkpoint is written between the steps, with the same bits."""
+    notes: list[str] = []
+    monkeypatch.setattr("proxpo.train.saving.host_memory", lambda: 1 << 20)
+    observer = Observer(on_notice=notes.append)
+    sets = ("steps=3", "checkpoint.every=1")
+    train(config_of(run, *sets, **GRPO), resume=True, observer=observer)
+    assert any("written between the steps, since 1.0 MiB of memory are free" in n for n in notes)
+    assert load_latest(run / "checkpoints").step == 3
+    assert any(note.startswith("checkpoint of step 3: ") for note in notes)
+
+
 # Rate and decay ------------------------------------------------------------------------------
 
 
@@ -501,16 +588,19 @@ def test_an_update_that_does_not_end_is_given_up_after_the_grace(tmp_path):
     """The last checkpoint counts, and the steps since come again."""
 
     waited_out: list[str] = []
+    made = [0]
 
     def on_progress(phase: str, *_: int) -> None:
-        if phase == "updating" and (tmp_path / "checkpoints/step-1").exists():
+        if phase == "updating" and made[-1] == 1:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
             waited_out.append(phase)
 
     sets = ("steps=3", "checkpoint.every=1", "checkpoint.grace=0.2")
     notes: list[str] = []
-    observer = Observer(on_progress=on_progress, on_notice=notes.append)
+    observer = Observer(
+        on_progress=on_progress, on_notice=notes.append, on_step=lambda step, _: made.append(step)
+    )
     ended = train(config_of(tmp_path, *sets, **GRPO), observer=observer)
     assert not waited_out
     assert ended == {"stopped": "SIGTERM", "steps": 1, "out": str(tmp_path)}
@@ -547,3 +637,50 @@ def test_a_second_ctrl_c_names_the_step_that_is_kept(run):
 def test_resuming_a_finished_run_says_so(run, capsys):
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert "all steps are done already, 2 of 2; --set steps=N" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pictures", ["true", "false"])
+def test_a_finished_run_without_metrics_keeps_its_end(pictures, run, capsys):
+    """There is nothing to draw, and no step is due: the summary stays, and no error comes."""
+    before = json.loads((run / "summary.json").read_text())
+    (run / "metrics.jsonl").unlink()
+    words = ["train", "--resume", "--out", str(run), "--set", f"log.pictures={pictures}"]
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert ("no new curves.png and report.html" in told.out) == (pictures == "true")
+    after = json.loads((run / "summary.json").read_text())
+    for key in ("steps", "accuracy_before", "accuracy_after", "tokens", "kl"):
+        assert after[key] == before[key]
+
+
+def test_an_error_in_a_picture_ends_no_run(run, monkeypatch, capsys):
+    def broken(*_, **__):
+        raise ZeroDivisionError("no\npanel")
+
+    monkeypatch.setattr("proxpo.train.picture.draw_run", broken)
+    words = ["train", "--resume", "--out", str(run), "--set", "log.pictures=true"]
+    assert main([*words, "--set", "steps=3"]) == 0
+    assert "no curves.png and report.html: ZeroDivisionError('no" in capsys.readouterr().out
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+
+
+def test_the_end_of_a_finished_run_stays_until_a_step_is_due(run):
+    kept = (run / "summary.json").read_bytes()
+    sets = ("steps=2", "checkpoint.every=1")
+    observer = in_evaluation(0)
+    assert train(config_of(run, *sets, **GRPO), resume=True, observer=observer)["steps"] == 2
+    assert json.loads((run / "summary.json").read_bytes())["steps"] == 2
+    seen: list[bool] = []
+
+    def on_progress(phase: str, *_: int) -> None:
+        if phase != "loading":
+            seen.append((run / "summary.json").exists())
+
+    hook = Observer(on_progress=on_progress)
+    (run / "summary.json").write_bytes(kept)
+    train(config_of(run, *sets, **GRPO), resume=True, observer=hook)
+    assert all(seen)
+    seen.clear()
+    train(config_of(run, "steps=3", "checkpoint.every=1", **GRPO), resume=True, observer=hook)
+    assert not any(seen)

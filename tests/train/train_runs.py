@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
+from proxpo.runs.checkpoint import read_checkpoint
 from proxpo.train.batch import UpdatePlan, sampled_fields, start_fields
 from proxpo.train.config import load_config
 from proxpo.train.experience import Experience
@@ -58,7 +58,7 @@ def curve(out: Path) -> list[dict]:
 
 
 def weights_of(out: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"checkpoints/step-{step}/weights.safetensors")
+    return read_checkpoint(out / f"checkpoints/step-{step}").parts["weights"]
 
 
 def sample(job: Job):

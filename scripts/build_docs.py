@@ -242,8 +242,11 @@ so a default that differs from the recipe has no effect, and one line at the sta
 | --- | --- |
 {rows("recipe")}
 
-An entropy bonus is averaged as the recipe's loss is; TRL's over tokens always. Each `loss_type`:
-[from TRL](from-trl.md#which-recipe-is-my-loss).
+With `entropy_coef` in the GRPOConfig as well as in the recipe, the bonus is TRL's, a mean over the
+tokens of a micro-batch; in the recipe alone it is averaged as the recipe's loss. In the same way
+`beta` corrects the KL term of recipe `vespo` by TRL's ratio, that of a token. Where the recipe has
+the `loss_type` (dapo, cispo, vespo), an optimizer step divides by its share of the tokens of the
+whole generation batch, as TRL's. Each `loss_type`: [from TRL](from-trl.md#which-recipe-is-my-loss).
 
 ## Refused
 

@@ -10,7 +10,11 @@ from proxpo.report.text import plural
 
 # metric, heading, meaning; a metric that a method lacks is shown as a dash
 FIGURES = (
-    ("trust/clipped", "clipped", "share of valid tokens whose trust region binds (clip or cap)"),
+    (
+        "trust/clipped",
+        "clipped",
+        "share of valid tokens whose trust region binds (clip or cap; not a dual clip's ceiling)",
+    ),
     ("inspect/silent", "silent", "share of valid tokens without any gradient"),
     ("inspect/ess", "ESS", "effective sample size of the method's ratio, 1 = on-policy"),
     ("inspect/kl_old", "KL", "KL(π_old‖π), k3 estimate per token"),

@@ -56,12 +56,20 @@ DIFFERENCES: dict[str, Difference] = {
         "a proxpo weight stage multiplies token losses, whatever the ratio; "
         "`weights.tis.level=geometric` gives verl's weight before truncation",
     ),
-    "verl-kl-cov-weights": Difference(
+    "verl-penalty-weights": Difference(
         "verl 0.9.1",
-        "`kl_cov` with rollout weights",
+        "`kl_cov`, `dro` with rollout weights",
         "weighs the penalty as well",
         "weighs the policy term only",
-        "proxpo's regularisers are not importance-weighted",
+        "proxpo's regularisers are not importance-weighted; in verl "
+        "`policy_loss.weighted_terms=all` weighs them",
+    ),
+    "verl-gspo-token": Difference(
+        "verl 0.9.1",
+        "`gspo` with advantages or rollout weights that differ within a response",
+        "each token carries its own gradient",
+        "`gspo`: the gradient of the response's ratio, eq. 5 of arXiv:2507.18071",
+        "`variant=token` gives verl's, and is what `proxpo_gspo` takes inside verl",
     ),
     "verl-cov-limit": Difference(
         "verl 0.9.1",
@@ -111,7 +119,7 @@ DIFFERENCES: dict[str, Difference] = {
         "`grpo`, `sapo`, `dr_grpo`, `luspo` with a fully masked response",
         "averages over all B responses",
         "over the B⁺ that have tokens",
-        "`aggregate.count_empty=true` gives TRL's",
+        "`aggregate.count_empty=true` gives TRL's; `ProxpoTrainer` counts what TRL masks whole",
     ),
     "trl-accumulation": Difference(
         "TRL 1.16",
@@ -126,8 +134,8 @@ DIFFERENCES: dict[str, Difference] = {
         "`dapo`, `cispo` with more than one optimizer step for a generation batch",
         "divides a step by its share of the whole generation batch's tokens",
         "by the step's own tokens",
-        "the token mean of what a step trains on; equal where `steps_per_generation` is "
-        "`gradient_accumulation_steps`",
+        "the token mean of what a step trains on; `ProxpoTrainer` divides as TRL does where "
+        "`loss_type` is the recipe's",
     ),
     "trl-alone": Difference(
         "TRL 1.16",
@@ -148,8 +156,15 @@ DIFFERENCES: dict[str, Difference] = {
         "`entropy_coef` with `grpo`, `dr_grpo`, `luspo`",
         "adds the token mean of the entropy, whatever the loss's own average",
         "adds it per token, under the loss's average",
-        "one average for the whole loss; equal under a token mean (`dapo`, `bnpo`), without "
-        "`top_entropy_quantile`, to whose tokens TRL restricts the bonus",
+        "one average for the whole loss; `ProxpoTrainer` takes TRL's where `GRPOConfig` has "
+        "`entropy_coef`, and refuses it under `top_entropy`, to whose tokens TRL restricts it",
+    ),
+    "trl-vespo-kl": Difference(
+        "TRL 1.16",
+        "`vespo` with `beta` > 0",
+        "multiplies k3 by the ratio of the token",
+        "`ratio_corrected=true`: by the recipe's ratio, that of the response",
+        "a stage is given one ratio; `ProxpoTrainer` takes TRL's where `GRPOConfig` has `beta`",
     ),
     "trl-entropy-selected": Difference(
         "TRL 1.16",

@@ -91,6 +91,22 @@ def test_policy_loss(surrogate, ratio, mode):
     agree(config, recipe, make_batch())
 
 
+def test_the_ceiling_of_a_dual_clip_is_not_in_trust_clipped():
+    """polgrad's masks hold every token without a gradient; ours counts the clipped branch alone."""
+    kind, clip, stage = SURROGATES["dual"]
+    config = polgrad.PolicyLossConfig(RatioKind.TOKEN, kind, clip, Aggregation.TOKEN_MEAN)
+    batch = make_batch()
+    given = {"logprobs": batch.logp, "old_logprobs": batch.old_logp, "response_mask": batch.mask}
+    silent = polgrad.policy_loss(config, advantages=batch.advantages, **given)
+    silent = silent.clipped_low | silent.clipped_high
+    _, grad, seen = evaluate(compose(trust=stage), batch)
+    assert torch.equal(silent, batch.mask & (grad == 0))
+    at_ceiling = silent & (batch.advantages < 0) & (batch.logp - batch.old_logp > math.log(1.4))
+    assert bool(at_ceiling.any())
+    share = (silent & ~at_ceiling).sum() / batch.mask.sum()
+    close(seen["trust/clipped"], share.double(), rtol=1e-6)
+
+
 def test_reinforce():
     config = polgrad.PolicyLossConfig(
         RatioKind.TOKEN, SurrogateKind.REINFORCE, None, Aggregation.SEQ_MEAN_TOKEN_SUM

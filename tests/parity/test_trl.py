@@ -1,6 +1,7 @@
 """proxpo against TRL 1.16's own GRPO and RLOO trainers, loss and advantages, in float64."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -200,6 +201,21 @@ def test_entropy_bonus_has_its_own_average_in_trl():
     close(evaluate(policy, batch)[0] - 0.2 * token_mean, value)
     close(grad, -0.2 * batch.mask.double() / batch.mask.sum())
     assert abs(evaluate(policy.replace(regularisers=bonus), batch)[0] - value) > 1e-4
+
+
+@shows("trl-vespo-kl")
+def test_vespo_corrects_its_kl_by_another_ratio_in_trl():
+    product = ratios.sequence(normalise=False, limit=20.0)
+    kernel = trust.gamma_weight(k_pos=0.5, lambda_pos=3.0, k_neg=1.5, lambda_neg=2.0)
+    kl = regularisers.kl_to_ref(coef=0.3, ratio_corrected=True)
+    by_token = replace(kl, apply=lambda r, b, ctx: kl.apply((b.logp - b.old_logp).exp(), b, ctx))
+    batch = make_batch(advantages="rows")
+    value, grad, _ = trl_loss(loss_type="vespo", weight=None, beta=0.3)
+    policy = compose(ratio=product, trust=kernel)
+    ours, our_grad, _ = evaluate(policy.replace(regularisers=(by_token,)), batch)
+    close(ours, value)
+    close(our_grad, grad)
+    assert abs(evaluate(policy.replace(regularisers=(kl,)), batch)[0] / value - 1) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["plain", "holes"])

@@ -175,14 +175,37 @@ def test_gmpo_weights(verl):
     assert abs(evaluate(recipe, batch)[0] / theirs - 1) > 1e-2
 
 
-@shows("verl-kl-cov-weights")
-def test_kl_cov_weighs_its_penalty_in_verl(verl):
+@pytest.mark.parametrize("name", ["kl_cov", "dro"])
+@shows("verl-penalty-weights")
+def test_verl_weighs_these_penalties(verl, name):
     """A `select` stage multiplies the regularisers too, which is what verl does here."""
-    recipe, theirs = LOSSES["kl_cov plain"].recipe, verl["kl_cov weighted"]
+    recipe, theirs = LOSSES[f"{name} plain"].recipe, verl[f"{name} weighted"]
     everywhere = given_weights("select", "ref_logp")
     agree(recipe().replace(select=(everywhere,)), make_batch(), theirs)
     value, _, _ = evaluate(weigh(recipe)(), make_batch())
     assert abs(value.item() - theirs["value"]) > 1e-6
+
+
+@pytest.mark.parametrize(("name", "advantages"), [("tokens", "tokens"), ("weighted", "rows")])
+@shows("verl-gspo-token")
+def test_verl_s_gspo_is_the_token_form(verl, name, advantages):
+    """Of the same value as GSPO's eq. 5, with another gradient where tokens count differently."""
+    theirs, batch = verl[f"gspo {name}"], make_batch(advantages=advantages)
+    for own_gradient in (True, False):
+        stages = {
+            "ratio": ratios.sequence(own_gradient=own_gradient),
+            "trust": trust.ppo_clip(clip_low=0.05, clip_high=0.03),
+        }
+        recipe = compose(**stages)
+        if name == "weighted":
+            recipe = weigh(lambda recipe=recipe: recipe)()
+        value, grad, _ = evaluate(recipe, batch)
+        close(value, tensor(theirs["value"]))
+        wanted = tensor(theirs["grad"])
+        if own_gradient:
+            close(grad, wanted)
+        else:
+            assert (grad - wanted).norm() > 0.05 * wanted.norm()
 
 
 @shows("verl-cov-limit")

@@ -292,9 +292,15 @@ def all_cases() -> dict[str, Case]:
     given = {"mode": "kl_cov", "weights": "ref_logp"}
     given["config"] = {"policy_loss": {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}}
     cases["kl_cov weighted"] = Case("policy_loss", given)
+    cases["kl_cov wild"] = Case("policy_loss", {**given, "weights": None}, "wild")
+    given = {"mode": "dro", "weights": "ref_logp", "config": {"policy_loss": {"dro_beta": 0.3}}}
+    cases["dro weighted"] = Case("policy_loss", given)
+    given = {"mode": "gspo", "weights": "ref_logp", "agg": "token-mean"}
+    given["config"] = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.03}
+    for name, changes in (("tokens", {"weights": None}), ("weighted", {"rows": True})):
+        cases[f"gspo {name}"] = Case("policy_loss", {**given, **changes})
     geo = {"mode": "geo_mean", "config": GEO, "rows": True, "weights": "ref_logp"}
     cases["geo_mean weighted"] = Case("policy_loss", geo)
-    cases["kl_cov wild"] = Case("policy_loss", {**given, "weights": None}, "wild")
     cases["vanilla default"] = Case("policy_loss", {"mode": "vanilla"}, "wild")
     for name, seen in (("above", 0.9), ("below", 0.02), ("near", 0.105)):
         cases[f"controller {name}"] = Case(

@@ -40,7 +40,10 @@ _ADAPTIVE = (
 )
 _VESPO = "it is an option of recipe='vespo'"
 _TIS = "it takes no {'weights+': 'tis'}"
-_TRUNCATED = "out of the loss, not of the group; refused where the group's stages read lengths"
+_TRUNCATED = (
+    "out of the loss, not of the group, and counted in a mean over completions; refused where the "
+    "group's stages read lengths"
+)
 _SAPO = "it is an option of recipe='sapo'"
 _CLIP = "a clip range, where it has one, is set by options of its trust stage"
 
@@ -170,6 +173,13 @@ LOSS_TYPES = {
     "vespo": "recipe='vespo'",
     "luspo": "recipe='gspo' with {'variant': 'luspo'} in recipe_options",
 }
+# TRL's names for a clipped surrogate, by the average of its token losses.
+BY_AVERAGE: dict[str, tuple[str, ...]] = {
+    "token_mean": ("dapo", "bnpo"),
+    "seq_mean_token_mean": ("grpo",),
+    "seq_mean_token_sum": ("luspo",),
+    "constant_length": ("dr_grpo",),
+}
 
 
 def check_arguments(recipe: Recipe, args: Any) -> None:
@@ -188,6 +198,7 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
             f"GRPOConfig.{name}={value} has no effect on recipe {recipe.name}: "
             f"{suggestion(recipe, name, args)}"
         )
+    _check_bonus(recipe, args)
     if args.sync_ref_model and "ref_logp" not in recipe.needs():
         raise ProxpoError(
             f"GRPOConfig.sync_ref_model=True has no effect on recipe {recipe.name}, which reads no "
@@ -201,6 +212,22 @@ def check_arguments(recipe: Recipe, args: Any) -> None:
                 f"completions from {stage.kind}={stage.name} of recipe {recipe.name}: use "
                 "{'filter+': 'not_truncated'} in recipe_options"
             )
+
+
+def _check_bonus(recipe: Recipe, args: Any) -> None:
+    """Refuses TRL's entropy bonus where the recipe's cannot be averaged as TRL's is."""
+    aggregate, obstacles = recipe.aggregate, []
+    if aggregate.name not in BY_AVERAGE:
+        obstacles.append(f"aggregate={aggregate.name}")
+    obstacles += [f"select={stage.name}" for stage in recipe.select]
+    if any(stage.name == "top_entropy" for stage in recipe.weights):
+        obstacles.append("weights=top_entropy, to whose tokens TRL restricts it")
+    if args.entropy_coef and obstacles:
+        raise ProxpoError(
+            f"GRPOConfig.entropy_coef={args.entropy_coef} is in TRL a mean over the tokens of a "
+            f"micro-batch, which recipe {recipe.name} does not take under {obstacles[0]}: leave it "
+            "at 0, and entropy_bonus in recipe_options is averaged as the recipe's loss"
+        )
 
 
 def suggestion(recipe: Recipe, name: str, args: Any) -> str:
@@ -358,15 +385,9 @@ def replaced_defaults(recipe: Recipe, args: Any) -> str:
 
 def loss_types(recipe: Recipe) -> tuple[str, ...]:
     """TRL's names for the loss of this recipe."""
-    by_average = {
-        "token_mean": ("dapo", "bnpo"),
-        "seq_mean_token_mean": ("grpo",),
-        "seq_mean_token_sum": ("luspo",),
-        "constant_length": ("dr_grpo",),
-    }
     named = {"clipped_weight": ("cispo",), "soft_gate": ("sapo",), "gamma_weight": ("vespo",)}
     if recipe.trust.name == "ppo_clip":
-        return by_average.get(recipe.aggregate.name, ())
+        return BY_AVERAGE.get(recipe.aggregate.name, ())
     return named.get(recipe.trust.name, ())
 
 

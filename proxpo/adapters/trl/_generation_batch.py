@@ -25,10 +25,12 @@ class GenerationBatch:
     whole: mask, rewards, groups and what stages with memory read, of all processes
     local: every field of this process's rows, the first of which is row `first` of the whole
     version: optimizer steps the sampling policy had made
+    blank: completions of all processes without a trained token, as TRL hands them over
     """
 
     whole: Batch
     local: Batch
+    blank: Bool[Tensor, " seq"]
     first: int
     version: int
     metrics: Metrics
@@ -68,6 +70,7 @@ def prepared(
     return GenerationBatch(
         whole=Batch(**counted, **kept),
         local=local,
+        blank=~shared["mask"].any(dim=1),
         first=first,
         version=version,
         metrics=ready.metrics,

@@ -1,7 +1,7 @@
 """One optimizer step in TRL: its micro-batches, and the counts and sums they share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -29,6 +29,7 @@ class OptimizerStep:
     recorder: the recipe, which records what its clip acts on
     group_tokens: for each row of the whole rollout, the step's tokens in its group
     ctx: the recipe's memory, the clock, the step's counts and sums over all processes
+    tokens: trained tokens of the step, of all processes
     policy_sum: sums for the policy term alone, under a gradient transform
     metrics: of the micro-batches so far, as proxpo.ops.metering combines them
     """
@@ -38,6 +39,7 @@ class OptimizerStep:
     inputs: Sequence[dict[str, Any]]
     group_tokens: Int[Tensor, " seq"]
     ctx: Context
+    tokens: Int[Tensor, ""]
     policy_sum: AllSum | None = None
     metrics: Metrics = field(default_factory=dict)
     done: int = 0
@@ -50,12 +52,22 @@ class OptimizerStep:
 
 
 def counts_of_step(
-    rollout: GenerationBatch, rows: Int[Tensor, " row"]
+    rollout: GenerationBatch, rows: Int[Tensor, " row"], *, share: float | None = None
 ) -> tuple[Denominators, Int[Tensor, " seq"]]:
-    """Counts of an optimizer step on these rows of all processes, and each row's group tokens."""
+    """Counts of an optimizer step on these rows of all processes, and each row's group tokens.
+
+    As in TRL, a completion that it has masked whole counts in the mean over completions; one that
+    a filter of the recipe empties does not.
+
+    share: part of the rollout's tokens that counts as the step's; None: those of its rows
+    """
     step = rollout.whole.rows(rows)
     tokens = torch.zeros(len(rollout.whole.mask), dtype=torch.long, device=rows.device)
-    return count(step), tokens.index_copy(0, rows, tokens_of_group(step))
+    counts = count(step)
+    counts = replace(counts, sequences=counts.sequences + rollout.blank[rows].sum())
+    if share is not None:
+        counts = replace(counts, tokens=share * rollout.whole.mask.sum().to(counts.tokens))
+    return counts, tokens.index_copy(0, rows, tokens_of_group(step))
 
 
 def groups_over_processes(ranks: AllSum) -> AllSum:

@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig
 
 from proxpo.adapters.trl._arguments import replaced_defaults
+from proxpo.adapters.trl._as_trl import as_trl, counts_generation
 from proxpo.adapters.trl._checkpoint import (
     paper_of,
     read_memory,
@@ -64,6 +65,7 @@ from proxpo.adapters.trl._vllm import mend_sync
 from proxpo.backward import backward_pass, policy_term, sums_over_step
 from proxpo.batch_file import BatchRecorder, save_step
 from proxpo.errors import NotFiniteError, ProxpoError, resolve
+from proxpo.ops.masked import masked_mean
 from proxpo.ops.metering import combined, joined, logged
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
@@ -147,7 +149,10 @@ class ProxpoTrainer(PolicyPasses):
         reports_logp = args.use_vllm or trl.get("rollout_func") is not None
         check_recipe(self.recipe, args, reports_logp=reports_logp)
         self._needs = self.recipe.needs()
-        losses = variants(self.recipe) or (self.recipe,)
+        losses = [
+            as_trl(loss, args, parts=self._parts)
+            for loss in variants(self.recipe) or (self.recipe,)
+        ]
         self._recorders = [ClipRecorder.of(loss) for loss in losses]
         self._variants = tuple(recorder.recipe for recorder in self._recorders)
         self._needs_before_update = set().union(*map(fields_before_update, self._variants))
@@ -326,7 +331,10 @@ class ProxpoTrainer(PolicyPasses):
             value = value + self.router_aux_loss_coef * router_loss / parts
             mean = self.accelerator.gather_for_metrics(router_loss.detach()).mean()
             self._metrics[mode]["aux_loss"].append(mean.item())
-        self._log(mode, step, loss.metrics, batch.replace(**fields))
+        present = batch.replace(**fields)
+        if self.args.entropy_coef:
+            self._log_bonus(mode, step, loss.value.detach(), present)
+        self._log(mode, step, loss.metrics, present)
         if mode == "train" and self._recorder is not None:
             self._recorder.see(inputs[ROW] - step.rollout.first, fields)
         return value
@@ -395,13 +403,17 @@ class ProxpoTrainer(PolicyPasses):
         """Counts over all processes, and sums where the recipe takes statistics of the batch."""
         recipe, rollout = self._variants[variant], self._rollouts[mode][variant]
         rows = self._gather(torch.cat([part[ROW] for part in inputs]))
-        denominators, group_tokens = counts_of_step(rollout, rows)
+        share = None
+        if mode == "train" and counts_generation(recipe, self.args):
+            share = self.args.gradient_accumulation_steps / self._per_iteration
+        denominators, group_tokens = counts_of_step(rollout, rows, share=share)
         ranks = over_ranks() if self.accelerator.num_processes > 1 else local
         step = OptimizerStep(
             recorder=self._recorders[variant],
             rollout=rollout,
             inputs=inputs,
             group_tokens=group_tokens,
+            tokens=rollout.whole.mask[rows].sum(),
             ctx=Context(
                 all_sum=ranks if needs_whole_groups(recipe) else groups_over_processes(ranks),
                 denominators=denominators,
@@ -479,7 +491,7 @@ class ProxpoTrainer(PolicyPasses):
         named = trl_metrics(recorder, batch, metrics, total=total, gather=self.accelerator.gather)
         for name, number in named.items():
             self._metrics[mode][name].append(number)
-        share = batch.mask.sum() / step.ctx.counts.tokens.clamp(min=1)
+        share = batch.mask.sum() / step.tokens.clamp(min=1)
         step.metrics = combined(recorder.recipe, step.metrics, logged(metrics), share=share)
         step.done += 1
         if step.done < len(step.inputs) or not step.metrics:
@@ -488,6 +500,23 @@ class ProxpoTrainer(PolicyPasses):
         for name, column in zip(step.metrics, table.unbind(dim=1)):
             value = float(joined(name, column.unbind()))
             self._metrics[mode][f"proxpo/{name}"].append(value)
+
+    def _log_bonus(self, mode: str, step: OptimizerStep, value: Tensor, batch: Batch) -> None:
+        """Logs the loss without TRL's entropy bonus, and the bonus's coefficient, as TRL does."""
+        coef, processes = self.args.entropy_coef, self.accelerator.num_processes
+        entropies = batch.require("entropy", by="GRPOConfig.entropy_coef").detach()
+        entropy = masked_mean(entropies, batch.mask)
+        policy = value + coef * entropy / self._parts()
+        scale = processes if counts_generation(step.recorder.recipe, self.args) else self._parts()
+        mean = self.accelerator.reduce(scale * policy, reduction="mean")
+        self._metrics[mode]["policy_loss"].append(mean.item())
+        if mode == "train" and step.done + 1 == len(step.inputs):
+            self._metrics[mode]["entropy_coef"].append(coef)
+
+    def _parts(self) -> int:
+        """Micro-batches of an optimizer step, of all processes; evaluation accumulates none."""
+        accumulated = self.args.gradient_accumulation_steps if self.model.training else 1
+        return int(accumulated * self.accelerator.num_processes)
 
     def _saves_batch(self) -> bool:
         """True if one of the rollout's optimizer steps is a multiple of `batch_every`."""

@@ -11,7 +11,8 @@ in the driver and in every Ray worker. Options of a recipe, and any swap of its 
     +algorithm.options.eps=1e-4
 
 ISOPO and other gradient transforms need proxpo's engine: VERL_ENGINE_VENDOR=proxpo and
-actor_rollout_ref.actor.strategy=fsdp2. Averages are verl's: actor.loss_agg_mode decides.
+actor_rollout_ref.actor.strategy=fsdp2. A method has its own average beside verl's default
+actor.loss_agg_mode; a value that is written decides.
 """
 
 import importlib

@@ -10,7 +10,13 @@ from typing import Any
 
 from proxpo.adapters.verl._environment import notify
 from proxpo.adapters.verl._estimators import check_lengths, estimators, open_lengths
-from proxpo.adapters.verl._losses import AVERAGES, check_average, loss_options
+from proxpo.adapters.verl._losses import (
+    AVERAGES,
+    OWN_AVERAGES,
+    average_of,
+    check_average,
+    loss_options,
+)
 from proxpo.adapters.verl._recipes import (
     GROUP_KINDS,
     PREFIX,
@@ -27,6 +33,7 @@ from proxpo.adapters.verl._settings import (
     ACTOR,
     STAGE_OPTIONS,
     changed_settings,
+    default_average,
     option_of,
     option_value,
     setting_values,
@@ -43,6 +50,8 @@ from proxpo.stages.advantage import (
 from proxpo.types import KINDS, Recipe, Stage
 
 Stages = tuple[Stage, ...]
+LOSS_CONFIG = "proxpo.adapters.verl.LossConfig"
+OWN_SETTINGS = ("options", "batch_every", "batch_folder", "weighted_terms")
 # Settings of verl's estimators that proxpo's do not read, with verl's defaults.
 UNREAD = {
     "gamma": 1.0,
@@ -68,7 +77,9 @@ def with_check(validate: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(validate)
     def validate_config(config: Any, *rest: Any, **named: Any) -> None:
-        check_run(config, command_line_settings())
+        written = command_line_settings()
+        complete_config(config, written)
+        check_run(config, written)
         validate(config, *rest, **named)
 
     return validate_config
@@ -80,6 +91,52 @@ def command_line_settings() -> set[str]:
 
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     return {override.split("=")[0].lstrip("+~") for override in overrides}
+
+
+def complete_config(config: Any, explicit: Collection[str] = ()) -> None:
+    """Writes into the config what verl's workers and estimators cannot find out by themselves.
+
+    That is the longest response allowed, since verl pads to the longest of a batch; and that
+    loss_agg_mode was written, where it equals verl's default.
+    """
+    actor, tokens = config.actor_rollout_ref.actor, config.data.max_response_length
+    estimator = str(config.algorithm.adv_estimator)
+    if estimator in estimators():
+        for place in open_lengths(_recipe_of_estimator(estimator, config.algorithm)):
+            _write(config, f"algorithm.options.{place}", tokens)
+    slug = slug_of(str(actor.policy_loss.get("loss_mode", "")))
+    if slug is None:
+        return
+    recipe, mode = _loss_recipe(slug, actor), str(actor.loss_agg_mode)
+    written = f"{ACTOR}.loss_agg_mode" in explicit and recipe.gradient is None
+    if written and average_of(recipe, mode) != AVERAGES.get(mode) and not _aggregate_of(actor):
+        if _is_verls(actor.policy_loss):
+            _write(config, f"{ACTOR}.policy_loss._target_", LOSS_CONFIG)
+        _write(config, f"{ACTOR}.policy_loss.options.aggregate", AVERAGES[mode])
+        recipe = _loss_recipe(slug, actor)
+    constant = average_of(recipe, mode) == "constant_length"
+    if constant and not actor.loss_scale_factor and not recipe.aggregate.options.get("max_tokens"):
+        _write(config, f"{ACTOR}.loss_scale_factor", tokens)
+
+
+def _aggregate_of(actor: Any) -> dict[str, Any]:
+    """Options of the loss mode that are written for its average."""
+    options = as_builtins(loss_options(actor))
+    return {key: x for key, x in options.items() if key.split(".")[0] == "aggregate"}
+
+
+def _loss_recipe(slug: str, actor: Any) -> Recipe:
+    return loss_recipe(slug, as_builtins(loss_options(actor)), changed_settings(actor))
+
+
+def _write(config: Any, name: str, value: Any) -> None:
+    """Sets an option of the run that is open, and prints it."""
+    from omegaconf import OmegaConf
+
+    above = OmegaConf.select(config, name.rpartition(".")[0])
+    if above is None or OmegaConf.is_dict(above):
+        OmegaConf.update(config, name, value, force_add=True)
+        notify(f"verl: {name}={value}")
 
 
 def check_run(config: Any, explicit: Collection[str] = ()) -> None:
@@ -103,12 +160,10 @@ def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
     """Refuses settings that a loss mode does not read, and an estimator of another method."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     _check_target(actor.policy_loss)
-    options = as_builtins(loss_options(actor))
-    recipe = loss_recipe(slug, options, changed_settings(actor))
-    _check_engine(recipe, config)
+    options, recipe = as_builtins(loss_options(actor)), _loss_recipe(slug, actor)
+    _check_engine(recipe, config, written=f"{ACTOR}.loss_agg_mode" in explicit)
     _check_explicit(recipe, actor, explicit)
     _check_options(recipe, options, actor)
-    _check_divisor(recipe, actor, config.data.max_response_length)
     _check_estimator(recipe, options, config)
     _check_greedy(recipe, config)
     _check_updates(recipe, config)
@@ -124,18 +179,23 @@ def _check_loss_mode(slug: str, config: Any, explicit: Collection[str]) -> None:
 
 def _check_target(policy_loss: Any) -> None:
     """Refuses settings of our LossConfig under verl's own, which has no place for them."""
-    if not str(policy_loss.get("_target_", "verl.")).startswith("verl."):
-        return
-    for name in ("options", "batch_every", "batch_folder"):
+    for name in OWN_SETTINGS if _is_verls(policy_loss) else ():
         if name in policy_loss:
             raise ProxpoError(
-                f"verl: policy_loss.{name} needs {ACTOR}.policy_loss._target_="
-                "proxpo.adapters.verl.LossConfig"
+                f"verl: policy_loss.{name} needs {ACTOR}.policy_loss._target_={LOSS_CONFIG}"
             )
 
 
-def _check_engine(recipe: Recipe, config: Any) -> None:
-    """Refuses what proxpo's engine would refuse at its first micro-batch."""
+def _is_verls(policy_loss: Any) -> bool:
+    """True if the settings of the loss are verl's own class, which has no place for ours."""
+    return str(policy_loss.get("_target_", "verl.")).startswith("verl.")
+
+
+def _check_engine(recipe: Recipe, config: Any, *, written: bool) -> None:
+    """Refuses what proxpo's engine would refuse at its first micro-batch.
+
+    written: the user has written actor.loss_agg_mode, which then decides, be it verl's default
+    """
     from verl.trainer.ppo.utils import need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -151,7 +211,7 @@ def _check_engine(recipe: Recipe, config: Any) -> None:
     if recipe.gradient is not None:
         from proxpo.adapters.verl.engine import check_engine_config
 
-        check_average(recipe, actor.loss_agg_mode)
+        check_average(recipe, actor.loss_agg_mode, written=written)
         check_engine_config(
             recipe, config.actor_rollout_ref.model, omega_conf_to_dataclass(actor).engine
         )
@@ -174,6 +234,12 @@ def _check_greedy(recipe: Recipe, config: Any) -> None:
 
 def _check_explicit(recipe: Recipe, actor: Any, explicit: Collection[str]) -> None:
     """Refuses a written value that equals verl's default where the method has another number."""
+    mode, written = str(actor.loss_agg_mode), _aggregate_of(actor)
+    if f"{ACTOR}.loss_agg_mode" in explicit and average_of(recipe, mode) != AVERAGES.get(mode):
+        raise ProxpoError(
+            f"verl: {ACTOR}.loss_agg_mode={mode} contradicts policy_loss.options."
+            f"{', '.join(f'{key}={x}' for key, x in written.items())}: set one of them"
+        )
     values = setting_values(actor)
     names = {name: name for name in STAGE_OPTIONS if f"{ACTOR}.{name}" in explicit}
     if f"{ACTOR}.clip_ratio" in explicit:
@@ -207,18 +273,10 @@ def _check_options(recipe: Recipe, options: Mapping[str, Any], actor: Any) -> No
             )
 
 
-def _check_divisor(recipe: Recipe, actor: Any, tokens: int) -> None:
-    """Refuses a constant divisor that is open: verl takes the longest response of a micro-batch."""
-    same = AVERAGES.get(str(actor.loss_agg_mode)) == recipe.aggregate.name
-    own = recipe.aggregate.length is None or recipe.aggregate.options["max_tokens"] is not None
-    if same and not own and not actor.loss_scale_factor:
-        raise ProxpoError(
-            f"verl: {recipe.name} divides by one length for all responses; verl by the longest of "
-            f"each micro-batch, unless {ACTOR}.loss_scale_factor={tokens} is set"
-        )
-
-
 def _averages_alike(stage: Stage, actor: Any) -> bool:
+    """True if the average of a method is the one in force."""
+    if actor.loss_agg_mode == default_average() and stage.name in OWN_AVERAGES:
+        return True
     same = AVERAGES.get(str(actor.loss_agg_mode)) == stage.name
     return same and stage.options.get("max_tokens") in (None, actor.loss_scale_factor)
 

@@ -7,14 +7,16 @@ NONE = "none: proxpo has no such method"
 # verl's actor_rollout_ref.actor.policy_loss.loss_mode
 LOSS_MODES = {
     "vanilla": "`proxpo_grpo`, or `proxpo_ppo` with a critic; `dual=3` for verl's dual clip",
-    "gspo": "`proxpo_gspo`",
+    "gspo": "`proxpo_gspo`, in the form `variant=token`: each token carries its own gradient, also "
+    "under advantages and rollout weights of each token; `variant=sequence` is the paper's",
     "sapo": "`proxpo_sapo`",
     "cispo": "`proxpo_cispo`",
     "geo_mean": "`proxpo_gmpo`",
     "clip_cov": "`proxpo_clip_cov`",
-    "kl_cov": "`proxpo_kl_cov`",
+    "kl_cov": "`proxpo_kl_cov`; `weighted_terms=all` where rollout weights act on the penalty too",
     "gpg": "`proxpo_reinforce`",
-    "dro": "`proxpo_reinforce` with `regularisers={name:kl_from_old,coef:BETA,estimator:k2}`",
+    "dro": "`proxpo_reinforce` with `regularisers={name:kl_from_old,coef:BETA,estimator:k2}`; "
+    "`weighted_terms=all` as for `kl_cov`",
     "bypass_mode": "any loss mode, under `algorithm.rollout_correction.bypass_mode=True`",
     "dppo_tv": "`proxpo_dppo`; `weight_cap=3` for verl's default",
     "dppo_kl": "`proxpo_dppo` with `divergence=kl`",
@@ -45,8 +47,10 @@ ACTOR_SETTINGS = {
     "strategy": "verl's; `fsdp2` for the engine of ISOPO, ISOPO-NTK and PROMA",
     "clip_ratio": "both bounds of the clip, where these are null; else refused",
     "policy_loss": "the loss mode and its options; the numbers above",
-    "loss_agg_mode": "verl's average, for every method; a line says where a method has another one",
-    "loss_scale_factor": "verl's; needed where a method divides by a constant length",
+    "loss_agg_mode": "a written value is the average of every method; beside verl's default a "
+    "method has its own; a line says which (see below)",
+    "loss_scale_factor": "verl's; `data.max_response_length` where a method divides by a constant "
+    "length and none is set",
     "ppo_epochs": "verl's; refused where a method makes one update per rollout",
     "ppo_mini_batch_size": "verl's; refused where a method makes one update per rollout",
     **dict.fromkeys(("shuffle", "data_loader_seed"), "verl's: the order of mini-batches"),

@@ -1,11 +1,12 @@
 """verl's loss modes from recipes: policy losses on verl's tensors, averaged by its counts."""
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,12 @@ import torch.distributed as dist
 
 from proxpo.adapters.verl._environment import notify
 from proxpo.adapters.verl._recipes import LOSS_KINDS, NO_CLOCK, loss_recipe, verl_name
-from proxpo.adapters.verl._settings import changed_settings, notify_of_differences
+from proxpo.adapters.verl._settings import (
+    ACTOR,
+    changed_settings,
+    default_average,
+    notify_of_differences,
+)
 from proxpo.backward import without_policy_term
 from proxpo.batch_file import save_step
 from proxpo.compose import policy_loss
@@ -32,6 +38,8 @@ AVERAGES = {
     "seq-mean-token-mean": "seq_mean_token_mean",
     "seq-mean-token-sum-norm": "constant_length",
 }
+# Averages that need no counts but those which verl gives: tokens and sequences.
+OWN_AVERAGES = (*AVERAGES.values(), "seq_sum_token_mean", "guarded_token_mean")
 SHARDED = ("fsdp", "fsdp2")  # engines in which every rank computes a loss for every micro-batch
 
 
@@ -137,7 +145,7 @@ def loss_batch(
 class ActorLoss:
     """A recipe's loss on a micro-batch under verl's actor config.
 
-    recipe: with verl's average and verl's rollout correction
+    recipe: with the average in force and verl's rollout correction
     ctx: verl's counts of the mini-batch, and sums over ranks
     ranks: data-parallel ranks over which verl averages gradients
     """
@@ -157,9 +165,9 @@ class ActorLoss:
     ) -> "ActorLoss":
         info = dict(getattr(config, "global_batch_info", None) or {})
         ranks = int(info.get("dp_size") or 1)
-        recipe = with_verl_average(recipe, mode, response_length(recipe, info, mask.shape[1]))
+        recipe = reporting_caps(with_average(recipe, mode, info, mask.shape[1]))
         if weights is not None:
-            recipe = recipe.replace(weights=(*recipe.weights, rollout_correction(weights)))
+            recipe = with_correction(recipe, weights, config)
         counts = denominators(mask, info, mode)
         notify_of_cuts(recipe, mask, counts)
         strategy = str(getattr(config, "strategy", "") or "")
@@ -191,10 +199,51 @@ def save_due_batch(config: Any, batch: Batch) -> None:
         save_step(getattr(loss, "batch_folder", "."), number, dict(batch.items()), on_notice=notify)
 
 
-def response_length(recipe: Recipe, info: Mapping[str, Any], width: int) -> float:
-    """The constant that stands for a response's length: the recipe's, verl's, the padded width.
+def with_average(recipe: Recipe, mode: str, info: Mapping[str, Any], width: int) -> Recipe:
+    """The recipe under its own average, or under actor.loss_agg_mode where the user has set that.
 
-    The width is that of the micro-batch, as in verl's own losses.
+    width: padded length of the responses, which verl's own losses take for the longest one
+    """
+    if mode not in AVERAGES:
+        raise ProxpoError(f"verl: unknown loss_agg_mode '{mode}'; valid: {', '.join(AVERAGES)}")
+    name = average_of(recipe, mode)
+    if name != AVERAGES[mode]:
+        notify(
+            f"{recipe.name} is averaged by its own {name}, not by verl's default loss_agg_mode="
+            f"{mode}, which verl's own KL and entropy terms keep; policy_loss.options.aggregate="
+            f"{AVERAGES[mode]} gives verl's"
+        )
+    elif recipe.aggregate.name != name:
+        own = {name: key for key, name in AVERAGES.items()}.get(recipe.aggregate.name)
+        advice = f"; its own is actor.loss_agg_mode={own}" if own else ""
+        notify(f"{recipe.name} is averaged by verl's loss_agg_mode={mode}{advice}")
+    if recipe.aggregate.name != name:
+        recipe = recipe.replace(aggregate=_average(name))
+    if name == "constant_length":
+        count_empty = recipe.aggregate.options["count_empty"]
+        length = response_length(recipe, info, width if mode != default_average() else None)
+        average = aggregate.constant_length(max_tokens=length, count_empty=count_empty)
+        recipe = recipe.replace(aggregate=average)
+    return recipe
+
+
+def average_of(recipe: Recipe, mode: str) -> str:
+    """The average in force: the recipe's own beside verl's default, else that of loss_agg_mode."""
+    own = recipe.aggregate.name
+    return own if mode == default_average() and own in OWN_AVERAGES else AVERAGES.get(mode, "")
+
+
+def _average(name: str) -> Stage:
+    options = {"max_tokens": None} if name == "constant_length" else {}
+    stage: Stage = getattr(aggregate, name)(**options)
+    return stage
+
+
+def response_length(recipe: Recipe, info: Mapping[str, Any], width: int | None) -> float:
+    """The constant that stands for a response's length: the recipe's, else verl's.
+
+    width: the padded width of the micro-batch, which verl takes where neither is set; None for a
+        recipe whose own average has the constant: the longest response allowed is not that width
     """
     own, factor = recipe.aggregate.options.get("max_tokens"), info.get("loss_scale_factor")
     if own is not None and factor and float(own) != float(factor):
@@ -202,24 +251,22 @@ def response_length(recipe: Recipe, info: Mapping[str, Any], width: int) -> floa
             f"verl: {recipe.name} has max_tokens={own:g} and actor.loss_scale_factor is {factor}: "
             "both are the constant a response's sum is divided by; set one of them"
         )
-    return float(own or factor or width)
+    length = own or factor or width
+    if length is None:
+        raise ProxpoError(
+            f"verl: {recipe.name} divides by the longest response allowed, and verl pads to the "
+            f"longest of a batch: set {ACTOR}.loss_scale_factor to data.max_response_length"
+        )
+    return float(length)
 
 
-def with_verl_average(recipe: Recipe, mode: str, width: int | float) -> Recipe:
-    """The recipe under actor.loss_agg_mode, as every loss and penalty of verl is averaged."""
-    if mode not in AVERAGES:
-        raise ProxpoError(f"verl: unknown loss_agg_mode '{mode}'; valid: {', '.join(AVERAGES)}")
-    if recipe.aggregate.name != AVERAGES[mode]:
-        own = {name: key for key, name in AVERAGES.items()}.get(recipe.aggregate.name)
-        advice = f"; its own is actor.loss_agg_mode={own}" if own else ""
-        notify(f"{recipe.name} is averaged by verl's loss_agg_mode={mode}{advice}")
-    options = {"max_tokens": float(width)} if mode == "seq-mean-token-sum-norm" else {}
-    return recipe.replace(aggregate=getattr(aggregate, AVERAGES[mode])(**options))
+def check_average(recipe: Recipe, mode: str, *, written: bool = False) -> None:
+    """Refuses an average that is not the recipe's: its scale would enter a transform's lengths.
 
-
-def check_average(recipe: Recipe, mode: str) -> None:
-    """Refuses an average that is not the recipe's: its scale would enter a transform's lengths."""
-    if AVERAGES.get(mode) != recipe.aggregate.name:
+    written: by the user, so that it decides even where it is verl's default
+    """
+    name = AVERAGES.get(mode) if written else average_of(recipe, mode)
+    if name != recipe.aggregate.name:
         own = {name: mode for mode, name in AVERAGES.items()}.get(recipe.aggregate.name)
         raise ProxpoError(
             f"verl: {recipe.name} with gradient={recipe.gradient and recipe.gradient.name} needs "
@@ -296,23 +343,81 @@ def sums_over_ranks(
     return all_sum
 
 
-def rollout_correction(weights: Float[Tensor, "seq tok"]) -> Stage:
-    """verl's rollout correction as a stage: factors on the policy term."""
+def with_correction(recipe: Recipe, weights: Float[Tensor, "seq tok"], config: Any) -> Recipe:
+    """The recipe with verl's rollout weights on its policy term, or on its whole token loss.
+
+    `policy_loss.weighted_terms=all` is the latter, as in verl's kl_cov and dro.
+    """
+    every = getattr(getattr(config, "policy_loss", None), "weighted_terms", "policy") == "all"
+    factors = rollout_correction(weights, kind="select" if every else "weights")
+    ratio, regularisers = recipe.ratio, recipe.regularisers
+    if regularisers and not every:
+        names = ", ".join(stage.name for stage in regularisers)
+        notify(
+            f"{recipe.name}: algorithm.rollout_correction weighs the policy term, not "
+            f"regularisers={names}; policy_loss.weighted_terms=all weighs both, as verl's kl_cov "
+            "and dro do"
+        )
+    if (
+        ratio.name == "sequence"
+        and ratio.options["normalise"]
+        and not ratio.options["own_gradient"]
+    ):
+        notify(
+            f"{recipe.name}: ratio=sequence has one gradient for a response, so that the rollout "
+            "weight of a token acts on all of them; ratio.own_gradient=true is the form of verl's "
+            "gspo"
+        )
+    if every:
+        return recipe.replace(select=(*recipe.select, factors))
+    return recipe.replace(weights=(*recipe.weights, factors))
+
+
+def rollout_correction(
+    weights: Float[Tensor, "seq tok"], *, kind: Literal["weights", "select"] = "weights"
+) -> Stage:
+    """verl's rollout correction as a stage: factors on the policy term, or on the token loss."""
 
     def apply(batch: Batch, ctx: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return weights.detach().to(batch.logp.dtype).masked_fill(~batch.mask, 0.0), {}
 
-    return Stage(kind="weights", name="rollout_is_weights", apply=apply)
+    return Stage(kind=kind, name="rollout_is_weights", apply=apply)
+
+
+def reporting_caps(recipe: Recipe) -> Recipe:
+    """The recipe whose trust stage also reports the tokens at its cap: verl's pg_clipfrac_lower.
+
+    The cap is a ceiling on the loss where A < 0 (`dual`), or on the weight of a token that the
+    trust region lets through (`weight_cap`).
+    """
+    trust = recipe.trust
+    dual, most = trust.options.get("dual"), trust.options.get("weight_cap", math.inf)
+    if dual is None and math.isinf(most):
+        return recipe
+
+    def apply(ratio: Tensor, batch: Batch, *rest: Any) -> Any:
+        x, metrics = trust.apply(ratio, batch, *rest)
+        adv, r = batch.require("advantages", by="verl"), ratio.detach()
+        if dual is not None:
+            bound = trust.options.get("cap")
+            at_cap = (adv < 0) & ((r if bound is None else r.clamp(max=bound)) > dual)
+        else:
+            at_cap = (r > most) & ((x.detach() != 0) | (adv == 0))
+        return x, {**metrics, "trust/capped": masked_mean(at_cap, batch.mask)}
+
+    return recipe.replace(trust=replace(trust, apply=apply))
 
 
 def verl_metrics(loss: Loss, batch: Batch) -> dict[str, float]:
     """Metrics for verl: numbers, under `actor/`, and under verl's names where it has any.
 
-    pg_clipfrac is the share of tokens on which the clip acts, in verl as here.
+    pg_clipfrac is the share of tokens on which the clip acts, in verl as here; pg_clipfrac_lower
+    of those at a cap, for losses that have one.
     """
     metrics = {f"actor/{name}": float(value) for name, value in logged(loss.metrics).items()}
-    if "actor/trust/clipped" in metrics:
-        metrics["actor/pg_clipfrac"] = metrics["actor/trust/clipped"]
+    for name, theirs in (("clipped", "pg_clipfrac"), ("capped", "pg_clipfrac_lower")):
+        if f"actor/trust/{name}" in metrics:
+            metrics[f"actor/{theirs}"] = metrics[f"actor/trust/{name}"]
     if batch.old_logp is not None:
         drift = masked_mean((batch.old_logp - batch.logp).detach(), batch.mask)
         metrics["actor/ppo_kl"] = float(drift)
@@ -327,8 +432,10 @@ def loss_options(config: Any) -> Mapping[str, Any]:
 
 __all__ = [
     "AVERAGES",
+    "OWN_AVERAGES",
     "ActorLoss",
     "EngineInputs",
+    "average_of",
     "check_average",
     "engine_inputs",
     "loss_batch",

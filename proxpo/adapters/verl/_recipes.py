@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from proxpo.adapters.verl._environment import engine_selected
+from proxpo.adapters.verl._environment import engine_selected, notify
 from proxpo.adapters.verl._settings import with_verl_settings
 from proxpo.compose import count, policy_loss
 from proxpo.errors import ProxpoError, fold, nearest
 from proxpo.recipes import methods
 from proxpo.settings import make_recipe
 from proxpo.stages.aggregate import token_mean
+from proxpo.stages.ratio import sequence
 from proxpo.stages.schedule import variants
 from proxpo.types import FIELDS, Batch, Clock, Context, Recipe, Stage
 
@@ -125,11 +126,32 @@ def _key(options: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _checked(slug: str, options: str, settings: str, use: str, engine: bool) -> Recipe:
-    recipe = make_recipe(slug, with_verl_settings(slug, json.loads(options), json.loads(settings)))
+    written = json.loads(options)
+    recipe = make_recipe(slug, with_verl_settings(slug, written, json.loads(settings)))
+    if use == "loss":
+        recipe = with_own_gradients(recipe, written)
     reason = loss_refusal(recipe, engine) if use == "loss" else estimator_refusal(recipe)
     if reason:
         raise ProxpoError(reason)
     return recipe
+
+
+def with_own_gradients(recipe: Recipe, written: Mapping[str, Any]) -> Recipe:
+    """The recipe in the form of verl's gspo, where each token carries its own gradient.
+
+    The same gradient where advantages and rollout weights are one number for a response; where they
+    are not, that of a whole response (GSPO's eq. 5) is another one. A form that is written stays.
+    """
+    ratio = recipe.ratio
+    if ratio.name != "sequence" or not ratio.options["normalise"] or ratio.options["own_gradient"]:
+        return recipe
+    if written.get("variant") == "sequence" or any(key.split(".")[0] == "ratio" for key in written):
+        return recipe
+    notify(
+        f"{recipe.name} takes the token form of its ratio, as verl's gspo: each token carries its "
+        "own gradient; policy_loss.options.ratio.own_gradient=false takes that of the response"
+    )
+    return recipe.replace(ratio=sequence(**{**ratio.options, "own_gradient": True}))
 
 
 def loss_refusal(recipe: Recipe, engine: bool) -> str:

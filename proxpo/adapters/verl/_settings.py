@@ -6,6 +6,7 @@ method's own number in force, and one line names the two numbers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,15 @@ def defaults() -> dict[str, Any]:
     fields = dataclasses.fields(PolicyLossConfig)
     loss = {f"policy_loss.{entry.name}": entry.default for entry in fields}
     return {name: (actor | loss)[name] for name in (*STAGE_OPTIONS, "clip_ratio")}
+
+
+@functools.cache
+def default_average() -> str:
+    """verl's own value of actor.loss_agg_mode."""
+    from verl.workers.config import ActorConfig
+
+    fields = {entry.name: entry.default for entry in dataclasses.fields(ActorConfig)}
+    return str(fields["loss_agg_mode"])
 
 
 def setting_values(actor: Any) -> dict[str, Any]:
@@ -168,6 +178,7 @@ __all__ = [
     "ACTOR",
     "STAGE_OPTIONS",
     "changed_settings",
+    "default_average",
     "notify_of_differences",
     "option_of",
     "option_value",

@@ -35,7 +35,8 @@ def ppo_clip(
     """x = max(-A r, -A clip(r, 1-clip_low, 1+clip_high)). PPO, arXiv:1707.06347 eq. 7.
 
     dual=c > 1: where A < 0, x is held below c|A| (arXiv:1912.09729). cap=δ: the unclipped branch
-    uses min(r, δ) (two-sided clip of INTELLECT-2).
+    uses min(r, δ) (two-sided clip of INTELLECT-2). trust/clipped is the share of tokens
+    with the clipped branch; those at the ceiling of `dual`, without a gradient too, are not in it.
 
     clip_low: clip range below 1
     clip_high: clip range above 1

@@ -44,7 +44,7 @@ NOWHERE = [n for n, a in ARGUMENTS.items() if a.rule == "none"]
 # temperatures of SAPO are in test_trl_curves, the corrections for vLLM need vLLM in TRL.
 SAME_LOSS = (
     *("beta", "delta", "epsilon", "epsilon_high", "importance_sampling_level", "scale_rewards"),
-    *("top_entropy_quantile", "off_policy_mask_threshold"),
+    *("top_entropy_quantile", "off_policy_mask_threshold", "entropy_coef"),
 )
 
 
@@ -157,6 +157,22 @@ def test_a_suggestion_can_be_written_as_it_stands():
     name = "vllm_importance_sampling_clip_max"
     advice = suggestion(recipe, name, made(**{name: None}))
     assert "'weights.tis.cap': float('inf')" in advice
+
+
+@pytest.mark.parametrize(
+    ("slug", "options", "obstacle"),
+    [
+        ("grpo", {"weights+": "top_entropy"}, "weights=top_entropy, to whose tokens TRL restricts"),
+        ("grpo", {"aggregate": "prompt_mean"}, "aggregate=prompt_mean"),
+    ],
+)
+def test_an_entropy_bonus_that_cannot_be_averaged_as_trl_s_is_refused(slug, options, obstacle):
+    bonus = {"regularisers+": "entropy_bonus", "regularisers.entropy_bonus.coef": 0.1}
+    recipe = proxpo.make_recipe(slug, {**options, **bonus})
+    check_arguments(recipe, made())
+    with pytest.raises(ProxpoError, match=rf"entropy_coef=0.1 is in TRL a mean .*{obstacle}"):
+        check_arguments(recipe, made(entropy_coef=0.1))
+    check_arguments(proxpo.make_recipe(slug, bonus), made(entropy_coef=0.1))
 
 
 @dataclasses.dataclass

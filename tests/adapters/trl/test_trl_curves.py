@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from trl_runs import Watched, losses, questions, seen, trainer
+from trl_runs import Watched, canned, losses, questions, seen, trainer
 
 from proxpo.adapters.trl._optimizer_step import ROW
 
@@ -74,6 +74,72 @@ def logs_agree(ours: Any, host: Any) -> None:
         torch.testing.assert_close(shared, wanted, rtol=1e-4, atol=1e-5)
 
 
+BONUS = {"regularisers+": "entropy_bonus", "regularisers.entropy_bonus.coef": 0.3}
+KL = {"regularisers+": "kl_to_ref", "regularisers.kl_to_ref.coef": 0.3}
+DAPO = {"eps": 1e-4, "group_filter": "off", "overlong": "off"}
+STEPS = {"steps_per_generation": 4, "gradient_accumulation_steps": 2}
+LUSPO = {"variant": "luspo", "clip_low": 0.2, "clip_high": 0.2}
+MASKED = {"mask_truncated_completions": True}
+# Where both have the argument, or TRL's loss type, the recipe does as TRL, to the last digit.
+AS_TRL = {
+    "masked-grpo": ("grpo", {"eps": 1e-4}, {"loss_type": "grpo", **MASKED}),
+    "masked-dr_grpo": (
+        "dr-grpo",
+        {},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", **MASKED},
+    ),
+    "luspo-bonus": (
+        "gspo",
+        {"eps": 1e-4, **LUSPO, **BONUS},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "entropy_coef": 0.3},
+    ),
+    "grpo-bonus": (
+        "grpo",
+        {"eps": 1e-4, **BONUS},
+        {"loss_type": "grpo", "entropy_coef": 0.3, "gradient_accumulation_steps": 2},
+    ),
+    "dapo-bonus": ("dapo", {**DAPO, **BONUS}, {"epsilon_high": 0.28, "entropy_coef": 0.3, **STEPS}),
+    "dapo-steps": ("dapo", DAPO, {"epsilon_high": 0.28, "steps_per_generation": 3}),
+    "cispo-steps": (
+        "cispo",
+        {"eps": 1e-4, "prompts": None, "absolute": True, "clip_high": 1.2},
+        {"loss_type": "cispo", "epsilon_high": 1.2, "steps_per_generation": 3},
+    ),
+    "vespo-steps": ("vespo", {"eps": 1e-4}, {"loss_type": "vespo", "steps_per_generation": 3}),
+    "vespo-kl": (
+        "vespo",
+        {"eps": 1e-4, **KL, "regularisers.kl_to_ref.ratio_corrected": True},
+        {"loss_type": "vespo", "beta": 0.3},
+    ),
+}
+
+
+def half_cut(prompts: list[str], run: Any) -> dict[str, Any]:
+    """Completions of several lengths, of which each third does not end."""
+    made = canned(prompts, run)
+    for ids in made["completion_ids"][::3]:
+        ids[-1] = 5
+    return made
+
+
+@pytest.mark.parametrize("case", AS_TRL)
+@pytest.mark.filterwarnings("ignore:recipe dapo")
+def test_an_argument_that_both_have_acts_as_in_trl(case, tmp_path):
+    recipe, options, theirs = AS_TRL[case]
+    often = {**OFTEN, "max_steps": 4, "rollout_func": half_cut, **theirs}
+    ours = trainer(tmp_path, recipe, options=options, **often)
+    ours.train()
+    host = trainer(tmp_path, **often)
+    host.train()
+    # A sum over the response magnifies rounding.
+    within = {"rtol": 1e-4, "atol": 1e-5} if recipe == "vespo" else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(losses(ours), losses(host), **within)
+    torch.testing.assert_close(seen(ours, "grad_norm"), seen(host, "grad_norm"), rtol=1e-4, atol=0)
+    logs_agree(ours, host)
+    assert max(map(abs, losses(ours))) > 1e-3
+    assert ("policy_loss" in ours.state.log_history[0]) == ("bonus" in case)
+
+
 CUT = {"gradient_accumulation_steps": 2, "max_steps": 4}
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 
@@ -121,16 +187,22 @@ def test_isopo_logs_what_every_recipe_logs(tmp_path):
 
 @pytest.mark.parametrize("average", ["token", "prompt"])
 def test_two_optimizer_steps_share_a_rollout(average, tmp_path):
-    """Each divides by its own tokens: on fresh data the loss is the mean of -A over them."""
+    """Each divides by its own tokens: on fresh data the loss is the mean of -A over them.
+
+    But for TRL's dapo, which divides by a third of the tokens of the whole rollout.
+    """
     options = {"prompts": None, "overlong": "off", "average": average}
     held = {"steps_per_generation": 3, "max_steps": 1, "gradient_accumulation_steps": 1}
+    held |= {"rollout_func": canned}
     run = trainer(tmp_path, "dapo", options=options, kind=Watched, num_generations=4, **held)
     run.train()
     first = run._rollouts["train"][0].local.rows(run.parts[0][ROW])
     groups = [first.group == g for g in first.group.unique()]
     means = [-first.advantages[g][first.mask[g]].mean() for g in groups]
     whole = -first.advantages[first.mask].mean()
-    expected = whole if average == "token" else torch.stack(means).mean()
+    share = 3 * first.mask.sum() / run._rollouts["train"][0].whole.mask.sum()
+    assert share != 1
+    expected = whole * share if average == "token" else torch.stack(means).mean()
     assert losses(run)[0] == pytest.approx(float(expected), rel=1e-5)
     assert len(groups) > 1
     assert abs(float(expected)) > 1e-3

@@ -31,12 +31,13 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 import proxpo
 from proxpo.adapters.verl import LossConfig, _environment
-from proxpo.adapters.verl._config_check import check_run
+from proxpo.adapters.verl._config_check import check_run, complete_config
 from proxpo.adapters.verl._counterparts import ACTOR_SETTINGS, ESTIMATORS, LOSS_MODES
 from proxpo.adapters.verl._recipes import PREFIX, VERL_ALONE, loss_refusal, verl_name
 from proxpo.adapters.verl._settings import STAGE_OPTIONS
 from proxpo.recipes import methods
 from proxpo.settings import lengths
+from proxpo.stages.aggregate import token_mean
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 from engines_verl import ARMS, SETTINGS
@@ -152,7 +153,15 @@ def changed(*overrides: str):
 
 def checked(*overrides: str) -> None:
     """The check of verl's driver, with these overrides written by a user."""
-    check_run(changed(*overrides), {o.split("=")[0].lstrip("+") for o in overrides})
+    completed(*overrides)
+
+
+def completed(*overrides: str):
+    """The config that verl's driver hands on after its check."""
+    config, written = changed(*overrides), {o.split("=")[0].lstrip("+") for o in overrides}
+    complete_config(config, written)
+    check_run(config, written)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -181,8 +190,22 @@ def checked(*overrides: str) -> None:
         ),
         ([f"{MODE}=proxpo_ppo", f"{OPTIONS}.value_clip=0.3"], "value_clip.*critic.cliprange_value"),
         (
-            [f"{MODE}=proxpo_dr_grpo", f"{ESTIMATOR}=proxpo_dr_grpo", f"{OPTIONS}.max_tokens=512"],
+            [
+                f"{MODE}=proxpo_dr_grpo",
+                f"{ESTIMATOR}=proxpo_dr_grpo",
+                f"{OPTIONS}.max_tokens=512",
+                prefix("loss_agg_mode=token-sum"),
+            ],
             "max_tokens of dr-grpo changes the average, which is verl's: set actor.loss_agg_mode",
+        ),
+        (
+            [
+                f"{MODE}=proxpo_grpo",
+                f"{ESTIMATOR}=proxpo_grpo",
+                f"{OPTIONS}.aggregate=token_sum",
+                prefix("loss_agg_mode=token-mean"),
+            ],
+            "loss_agg_mode=token-mean contradicts policy_loss.options.aggregate=token_sum: set one",
         ),
         (
             [f"{MODE}=proxpo_opo", f"{ESTIMATOR}=proxpo_opo", prefix("ppo_epochs=2")],
@@ -197,18 +220,6 @@ def checked(*overrides: str) -> None:
         (
             [f"{ESTIMATOR}=proxpo_grpo", "+algorithm.options.clip_high=0.3"],
             "options.clip_high has no effect on the advantages of grpo: it belongs to .*loss.opt",
-        ),
-        (
-            [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo"],
-            r"longest response allowed.*\+algorithm.options.reward.overlong_penalty.max_tokens=512",
-        ),
-        (
-            [
-                f"{MODE}=proxpo_dr_grpo",
-                f"{ESTIMATOR}=proxpo_dr_grpo",
-                prefix("loss_agg_mode=seq-mean-token-sum-norm"),
-            ],
-            "divides by one length for all.*loss_scale_factor=512",
         ),
         ([f"{MODE}=proxpo_grop"], "did you mean 'proxpo_grpo'"),
         ([f"{ESTIMATOR}=proxpo_grop"], "adv_estimator 'proxpo_grop'; did you mean 'proxpo_grpo'"),
@@ -338,6 +349,50 @@ def test_a_run_with_a_whole_method_is_accepted(overrides):
     checked(*overrides)
 
 
+def test_the_longest_response_is_the_configured_one(capfd, monkeypatch):
+    """verl's V1 trainer pads to the longest response of a batch, and tells losses no other."""
+    monkeypatch.setattr(_environment, "_NOTICES", set())
+    whole = [f"{MODE}=proxpo_dapo", f"{ESTIMATOR}=proxpo_dapo", "data.max_response_length=300"]
+    config = completed(*whole)
+    assert config.algorithm.options.reward.overlong_penalty.max_tokens == 300
+    assert config.actor_rollout_ref.actor.loss_scale_factor is None
+    assert "algorithm.options.reward.overlong_penalty.max_tokens=300" in capfd.readouterr().err
+    kept = completed(*whole, LONGEST).algorithm.options.reward.overlong_penalty.max_tokens
+    assert kept == 512
+    whole = [f"{MODE}=proxpo_dr_grpo", f"{ESTIMATOR}=proxpo_dr_grpo"]
+    assert completed(*whole).actor_rollout_ref.actor.loss_scale_factor == 512
+    norm = prefix("loss_agg_mode=seq-mean-token-sum-norm")
+    assert completed(*whole, norm).actor_rollout_ref.actor.loss_scale_factor == 512
+    for written in (f"{OPTIONS}.max_tokens=7", prefix("loss_scale_factor=7")):
+        actor = completed(*whole, written).actor_rollout_ref.actor
+        assert actor.loss_scale_factor in (None, 7)
+
+
+def test_a_written_average_is_in_force_where_it_is_verl_s_default():
+    """verl's workers cannot tell it from the default, so the driver writes the method's option."""
+    whole = [f"{MODE}=proxpo_gspo", f"{ESTIMATOR}=grpo"]
+    written = completed(*whole, prefix("loss_agg_mode=token-mean")).actor_rollout_ref.actor
+    theirs = completed(
+        *whole,
+        prefix("loss_agg_mode=token-mean"),
+        prefix("policy_loss._target_=verl.workers.config.PolicyLossConfig"),
+    ).actor_rollout_ref.actor
+    plain = completed(*whole).actor_rollout_ref.actor
+    g = torch.Generator().manual_seed(0)
+    old, new, adv = (torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    mask = torch.arange(4) < torch.tensor([[4], [1], [2]])
+    found = []
+    for config in map(omega_conf_to_dataclass, (written, theirs, plain)):
+        loss = get_policy_loss_fn("proxpo_gspo")
+        found.append(loss(old, new, adv, mask, config.loss_agg_mode, config)[0])
+    recipe = proxpo.make_recipe("gspo")
+    batch = proxpo.Batch(logp=new, old_logp=old, mask=mask, advantages=adv)
+    own = proxpo.loss_fn(recipe)(batch).value
+    tokens = proxpo.loss_fn(recipe.replace(aggregate=token_mean()))(batch).value
+    torch.testing.assert_close(found, [tokens, tokens, own])
+    assert abs(own - tokens) > 1e-3
+
+
 @pytest.mark.parametrize("setting", ["options.clip_high=0.3", "batch_every=2"])
 def test_settings_of_our_loss_config_ask_for_it(setting):
     own = prefix("policy_loss._target_=verl.workers.config.PolicyLossConfig")
@@ -357,7 +412,11 @@ LOGPS = "actor_rollout_ref.rollout.calculate_log_probs"
     ("overrides", "reason"),
     [
         ([*ISOPO, SUM], ""),
-        (ISOPO, "isopo with gradient=isopo needs actor.loss_agg_mode=token-sum"),
+        (ISOPO, ""),
+        (
+            [*ISOPO, prefix("loss_agg_mode=token-mean")],
+            "isopo with gradient=isopo needs actor.loss_agg_mode=token-sum, got 'token-mean'",
+        ),
         ([*ISOPO, SUM, prefix("strategy=fsdp")], "isopo needs actor.strategy=fsdp2, got 'fsdp'"),
         ([*ISOPO, SUM, "actor_rollout_ref.model.use_fused_kernels=True"], "fused_kernels=False"),
         ([*TIS, f"{LOGPS}=True", prefix("strategy=fsdp")], ""),

@@ -153,9 +153,10 @@ def test_a_loss_without_transform_runs_as_in_verl(engine, monkeypatch):
 )
 def test_fields_that_verl_keeps_from_losses(engine, slug, options, fields):
     mode = f"proxpo_{slug.replace('-', '_')}"
+    options = {**options, "aggregate": "token_mean"}
     found, _ = backward(engine, make_data(micro=8), actor(mode, "token-mean", options))
     model, (batch, data) = own_model(), own_rows(EVERY)
-    recipe = proxpo.make_recipe(slug, {**options, "aggregate": "token_mean"})
+    recipe = proxpo.make_recipe(slug, options)
     given = {ours: data[theirs] for ours, theirs in fields.items()}
     batch = batch.replace(logp=own_logp(model, EVERY), **given)
     proxpo.loss_fn(recipe)(batch).value.backward()
@@ -247,7 +248,7 @@ def test_an_update_that_is_not_finite_leaves_no_trace(mode):
 
 def test_a_transform_wants_the_average_of_its_recipe(engine):
     with pytest.raises(ValueError, match=r"gradient=isopo needs actor.loss_agg_mode=token-sum"):
-        backward(engine, make_data(micro=8), actor("proxpo_isopo", "token-mean"))
+        backward(engine, make_data(micro=8), actor("proxpo_isopo", "seq-mean-token-sum"))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from helpers import cast, close, make_batch, outcome_only
 from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.workers.config import FSDPActorConfig
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 import proxpo
 from proxpo.adapters.verl import LossConfig, _environment, _losses
-from proxpo.adapters.verl._losses import response_length
+from proxpo.adapters.verl._losses import OWN_AVERAGES, response_length
 from proxpo.adapters.verl._recipes import estimator_refusal, loss_refusal, verl_name
+from proxpo.adapters.verl._settings import default_average
 from proxpo.batch_file import load_batch, saved_steps
 from proxpo.compose import policy_loss, prepare
 from proxpo.errors import ProxpoError
@@ -45,7 +46,7 @@ OPTIONS = {
     "dcpo": {"advantage": None},
     "text2grad": {"advantage": None, "reward": None},
 }
-LOOKS = ("clip-cov", "kl-cov")  # at a share of so few tokens that a cut may change none
+LOOKS = ("clip-cov", "kl-cov", "text2grad")  # at so few tokens that a cut may change none
 HALVES = ("dcpo", "empg", "reinforce-pp", "rloo", "simpletir", "text2grad")
 REFUSED = ("decoupled-ppo", "dpo", "entropy-80-20", "isopo", "isopo-ntk", "p3o-2019", "p4o")
 REFUSED = (*REFUSED, "scalerl", "tis")
@@ -73,6 +74,13 @@ def ready(slug: str) -> tuple[proxpo.Recipe, proxpo.Batch]:
         mask=batch.mask,
         advantages=given[:, None] * batch.mask,
     )
+
+
+def in_force(recipe: proxpo.Recipe, mode: str) -> proxpo.Recipe:
+    """The recipe under verl's average, its own beside verl's default."""
+    if mode == default_average() and recipe.aggregate.name in OWN_AVERAGES:
+        return at_length(recipe, 7)
+    return recipe.replace(aggregate=MODES[mode])
 
 
 def call(slug: str, mode: str, batch: proxpo.Batch, weights=None, **info) -> tuple:
@@ -110,7 +118,7 @@ def ours(recipe: proxpo.Recipe, batch: proxpo.Batch) -> tuple:
 @pytest.mark.parametrize("slug", LOSSES)
 def test_every_loss_mode_under_every_average(slug, mode):
     recipe, batch = ready(slug)
-    wanted = ours(recipe.replace(aggregate=MODES[mode]), batch)
+    wanted = ours(in_force(recipe, mode), batch)
     assert wanted[1].abs().max() > 0
     value, grad = call(slug, mode, batch)
     close(value, wanted[0])
@@ -155,7 +163,7 @@ def test_ranks_and_micro_batches_add_up(slug, mode):
     info = {"dp_size": 2, "batch_num_tokens": int(batch.mask.sum()), "global_batch_size": 8}
     cuts = [torch.arange(8)[2 * k : 2 * k + 2] for k in range(4)]
     parts = [call(slug, mode, batch.rows(cut), **info) for cut in cuts]
-    value, grad = ours(recipe.replace(aggregate=MODES[mode]), batch)
+    value, grad = ours(in_force(recipe, mode), batch)
     close(sum(part[0] for part in parts) / 2, value)
     close(torch.cat([part[1] for part in parts]) / 2, grad)
 
@@ -167,12 +175,13 @@ def test_verl_s_own_clip(mode, weighted):
     _, batch = ready("grpo")
     weights = torch.rand(8, 6, dtype=torch.float64) * 2 if weighted else None
     info = {"dp_size": 3, "batch_num_tokens": 50, "global_batch_size": 11, "loss_scale_factor": 7}
+    own = {"aggregate": "token_mean"} if mode == "token-mean" else {}
     config = SimpleNamespace(
         clip_ratio=0.2,
         clip_ratio_low=0.2,
         clip_ratio_high=0.2,
         global_batch_info=info,
-        policy_loss=SimpleNamespace(options={"dual": 3.0}),
+        policy_loss=SimpleNamespace(options={"dual": 3.0, **own}),
         get=lambda key, default=None: {"clip_ratio_c": 3.0}.get(key, default),
         strategy="fsdp2",
     )
@@ -227,6 +236,127 @@ def test_verl_s_clip_settings_reach_the_loss(theirs, slug, settings):
     given = (batch.old_logp, plain, batch.advantages, batch.mask.double())
     get_policy_loss_fn(verl_name(slug))(*given, "seq-mean-token-mean", config)[0].backward()
     assert not torch.allclose(plain.grad, leaves[1].grad)
+
+
+def beside(theirs: str, slug: str, batch: proxpo.Batch, weights=None, mode="token-mean", **given):
+    """Value, gradient and metrics of verl's loss and of ours; settings of both, options of ours."""
+    own = {name: given.pop(name) for name in ("options", "weighted_terms") if name in given}
+    loss = {**given.pop("policy_loss", {}), "loss_mode": verl_name(slug)}
+    config = FSDPActorConfig(
+        rollout_n=2, ppo_micro_batch_size_per_gpu=1, policy_loss=LossConfig(**loss, **own), **given
+    )
+    results = []
+    for name in (theirs, verl_name(slug)):
+        leaf = batch.logp.clone().requires_grad_()
+        tensors = (batch.old_logp, leaf, batch.advantages, batch.mask.double())
+        value, metrics = get_policy_loss_fn(name)(*tensors, mode, config, weights)
+        value.backward()
+        results.append((value.detach(), leaf.grad, metrics))
+    return results
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("options", [{}, {"variant": "token"}])
+def test_gspo_is_verl_s_under_rollout_weights_and_advantages_of_each_token(options, per_token):
+    """The form of a whole response spreads the weight of a token over all of them."""
+    _, batch = ready("gspo")
+    if per_token:
+        batch = batch.replace(advantages=batch.mask * (drawn(*batch.mask.shape) - 0.5))
+    weights = 0.5 + drawn(*batch.mask.shape)
+    for mode in ("seq-mean-token-mean", "token-sum"):
+        given = {"mode": mode, "clip_ratio_low": 0.5, "clip_ratio_high": 0.6}
+        theirs, ours = beside("gspo", "gspo", batch, weights, options=options, **given)
+        close(ours[0], theirs[0], rtol=1e-7)
+        close(ours[1], theirs[1], rtol=1e-7)
+        whole = beside("gspo", "gspo", batch, weights, options={"variant": "sequence"}, **given)[1]
+        close(whole[0], theirs[0], rtol=1e-7)
+        assert (whole[1] - theirs[1]).norm() > 0.05 * theirs[1].norm()
+
+
+def test_a_line_says_that_a_written_form_of_gspo_weighs_whole_responses(capfd, monkeypatch):
+    monkeypatch.setattr(_environment, "_NOTICES", set())
+    _, batch = ready("gspo")
+    weights = torch.ones_like(batch.logp)
+    beside("gspo", "gspo", batch, weights, options={"variant": "sequence"})
+    assert "ratio.own_gradient=true is the form of verl's gspo" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("theirs", "slug", "given"),
+    [
+        ("kl_cov", "kl-cov", {"policy_loss": {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7}}),
+        (
+            "dro",
+            "reinforce",
+            {
+                "options": {
+                    "regularisers": {"name": "kl_from_old", "coef": 0.3, "estimator": "k2"},
+                    "aggregate": "token_mean",
+                },
+            },
+        ),
+    ],
+)
+def test_rollout_weights_act_on_a_penalty_where_that_is_asked_for(
+    theirs, slug, given, capfd, monkeypatch
+):
+    monkeypatch.setattr(_environment, "_NOTICES", set())
+    _, batch = ready("kl-cov")
+    weights = 0.5 + drawn(*batch.mask.shape)
+    if theirs == "dro":  # verl's beta, which our loss mode has as an option of a stage
+        dro = PolicyLossConfig(loss_mode="dro", dro_beta=0.3)
+        config = FSDPActorConfig(rollout_n=2, ppo_micro_batch_size_per_gpu=1, policy_loss=dro)
+        leaf = batch.logp.clone().requires_grad_()
+        tensors = (batch.old_logp, leaf, batch.advantages, batch.mask.double())
+        value, _ = get_policy_loss_fn("dro")(*tensors, "token-mean", config, weights)
+        value.backward()
+        wanted, theirs = (value.detach(), leaf.grad), "gpg"
+    else:
+        wanted = beside(theirs, slug, batch, weights, **given)[0]
+    every = beside(theirs, slug, batch, weights, weighted_terms="all", **given)[1]
+    close(every[0], wanted[0], rtol=1e-7)
+    close(every[1], wanted[1], rtol=1e-7)
+    monkeypatch.setattr(_environment, "_NOTICES", set())
+    capfd.readouterr()
+    policy = beside(theirs, slug, batch, weights, **given)[1]
+    assert abs(policy[0] - wanted[0]) > 1e-4
+    assert "weighted_terms=all weighs both, as verl's kl_cov and dro do" in capfd.readouterr().err
+    with pytest.raises(ProxpoError, match="weighted_terms is policy or all, got 'al'"):
+        LossConfig(loss_mode="proxpo_grpo", weighted_terms="al")
+
+
+@pytest.mark.parametrize(("theirs", "slug"), [("sapo", "sapo"), ("geo_mean", "gmpo")])
+def test_verl_s_default_average_is_not_that_of_a_method_with_one(theirs, slug):
+    """verl's sapo and geo_mean have one of their own too, whatever loss_agg_mode is."""
+    _, batch = ready("grpo")
+    given = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.05} if slug == "gmpo" else {}
+    host, ours = beside(theirs, slug, batch, **given)
+    close(ours[0], host[0], rtol=1e-7)
+    close(ours[1], host[1], rtol=1e-7)
+    written = beside(theirs, slug, batch, mode="seq-mean-token-sum", **given)[1]
+    assert float(written[0]) != pytest.approx(float(host[0]), rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "slug", "settings"),
+    [
+        ("vanilla", "dapo", {"clip_ratio_c": 1.1, "clip_ratio_high": 0.05}),
+        ("vanilla", "grpo", {"clip_ratio_c": 1.2, "clip_ratio_low": 0.1}),
+        ("dppo_tv", "dppo", {"clip_ratio_c": 1.05, "clip_ratio_low": 0.1, "clip_ratio_high": 0.1}),
+    ],
+)
+def test_tokens_at_a_cap_are_reported_as_by_verl(theirs, slug, settings):
+    _, batch = ready("grpo")
+    host, ours = beside(theirs, slug, batch, mode="token-sum", **settings)
+    for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
+        assert ours[2][name] == pytest.approx(host[2][name], rel=1e-6)
+    assert 0 < host[2]["actor/pg_clipfrac_lower"] < 1
+    assert ours[2]["actor/trust/capped"] == ours[2]["actor/pg_clipfrac_lower"]
+    assert "actor/pg_clipfrac_lower" not in beside("gpg", "reinforce", batch)[1][2]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +460,9 @@ def test_the_longest_response_is_asked_for():
     assert response_length(own, {}, 6) == 50
     assert response_length(own, {"loss_scale_factor": 50}, 6) == 50
     assert response_length(proxpo.make_recipe("dr-grpo"), {"loss_scale_factor": 7}, 6) == 7
-    assert response_length(proxpo.make_recipe("dr-grpo"), {}, 6) == 6
+    assert response_length(proxpo.make_recipe("grpo"), {}, 6) == 6
+    with pytest.raises(ProxpoError, match="dr-grpo divides by the longest response allowed, and"):
+        response_length(proxpo.make_recipe("dr-grpo"), {}, None)
     with pytest.raises(ProxpoError, match="both are the constant a response's sum is divided by"):
         response_length(own, {"loss_scale_factor": 7}, 6)
 
@@ -516,13 +648,16 @@ def test_autocast_changes_nothing():
 
 def test_one_line_says_whose_average_it_is(capfd, monkeypatch):
     monkeypatch.setattr(_environment, "_NOTICES", set())
-    _, batch = ready("gspo")
+    _, batch = ready("sapo")
     for mode in ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum"):
-        call("gspo", mode, batch)
+        call("sapo", mode, batch)
     line = "averaged by verl's loss_agg_mode=seq-mean-token-sum; its own is actor.loss_agg_mode="
     err = capfd.readouterr().err
     assert err.count("proxpo: ") == 1
     assert f"{line}seq-mean-token-mean" in err
+    call("sapo", "token-mean", batch)
+    line = "by its own seq_mean_token_mean, not by verl's default loss_agg_mode=token-mean, which"
+    assert line in capfd.readouterr().err
 
 
 def test_one_line_says_that_a_statistic_is_of_the_micro_batch(capfd, monkeypatch):
@@ -544,6 +679,6 @@ def test_a_loss_that_depends_on_the_micro_batch_says_so(slug, capfd, monkeypatch
     info = {"batch_num_tokens": int(batch.mask.sum()), "global_batch_size": 8}
     cuts = (torch.arange(0, 8, 2), torch.arange(1, 8, 2))
     grads = torch.cat([call(slug, "token-mean", batch.rows(cut), **info)[1] for cut in cuts])
-    whole = ours(recipe.replace(aggregate=MODES["token-mean"]), batch)[1]
+    whole = ours(in_force(recipe, "token-mean"), batch)[1]
     same = torch.allclose(grads, whole[torch.cat(cuts)], rtol=1e-9, atol=1e-12)
     assert ("micro-batch" in capfd.readouterr().err) == (not same or slug in LOOKS)

@@ -22,9 +22,13 @@ from proxpo.ops.masked import spread
 from proxpo.ops.metering import free_name
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
+from proxpo.ops.streams import drawn_numbers
+from proxpo.ops.sums import OverMicrobatches
 from proxpo.settings import make_recipe
 from proxpo.stages import check_stages
+from proxpo.stages.schedule import variants
 from proxpo.types import (
+    KINDS,
     AllSum,
     Batch,
     Context,
@@ -45,6 +49,7 @@ AROUND = {  # kinds of stages that act around the loss, and their effect
     "gradient": "acts on the gradients of the model's layers (proxpo.gradients)",
     "schedule": "decides over the optimizer steps of a rollout",
 }
+OF_THE_LOSS = KINDS[KINDS.index("weights") : KINDS.index("gradient")]  # for each micro-batch
 _WARNED: set[str] = set()  # lines that this process has warned with
 
 
@@ -168,6 +173,8 @@ def prepare(recipe: Recipe | str, batch: Batch, ctx: Context = Context()) -> Pre
         for _, stage in recipe.stages():
             if stage.prepare is not None:
                 batch = batch.replace(**stage.prepare(batch))
+            if stage.draws and getattr(batch, stage.draws) is None:
+                batch = batch.replace(**{stage.draws: drawn_numbers(batch.mask, ctx.generator)})
     if batch.group is not None and batch.group_tokens is None:
         batch = batch.replace(group_tokens=tokens_of_group(batch))
     counted = replace(ctx, denominators=count(batch, all_sum=ctx.all_sum))
@@ -192,7 +199,9 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
     `ctx` is the one that `prepare` returned, or any with the step's denominators. The fields of the
     current forward pass may be new: logp, entropy, values, vocab_logp. With the default `all_sum`,
     a recipe that compares responses or takes statistics of the batch is refused on a cut that
-    cannot answer: `proxpo.over_microbatches` makes the sums of all cuts.
+    cannot answer: `proxpo.over_microbatches` makes the sums of all cuts. Stages that look at each
+    cut by itself (scope="microbatch") do not add up: they are refused, or warned of where there
+    are such sums.
     """
     recipe, batch = _as_recipe(recipe), _as_batch(batch)
     if batch.advantages is None:
@@ -204,6 +213,8 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
         batch = batch.replace(advantages=as_tokens(batch.advantages, batch))
     if ctx.states is None and batch.logp.requires_grad:  # a loop of one's own
         _warn_untransformed(recipe)
+    if ctx.all_sum is whole or isinstance(ctx.all_sum, OverMicrobatches):
+        _check_local_stages(recipe, batch, ctx)
     if ctx.all_sum is whole:
         ctx = replace(ctx, all_sum=_uncut(recipe, batch, ctx.counts))
     run = _StageRunner(recipe, ctx)
@@ -230,6 +241,36 @@ def policy_loss(recipe: Recipe | str, batch: Batch, ctx: Context) -> Loss:
         run.metrics["loss/value"] = value_loss.detach()
         loss = loss + value_loss
     return Loss(loss, {name: value.detach() for name, value in run.metrics.items()})
+
+
+def local_stages(recipe: Recipe) -> list[str]:
+    """Stages of the loss that look at each micro-batch by itself, as "kind=name".
+
+    The losses that a schedule makes its updates with count as well.
+    """
+    losses = variants(recipe) or (recipe,)
+    stages = [stage for loss in losses for _, stage in loss.stages()]
+    names = [f"{s.kind}={s.name}" for s in stages if s.kind in OF_THE_LOSS and not s.whole_batch]
+    return list(dict.fromkeys(names))
+
+
+def _check_local_stages(recipe: Recipe, batch: Batch, ctx: Context) -> None:
+    """Refuses stages that look at a cut by itself, or warns of them where cuts are added up."""
+    stages = [s for _, s in recipe.stages() if s.kind in OF_THE_LOSS and not s.whole_batch]
+    if not stages:
+        return
+    if int(batch.mask.sum()) == int(ctx.counts.tokens):
+        return
+    names = " and ".join(dict.fromkeys(f"{s.kind}={s.name}" for s in stages))
+    line = (
+        f"{recipe.name or 'recipe'}: {names} looks at each cut of a batch by itself, so the losses "
+        "of cuts do not add up to that of the batch"
+    )
+    if any("scope" in stage.options for stage in stages):
+        line += ": set its scope to batch"
+    if ctx.all_sum is whole:
+        raise ProxpoError(f"{line}, or pass all_sum=proxpo.types.local to train on the cuts as is")
+    _warn(line)
 
 
 def _uncut(recipe: Recipe, batch: Batch, counts: Denominators) -> AllSum:
@@ -352,6 +393,7 @@ __all__ = [
     "check_advantages_come",
     "count",
     "left_out",
+    "local_stages",
     "loss_fn",
     "makes_targets",
     "policy_loss",

@@ -238,6 +238,7 @@ class Stage:
     length: the longest response assumed while the option max_tokens is none; a host has its own
     decides: what a schedule settles whatever the host's settings
     adds: metrics that micro-batches add up, because a count of the step divides them
+    draws: a field that `prepare` fills with numbers in [0, 1), drawn for each token
     idle: options that have no effect beside the others
     acts: False at a time when the stage does nothing and reads none of its fields
     prepare: returns fields to add to the batch, once per rollout
@@ -260,6 +261,7 @@ class Stage:
     length: float | None = None
     decides: tuple[str, ...] = ()
     adds: tuple[str, ...] = ()
+    draws: str = ""
     idle: tuple[str, ...] = ()
     acts: Callable[[Clock], bool] | None = field(default=None, compare=False, repr=False)
     prepare: Callable[[Batch], dict[str, Tensor]] | None = field(

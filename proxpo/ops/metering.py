@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from proxpo.ops.shapes import Tensor
+from proxpo.ops.shapes import Float, Num, Tensor
 from proxpo.types import MEMORY, Metrics, Recipe
 
 Value = TypeVar("Value")
@@ -40,6 +40,13 @@ def combined(
         part = number if returned_name(name) in adds or is_largest(name) else share * number
         together[name] = joined(name, [totals[name], part]) if name in totals else part
     return together
+
+
+def share_of_step(
+    tokens: Num[Tensor, ""], total: Num[Tensor, ""], *, parts: int
+) -> Float[Tensor, ""]:
+    """A micro-batch's share of the valid tokens of a step; an equal one of a step without any."""
+    return torch.where(total > 0, tokens / total.clamp(min=1), 1 / parts)
 
 
 def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -71,4 +78,4 @@ def logged(metrics: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in metrics.items() if not name.startswith(MEMORY)}
 
 
-__all__ = ["combined", "free_name", "joined", "logged"]
+__all__ = ["combined", "free_name", "joined", "logged", "share_of_step"]

@@ -11,6 +11,8 @@ from operator import index
 
 import torch
 
+from proxpo.ops.shapes import Bool, Float, Tensor
+
 
 def derive(seed: int, *path: int | str) -> int:
     """A 63-bit number from the seed and the path, the same on every platform and Python."""
@@ -32,4 +34,15 @@ def generator(seed: int, *path: int | str, device: str | torch.device = "cpu") -
     return torch.Generator(device=device).manual_seed(derive(seed, *path))
 
 
-__all__ = ["derive", "generator", "turn_seed"]
+def drawn_numbers(
+    mask: Bool[Tensor, "seq tok"], generator: torch.Generator | None
+) -> Float[Tensor, "seq tok"]:
+    """A number in [0, 1) for each valid token, in float64; padding changes none of them."""
+    device = mask.device if generator is None else generator.device
+    numbers = torch.rand(int(mask.sum()), generator=generator, device=device, dtype=torch.float64)
+    drawn = torch.zeros(mask.shape, device=mask.device, dtype=torch.float64)
+    drawn[mask] = numbers.to(mask.device)
+    return drawn
+
+
+__all__ = ["derive", "drawn_numbers", "generator", "turn_seed"]

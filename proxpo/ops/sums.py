@@ -55,7 +55,7 @@ def microbatch_sums(
             for probe, microbatch in zip(probes, microbatches):
                 loss(microbatch, all_sum=probe)
             if any(probe.next_sum is None for probe in probes):
-                return _Replay(totals, ranks, recorded if verify else None)
+                return OverMicrobatches(totals, ranks, recorded if verify else None)
             parts = [probe.next_sum for probe in probes if probe.next_sum is not None]
             totals.append(ranks(torch.stack(parts).sum(0), probes[0].scope))
             recorded.append([part.clone() for part in parts])
@@ -80,7 +80,7 @@ class _Probe:
         return x
 
 
-class _Replay:
+class OverMicrobatches:
     """Answers call k of each loss with total k; a loss makes the same calls in the same order.
 
     recorded: the part of every micro-batch in every total, one of which each call must bring

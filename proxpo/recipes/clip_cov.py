@@ -10,7 +10,9 @@ from proxpo.types import Recipe
 @register("clip-cov", paper="arXiv:2505.22617")
 def clip_cov(
     *,
-    trust: Options = options_of(clip_cov_trust, "share", "cov_low", "cov_high", "keep_value"),
+    trust: Options = options_of(
+        clip_cov_trust, "share", "cov_low", "cov_high", "keep_value", "scope"
+    ),
     clip_low: float = 1.0,
     clip_high: float = 1.0,
 ) -> Recipe:
@@ -22,7 +24,8 @@ def clip_cov(
 
     Departures: the paper detaches the chosen tokens (keep_value=True), the code zeroes them: equal
     gradients. The clip is nearly off, [0, 2], as in their scripts (verl's default is 0.2). Chosen
-    per micro-batch and rank; below 1/κ tokens the floor of one token acts.
+    among the tokens of the whole optimizer step, where the code has each micro-batch and rank
+    (scope="microbatch"); below 1/κ tokens the floor of one token acts.
 
     Reference: Cui et al., arXiv:2505.22617 eqs 10-12.
     """

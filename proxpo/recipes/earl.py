@@ -22,7 +22,7 @@ def earl(
 
     N counts all valid tokens, or the gated ones (normalise="gated"). The gate is found once per
     rollout. level="batch" is the choice of entropy-80-20: one quantile for all tokens of the
-    micro-batch, from current entropies.
+    optimizer step, from current entropies.
 
     level: highest entropies of each "response", or of the "batch"
 

@@ -19,8 +19,9 @@ def entropy_80_20(
     a KL stay on all tokens.
 
     Departures: TRL divides by all tokens (normalise="all", smaller by about ρ) and takes an
-    interpolated quantile (rule="quantile"). The choice is made per micro-batch. The released script
-    adds dual=10.
+    interpolated quantile (rule="quantile"). N are the tokens of the optimizer step; TRL and the
+    released code choose within each micro-batch (scope="microbatch"). The released script adds
+    dual=10.
 
     Reference: Wang et al., arXiv:2506.01939 (revised) eq. 6.
     """

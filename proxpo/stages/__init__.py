@@ -56,6 +56,7 @@ def stage(
     length: float | None = None,
     decides: tuple[str, ...] = (),
     adds: tuple[str, ...] = (),
+    draws: str = "",
 ) -> Callable[[Callable[..., Any]], Factory]:
     """Registers a factory of stages: keyword-only options in, one function or `Parts` out.
 
@@ -83,7 +84,7 @@ def stage(
     instead: a field that does in place of one in `needs`, as in {"rewards": "token_rewards"}
     takes, gives: the kind of per-token values it works on and makes, "ratio" or "loss" for example
     whole_batch: False if it looks at the micro-batch it is given, so that another cut of the batch
-        changes its result
+        changes its result; an option scope="microbatch" says so by itself
     live: True for an advantage that every update computes anew, unless the batch came with
         advantages
     length: the longest response assumed where its option max_tokens is none and no host gives its
@@ -92,6 +93,8 @@ def stage(
         `count`, `parts`, `optimizer`, `loss` (see `proxpo.stages.schedule.Updates`)
     adds: the metrics that are divided by a count of the whole step, which micro-batches add up;
         see proxpo/ops/metering.py
+    draws: a field "seq tok" that `prepare` fills with numbers in [0, 1) drawn for each token, where
+        the batch comes without it: by them a choice at random is the same in every cut of the batch
 
     If `needs`, `instead`, `takes` or `whole_batch` depends on an option, `Parts` gives it. `Parts`
     also names, as `idle`, the options that have no effect beside the others: settings refuse them.
@@ -107,6 +110,7 @@ def stage(
         "length": length,
         "decides": decides,
         "adds": adds,
+        "draws": draws,
     }
 
     def decorate(factory: Callable[..., Any]) -> Factory:
@@ -119,6 +123,8 @@ def stage(
             made = factory(**options)
             parts = made if isinstance(made, Parts) else Parts(apply=made)
             own = {field: part for field, part in parts._asdict().items() if part is not None}
+            if options.get("scope") == "microbatch":
+                own["whole_batch"] = False
             return Stage(kind=kind, name=label, options=options, **declared | own)
 
         STAGES[kind][label] = make

@@ -17,7 +17,7 @@ from proxpo.backward import (
 )
 from proxpo.compose import count, policy_loss
 from proxpo.ops.memory import is_out_of_memory
-from proxpo.ops.metering import combined
+from proxpo.ops.metering import combined, share_of_step
 from proxpo.ops.shapes import Int, Tensor
 from proxpo.replay.comparison import difference
 from proxpo.stages.schedule import Rescale
@@ -136,7 +136,7 @@ def _accumulated(
     if learner.transform is not None and policy_term(recipe) != recipe:
         policy_sum = sums(policy_term(recipe))  # which asks for other sums, in another order
     ctx = replace(ctx, all_sum=sums(recipe))
-    tokens = [float(mask[part].sum()) for part in parts]
+    tokens = torch.tensor([float(mask[part].sum()) for part in parts], dtype=torch.float64)
     metrics: Metrics = {}
     present: list[dict[str, Tensor]] = []
     for number, part in enumerate(parts):
@@ -144,10 +144,11 @@ def _accumulated(
         rows = data if len(parts) == 1 else data.rows(part)
         _, loss, fields = _backward(learner, recipe, rows, options, own, policy_sum)
         present.append(_read_after_step(recipe, fields, mask.shape[1]))
-        share = tokens[number] / max(sum(tokens), 1.0)
+        share = share_of_step(tokens[number], tokens.sum(), parts=len(parts))
         metrics = combined(recipe, metrics, {**loss.metrics, "loss": loss.value}, share=share)
     if rescale is not None:
-        metrics |= _rescaled(learner, rescale, data, parts, options, ctx, seed)
+        measured = replace(ctx, all_sum=sums(rescale.loss))  # which asks for sums of its own
+        metrics |= _rescaled(learner, rescale, data, parts, options, measured, seed)
     by_tokens = options.micro_batch is None
     joined = {
         name: restored([fields[name] for fields in present], parts, sorted_rows=by_tokens)

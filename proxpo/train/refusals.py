@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from proxpo.compose import check_advantages_come
+from proxpo.compose import check_advantages_come, local_stages
 from proxpo.errors import ProxpoError
 from proxpo.recipes import Procedure
 from proxpo.settings import lengths, make_recipe
@@ -114,21 +114,30 @@ def remarks(config: Config, recipe: Recipe) -> list[str]:
 
 
 def _cut_dependence(config: Config, recipe: Recipe) -> list[str]:
-    """A line for a method that depends on the cut into micro-batches, where memory decides it."""
-    local = depends_on_cut(config, recipe)
+    """A line for a method that depends on the cut into micro-batches, where there is one."""
+    local, size = depends_on_cut(config, recipe), config.train.micro_batch
+    if size == "auto":
+        cut = "the cut of train.micro_batch=auto, which follows lengths and memory,"
+        remedy = "; a number fixes it"
+    else:
+        rows = (
+            config.rollout.prompts_per_step
+            * config.rollout.samples_per_prompt
+            // config.train.mini_batches
+        )
+        if size is None or size >= rows:
+            return []
+        cut, remedy = f"train.micro_batch={size} of {rows} responses", ""
     return local and [
-        f"{recipe.name}: {' and '.join(local)} looks at each micro-batch by itself, so the cut of "
-        "train.micro_batch=auto, which follows lengths and memory, is part of the method; a number "
-        "fixes it"
+        f"{recipe.name}: {' and '.join(local)} looks at each micro-batch by itself, so {cut} is "
+        f"part of the method{remedy}"
     ]
 
 
 def depends_on_cut(config: Config, recipe: Recipe) -> list[str]:
-    """Parts of the method that look at each micro-batch by itself, where memory cuts them."""
-    if config.train.micro_batch != "auto":
-        return []
-    local = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
-    return local + ([f"gradient={recipe.gradient.name}"] if recipe.gradient is not None else [])
+    """Parts of the method that look at each micro-batch by itself; transforms where memory cuts."""
+    transformed = config.train.micro_batch == "auto" and recipe.gradient is not None
+    return local_stages(recipe) + ([f"gradient={recipe.gradient.name}"] if transformed else [])
 
 
 def check_advantages(recipe: Recipe) -> None:

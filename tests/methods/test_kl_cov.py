@@ -86,4 +86,4 @@ def test_share_is_a_fraction_not_a_percentage() -> None:
     batch = make_batch(1, groups=8, size=8, tokens=40, holes=False)
     n = int(batch.mask.sum())
     assert chosen(batch).sum() == max(1, int(2e-3 * n)) > 1
-    assert method("kl-cov").regularisers[0].options == {"share": 2e-3, "coef": 1.0}
+    assert method("kl-cov").regularisers[0].options["share"] == 2e-3

@@ -138,6 +138,17 @@ def test_weight_leaves_the_kl_alone() -> None:
     close(part, plain)
 
 
+@pytest.mark.checks("tis", "judged token by token, normalised weights have mean 1 over tokens")
+@pytest.mark.parametrize("level", ["geometric", "sequence"])
+def test_normalised_weights_of_responses_judged_by_token(level: str) -> None:
+    """The first token of a response says nothing of the others, which may be dropped or not."""
+    batch = mismatch([[2.0, 0.1, -0.1, 0.2], [0.1, 0.0, 3.0, -0.2]])
+    options = {"mode": "mask", "judge": "token", "cap": 1.5, "floor": 0.5}
+    plain = weights(batch, level=level, **options)
+    assert ((plain > 0) == torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]]).bool()).all()
+    close(weights(batch, level=level, normalise=True, **options), plain / plain.mean())
+
+
 @pytest.mark.checks("tis", "0 ≤ w ≤ C; normalised weights have mean 1")
 def test_range_and_mean() -> None:
     batch = make_batch(1, spread=1.0)

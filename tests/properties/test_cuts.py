@@ -5,31 +5,35 @@ import os
 import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from fuzzing import times
-from helpers import close, f64, gradients, loss_and_gradients, make_batch, with_leaves
+from helpers import close, f64, gradients, loss_and_gradients, make_batch, method, with_leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.cases import CASES, recipe
 from torch import Tensor
 
 import proxpo
+from properties.effects import hosts, stage_of, with_stage
 from properties.ranks import SEED, run_case
 from properties.strategies import Spec, specs
-from proxpo import Batch, Context, Recipe
+from properties.test_options import other_values
+from proxpo import Batch, Context, Recipe, compose
+from proxpo.compose import OF_THE_LOSS, local_stages
 from proxpo.errors import ProxpoError
-from proxpo.ops.metering import combined
+from proxpo.ops.metering import combined, share_of_step
+from proxpo.stages import STAGES, check_stages, make_stage
+from proxpo.stages.schedule import variants
 from proxpo.types import Loss, local
 
 pytestmark = pytest.mark.long  # the shapes of every case are checked in tests/methods
-PER_MICROBATCH = [
-    case for case in CASES if not all(stage.whole_batch for _, stage in recipe(case).stages())
-]
-WHOLE_BATCH = [case for case in CASES if case not in PER_MICROBATCH]
+WHOLE_BATCH = [case for case in CASES if not local_stages(recipe(case))]
 IN_TWO = [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
 ACROSS_GROUPS = [[8, 0, 4], [3], [1, 2, 5, 6, 7]]
 LOOSE = {"rtol": 1e-9, "atol": 1e-11}  # sums in another order
@@ -46,8 +50,13 @@ def cut_losses(made: Recipe, batch: Batch, cut: list[list[int]]) -> list[tuple[f
         return proxpo.policy_loss(made, part, replace(ready.ctx, all_sum=all_sum))
 
     all_sum = proxpo.over_microbatches(loss, parts)
-    shares = [float(part.mask.sum() / counts.tokens.clamp(min=1)) for part in parts]
-    return [(share, loss(part, all_sum=all_sum)) for share, part in zip(shares, parts)]
+    return [
+        (
+            float(share_of_step(part.mask.sum(), counts.tokens, parts=len(parts))),
+            loss(part, all_sum=all_sum),
+        )
+        for part in parts
+    ]
 
 
 def cut_loss(made: Recipe, batch: Batch, cut: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -65,9 +74,70 @@ def cut_metrics(made: Recipe, batch: Batch, cut: list[list[int]]) -> dict[str, T
     return totals
 
 
-def test_which_recipes_look_at_the_microbatch() -> None:
-    slugs = {CASES[case].slug for case in PER_MICROBATCH}
-    assert slugs == {"clip-cov", "kl-cov", "entropy-80-20", "earl", "cppo"}
+def test_no_recipe_looks_at_the_microbatch() -> None:
+    """Every loss of the catalogue adds up: those below are all."""
+    assert list(CASES) == WHOLE_BATCH
+
+
+OF_A_LOSS = [
+    (kind, name)
+    for kind in (*OF_THE_LOSS, "schedule")
+    for name, factory in STAGES[kind].items()
+    if factory.__module__.startswith("proxpo.")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), OF_A_LOSS)
+def test_every_option_adds_up_or_is_declared(kind: str, name: str) -> None:
+    """Each loss stage under each value of its options, and the losses of schedules, cut in three.
+
+    Cuts add up under the sums of all cuts, and add up or are refused without; a stage that is
+    declared to look at each cut by itself is refused, and warned of under such sums.
+    """
+    for made in with_each_option(kind, name):
+        for loss in variants(made) or (made,):
+            check_cuts(loss)
+
+
+def with_each_option(kind: str, name: str) -> Iterator[Recipe]:
+    """The first recipe of the catalogue that has the stage, under each value of its options."""
+    for made in hosts(kind, name)[:1]:
+        stage = stage_of(made, kind, name)
+        changes = [{}] + [
+            {option: value}
+            for option in stage.options
+            for value in other_values(kind, name, option, stage.options[option])
+        ]
+        for change in changes:
+            try:
+                changed = make_stage(kind, name, **{**stage.options, **change})
+                yield check_stages(with_stage(made, changed))
+            except ProxpoError:  # no value of this option, or none beside the others
+                continue
+
+
+def check_cuts(made: Recipe) -> None:
+    ready = proxpo.prepare(made.replace(schedule=None, gradient=None), make_batch(1, spread=0.4))
+    leaves = with_leaves(ready.batch)
+    parts = [leaves.rows(torch.tensor(rows)) for rows in ACROSS_GROUPS]
+    if declared := local_stages(made.replace(schedule=None)):
+        with pytest.raises(ProxpoError, match="looks at each cut of a batch by itself"):
+            proxpo.policy_loss(made, parts[0], ready.ctx)
+    whole = proxpo.policy_loss(made, leaves, ready.ctx).value
+
+    def loss(part: Batch, all_sum: object) -> Loss:
+        return proxpo.policy_loss(made, part, replace(ready.ctx, all_sum=all_sum))
+
+    compose._WARNED.clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        all_sum = proxpo.over_microbatches(loss, parts)
+        total = sum(loss(part, all_sum).value for part in parts)
+    assert bool(declared) == any("looks at each cut" in str(each.message) for each in seen)
+    if not declared:
+        close(total, whole, rtol=1e-9)
+        close(gradients(total, leaves), gradients(whole, leaves), rtol=1e-9)
+        close(sum_or_refusal(made, parts, ready.ctx, expected=whole), whole, rtol=1e-9)
 
 
 @pytest.mark.parametrize("case", WHOLE_BATCH)
@@ -86,6 +156,18 @@ def test_metrics_of_microbatches_are_those_of_the_whole(case: str) -> None:
     value, metrics = proxpo.policy_loss(made, ready.batch, ready.ctx)
     found = cut_metrics(made, batch, ACROSS_GROUPS)
     close(found, {**metrics, "loss": value}, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", WHOLE_BATCH)
+def test_metrics_of_a_step_without_a_valid_token(case: str) -> None:
+    """Cut or whole: the effective sample size of nothing is 1, a mean over nothing 0."""
+    made, batch = recipe(case), make_batch(1, spread=0.4)
+    batch = batch.replace(mask=torch.zeros_like(batch.mask))
+    ready = proxpo.prepare(made, batch)
+    value, metrics = proxpo.policy_loss(made, ready.batch, ready.ctx)
+    close(cut_metrics(made, batch, ACROSS_GROUPS), {**metrics, "loss": value}, rtol=1e-6)
+    if "ratio/ess" in metrics:
+        assert float(metrics["ratio/ess"]) == 1.0
 
 
 @pytest.mark.parametrize("case", WHOLE_BATCH)
@@ -132,10 +214,19 @@ def test_pairs_cut_apart_are_refused_without_the_sums_of_all_cuts() -> None:
     close(sum(proxpo.policy_loss(made, one, ready.ctx).value for one in parts), value)
 
 
-@pytest.mark.parametrize("case", PER_MICROBATCH)
-def test_choice_within_a_microbatch(case: str) -> None:
+PER_MICROBATCH = {
+    "clip-cov": {"trust.scope": "microbatch", "share": 0.2, "cov_low": 0.05},
+    "kl-cov": {"regularisers.covariance_penalty.scope": "microbatch", "share": 0.2},
+    "entropy-80-20": {"scope": "microbatch"},
+    "p3o": {"ess_scope": "microbatch"},
+}
+
+
+@pytest.mark.parametrize("slug", PER_MICROBATCH)
+def test_choice_within_a_microbatch(slug: str) -> None:
     """The part is treated as a batch of its own, weighed by its share of the tokens."""
-    made, batch = recipe(case), make_batch(1, spread=0.4)
+    made, batch = method(slug, **PER_MICROBATCH[slug]), make_batch(1, spread=0.4)
+    assert local_stages(made)
     ready = proxpo.prepare(made, batch)
     for cut in IN_TWO:
         part = ready.batch.rows(torch.tensor(cut))

@@ -298,7 +298,7 @@ def _targets(recipe: Recipe, name: str, args: Any) -> list[_Target]:
         return [_Target("weights", "tis", {"mode": mode, "level": level, **bounds})]
     if name.startswith("vespo_"):
         return [_Target("trust", "gamma_weight", {name.removeprefix("vespo_"): value})]
-    kept = {"share": value, "normalise": "all", "rule": "quantile"}
+    kept = {"share": value, "normalise": "all", "rule": "quantile", "scope": "microbatch"}
     single = {
         "delta": _Target("trust", "ppo_clip", {"cap": value}),
         "entropy_coef": _Target("regularisers", "entropy_bonus", {"coef": value}),

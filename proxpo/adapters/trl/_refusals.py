@@ -10,6 +10,7 @@ from transformers.training_args import OptimizerNames
 
 from proxpo.adapters.trl._arguments import check_arguments
 from proxpo.adapters.trl._optimizer_step import TRL_ADVANTAGES
+from proxpo.compose import local_stages
 from proxpo.errors import ProxpoError
 from proxpo.fields import CORE
 from proxpo.settings import lengths, make_recipe
@@ -130,7 +131,7 @@ def check_recipe(recipe: Recipe, args: Any, *, reports_logp: bool) -> None:
 
 def microbatch_dependence(recipe: Recipe, microbatches: int) -> str:
     """One line for a loss that depends on the size of micro-batches; empty for any other."""
-    local = [f"{s.kind}={s.name}" for _, s in recipe.stages() if not s.whole_batch]
+    local = local_stages(recipe)
     if microbatches == 1 or not local:
         return ""
     return (

@@ -66,7 +66,7 @@ from proxpo.backward import backward_pass, policy_term, sums_over_step
 from proxpo.batch_file import BatchRecorder, save_step
 from proxpo.errors import NotFiniteError, ProxpoError, resolve
 from proxpo.ops.masked import masked_mean
-from proxpo.ops.metering import combined, joined, logged
+from proxpo.ops.metering import combined, joined, logged, share_of_step
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import generator
 from proxpo.ops.sums import over_ranks
@@ -491,7 +491,8 @@ class ProxpoTrainer(PolicyPasses):
         named = trl_metrics(recorder, batch, metrics, total=total, gather=self.accelerator.gather)
         for name, number in named.items():
             self._metrics[mode][name].append(number)
-        share = batch.mask.sum() / step.tokens.clamp(min=1)
+        parts = len(step.inputs) * self.accelerator.num_processes
+        share = share_of_step(batch.mask.sum(), step.tokens, parts=parts)
         step.metrics = combined(recorder.recipe, step.metrics, logged(metrics), share=share)
         step.done += 1
         if step.done < len(step.inputs) or not step.metrics:

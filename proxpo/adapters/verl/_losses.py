@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from proxpo.adapters.verl._environment import notify
-from proxpo.adapters.verl._recipes import LOSS_KINDS, NO_CLOCK, loss_recipe, verl_name
+from proxpo.adapters.verl._recipes import NO_CLOCK, loss_recipe, verl_name
 from proxpo.adapters.verl._settings import (
     ACTOR,
     changed_settings,
@@ -22,7 +22,7 @@ from proxpo.adapters.verl._settings import (
 )
 from proxpo.backward import without_policy_term
 from proxpo.batch_file import save_step
-from proxpo.compose import policy_loss
+from proxpo.compose import local_stages, policy_loss
 from proxpo.errors import ProxpoError
 from proxpo.ops.masked import masked_mean
 from proxpo.ops.metering import logged
@@ -293,10 +293,9 @@ def notify_of_cuts(recipe: Recipe, mask: Bool[Tensor, "seq tok"], counts: Denomi
     if recipe.name in _CUT:
         return
     _CUT.add(recipe.name)
-    stages = [stage for _, stage in recipe.stages() if stage.kind in LOSS_KINDS]
-    local = [stage for stage in stages if not stage.whole_batch]
+    local = local_stages(recipe)
     if local and bool(mask.sum() < counts.tokens):
-        names = ", ".join(f"{stage.kind}={stage.name}" for stage in local)
+        names = ", ".join(local)
         notify(
             f"{recipe.name} looks at each micro-batch of a rank by itself ({names}), so its loss "
             "depends on actor.ppo_micro_batch_size_per_gpu"

@@ -33,7 +33,7 @@ def split_passes(
     """All updates with the tokens of π_old < threshold, then all with the others: Lopti.
 
     Each pass is the recipe with one more `select` stage, `probability_split`. rule="quantile": the
-    threshold is a quantile of π_old over the micro-batch. arXiv:2505.12929.
+    threshold is a quantile of π_old over the optimizer step. arXiv:2505.12929.
 
     threshold: probability, or quantile, that separates the passes
     rule: threshold as a "probability" or a "quantile"

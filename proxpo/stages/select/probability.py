@@ -2,8 +2,8 @@
 
 from typing import Literal
 
+from proxpo.ops.extremes import batch_quantile
 from proxpo.ops.masked import masked_mean
-from proxpo.ops.quantiles import quantile
 from proxpo.ops.shapes import Tensor
 from proxpo.stages import stage
 from proxpo.stages._options import check_numbers
@@ -19,7 +19,7 @@ def probability_split(
 ):
     """1 on tokens with π_old < threshold (part="low") or ≥ threshold ("high"): Lopti's two passes.
 
-    rule="quantile": the threshold is a quantile of π_old over the valid tokens of the micro-batch.
+    rule="quantile": the threshold is a quantile of π_old over the valid tokens of the whole step.
 
     threshold: probability, or quantile, that separates the parts
     part: tokens that are kept: "low" or "high"
@@ -30,8 +30,8 @@ def probability_split(
     def weights(batch: Batch, ctx: Context) -> PerToken:
         p = batch.old_logp.detach().exp()
         bound: Tensor | float = threshold
-        if rule == "quantile" and batch.mask.any():
-            bound = quantile(p[batch.mask], threshold)
+        if rule == "quantile":
+            bound = batch_quantile(p, batch.mask, threshold, all_sum=ctx.all_sum)
         chosen = p < bound if part == "low" else p >= bound
         return chosen.to(p.dtype), {f"select/{part}": masked_mean(chosen, batch.mask)}
 

@@ -5,11 +5,21 @@ from typing import Any
 import torch
 
 from proxpo.errors import ProxpoError
-from proxpo.ops.masked import masked_mean
+from proxpo.fields import declare_field
+from proxpo.ops.extremes import top_share
+from proxpo.ops.masked import count, masked_mean
 from proxpo.ops.shapes import Bool, Float, Tensor
+from proxpo.ops.streams import drawn_numbers
 from proxpo.stages import stage
 from proxpo.stages.trust.covariance import covariance
-from proxpo.types import Batch, Context, PerToken
+from proxpo.types import Batch, Context, PerToken, Scope, local
+
+DRAW = declare_field(
+    "token_draw",
+    "seq tok",
+    doc="number in [0, 1) drawn for each token, by which some are chosen, from prepare",
+)
+TURN = 0.6180339887498949  # golden ratio: the order of the draws turns evenly
 
 Pair = tuple[Float[Tensor, "seq tok"], Bool[Tensor, "seq tok"]]
 
@@ -120,7 +130,7 @@ def hard_clip(*, clip_low: float = 1e-4, clip_high: float = 1e-4):
     return surrogate
 
 
-@stage("trust", takes=("ratio",), gives="loss", whole_batch=False)
+@stage("trust", takes=("ratio",), gives="loss", draws=DRAW.name)
 def clip_cov(
     *,
     share: float = 2e-4,
@@ -129,18 +139,21 @@ def clip_cov(
     clip_low: float = 1.0,
     clip_high: float = 1.0,
     keep_value: bool = False,
+    scope: Scope = "batch",
 ):
     """PPO clip, then max(1, ⌊share·N⌋) random tokens of high covariance lose their gradient.
 
-    Eligible: not clipped, and cov_low < (A - Ā)(log π - mean log π) < cov_high over the N valid
-    tokens of the micro-batch. Their loss is 0 (official code); keep_value=True keeps its value and
-    only detaches it, as arXiv:2505.22617 eq. 12 writes. Pass a generator for reproducible draws.
+    Eligible: not clipped, and cov_low < (A - Ā)(log π - mean log π) < cov_high over N valid tokens.
+    Their loss is 0 (official code); keep_value=True keeps its value and only detaches it, as
+    arXiv:2505.22617 eq. 12 writes. `prepare` draws a number for each token from `ctx.generator`;
+    tokens are taken in their order, which turns with every optimizer step.
 
     share: share of the tokens that loses its gradient
     cov_low, cov_high: covariances between which a token is eligible
     clip_low: clip range below 1
     clip_high: clip range above 1
     keep_value: detach the loss of these tokens in place of zeroing it
+    scope: "batch": N tokens of the whole optimizer step; "microbatch": of each micro-batch
     """
     if not 0 <= share <= 1:
         raise ProxpoError(f"clip_cov: share must be between 0 and 1, got {share}")
@@ -150,30 +163,21 @@ def clip_cov(
 
     def surrogate(ratio: Float[Tensor, "seq tok"], batch: Batch, ctx: Context) -> PerToken:
         x, clipped = clipped_loss(ratio, batch.advantages)
-        cov = covariance(batch)
+        all_sum = ctx.all_sum if scope == "batch" else local
+        cov = covariance(batch, all_sum=all_sum)
         eligible = batch.mask & ~clipped & (cov > cov_low) & (cov < cov_high)
-        removed = draw_tokens(eligible, max(1, int(share * int(batch.mask.sum()))), ctx.generator)
-        x = torch.where(removed, x.detach() if keep_value else torch.zeros_like(x), x)
+        n, candidates = all_sum(torch.stack([count(batch.mask), count(eligible)])).tolist()
+        most = min(max(1, int(share * n)), int(candidates))
+        drawn = batch.token_draw
+        if drawn is None:  # a batch that `prepare` has not seen
+            drawn = drawn_numbers(batch.mask, ctx.generator)
+        order = (drawn + TURN * ctx.clock.updates) % 1.0
+        removed = top_share(order.to(x.dtype), eligible, most, all_sum=all_sum)
+        rest = x.detach() if keep_value else torch.zeros_like(x)
+        x = torch.where(removed > 0, torch.lerp(x, rest, removed), x)
         return x, {
             "trust/clipped": masked_mean(clipped, batch.mask),
             "trust/removed": masked_mean(removed, batch.mask),
         }
 
     return surrogate
-
-
-def draw_tokens(
-    eligible: Bool[Tensor, "seq tok"], most: int, generator: torch.Generator | None
-) -> Bool[Tensor, "seq tok"]:
-    """At most `most` of the eligible tokens, uniformly without replacement."""
-    where = eligible.flatten().nonzero().squeeze(1)
-    if len(where) > most:
-        order = torch.randperm(len(where), generator=generator, device=_device(generator, where))
-        where = where[order[:most].to(where.device)]
-    chosen = torch.zeros_like(eligible).flatten()
-    chosen[where] = True
-    return chosen.view_as(eligible)
-
-
-def _device(generator: torch.Generator | None, like: Tensor) -> torch.device:
-    return like.device if generator is None else generator.device

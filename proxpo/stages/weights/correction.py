@@ -67,7 +67,8 @@ def tis(
         w = raw.clamp(floor, cap) if mode == "truncate" else torch.where(outside, 0.0, raw)
         if normalise:
             rows = batch.mask.any(dim=1, keepdim=True)
-            over, mask = (w, batch.mask) if level == "token" else (w[:, :1], rows[:, : w.shape[1]])
+            by_token = level == "token" or (apart and judge == "token")  # else one w a response
+            over, mask = (w, batch.mask) if by_token else (w[:, :1], rows[:, : w.shape[1]])
             mean, _, _ = moments(over, mask, all_sum=ctx.all_sum)
             w = torch.where(mean > 1e-8, w / mean, w)
         metrics = {

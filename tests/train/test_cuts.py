@@ -133,6 +133,10 @@ def out_of_memory(monkeypatch, module, fails):
         pytest.param("dpo", (), marks=pytest.mark.long),
         pytest.param("capo", (), marks=pytest.mark.long),
         ("isopo", ("p=0",)),
+        ("entropy-80-20", ("prompts=none", "recipe.reward=none")),
+        ("kl-cov", ("prompts=none", "share=0.2")),
+        ("clip-cov", ("prompts=none", "share=0.2", "cov_low=0.01")),
+        ("grpo", ("select=probability_split", "select.rule=quantile")),
     ],
 )
 def test_a_cut_by_tokens_gives_the_metrics_and_the_gradient_of_the_whole(tmp_path, slug, sets):
@@ -334,28 +338,36 @@ def test_evaluation_repeats_a_pass_that_did_not_fit(tmp_path, monkeypatch):
 # The setting ---------------------------------------------------------------------------------
 
 
+LOCAL = ("scope=microbatch",)
+
+
 @pytest.mark.parametrize(
-    ("method", "stage"),
+    ("method", "sets", "part", "by_number"),
     [
-        ("isopo", "gradient=isopo"),
-        ("isopo-ntk", "gradient=isopo_ntk"),
-        ("proma", "gradient=proma"),
-        ("entropy-80-20", "select=entropy_top"),
-        ("grpo", None),
+        ("isopo", (), "gradient=isopo", False),
+        ("isopo-ntk", (), "gradient=isopo_ntk", False),
+        ("proma", (), "gradient=proma", False),
+        ("entropy-80-20", LOCAL, "weights=top_entropy", True),
+        ("kl-cov", LOCAL, "regularisers=covariance_penalty", True),
+        ("clip-cov", LOCAL, "trust=clip_cov", True),
+        ("p3o", ("ess_scope=microbatch",), "trust=ess_cap and regularisers=ess_kl_from_old", True),
+        ("entropy-80-20", (), None, False),
+        ("cppo", ("pool=batch",), None, False),
+        ("lopti", ("rule=quantile",), None, False),
+        ("grpo", (), None, False),
     ],
 )
-def test_a_method_that_depends_on_the_cut_says_so(method, stage):
-    config = load_config(None, ["micro_batch=auto"], overrides={"method": method})
-    lines = [
-        line
-        for line in remarks(config, at_length(config.make_recipe(), 8))
-        if "micro_batch=auto" in line
-    ]
-    assert len(lines) == (stage is not None)
-    fixed = load_config(None, ["micro_batch=4"], overrides={"method": method})
-    assert not any(
-        "micro_batch" in line for line in remarks(fixed, at_length(fixed.make_recipe(), 8))
-    )
+def test_a_method_that_depends_on_the_cut_says_so(method, sets, part, by_number):
+    def said(size):
+        config = load_config(None, [f"micro_batch={size}", *sets], overrides={"method": method})
+        lines = remarks(config, at_length(config.make_recipe(), 8))
+        return [line for line in lines if "micro_batch" in line]
+
+    assert len(said("auto")) == (part is not None)
+    assert not part or f"{method}: {part} looks at each micro-batch" in said("auto")[0]
+    assert len(said(4)) == by_number
+    assert not by_number or "train.micro_batch=4 of 512 responses is part" in said(4)[0]
+    assert said(512) == []
 
 
 def test_the_real_models_preset_is_cut_by_tokens():

@@ -241,7 +241,8 @@ def test_values_of_trl_that_a_recipe_replaces_are_named(
 
 @pytest.mark.parametrize(("slug", "parts"), [("kl-cov", 2), ("kl-cov", 1), ("p3o", 2)])
 def test_a_loss_that_depends_on_the_micro_batch_says_so(slug, parts, tmp_path, capfd):
-    given = {"gradient_accumulation_steps": parts, "options": {"prompts": None}}
+    scope = {"scope": "microbatch"} if slug == "kl-cov" else {}
+    given = {"gradient_accumulation_steps": parts, "options": {"prompts": None, **scope}}
     trainer(tmp_path, slug, **given)
     line = (
         "kl-cov looks at each of the 2 micro-batches of an optimizer step by itself (regularisers="

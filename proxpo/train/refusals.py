@@ -136,8 +136,8 @@ def _cut_dependence(config: Config, recipe: Recipe) -> list[str]:
 
 def depends_on_cut(config: Config, recipe: Recipe) -> list[str]:
     """Parts of the method that look at each micro-batch by itself; transforms where memory cuts."""
-    transformed = config.train.micro_batch == "auto" and recipe.gradient is not None
-    return local_stages(recipe) + ([f"gradient={recipe.gradient.name}"] if transformed else [])
+    gradient = recipe.gradient if config.train.micro_batch == "auto" else None
+    return local_stages(recipe) + ([f"gradient={gradient.name}"] if gradient is not None else [])
 
 
 def check_advantages(recipe: Recipe) -> None:

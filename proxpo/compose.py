@@ -19,7 +19,7 @@ from proxpo.errors import ProxpoError
 from proxpo.fields import find_field
 from proxpo.ops.groups import refreshed
 from proxpo.ops.masked import spread
-from proxpo.ops.metering import free_name
+from proxpo.ops.metering import free_name, logged
 from proxpo.ops.pairs import best_and_worst
 from proxpo.ops.shapes import Float, Tensor
 from proxpo.ops.streams import drawn_numbers
@@ -76,7 +76,8 @@ def loss_fn(recipe: Recipe | str) -> Callable[..., Loss]:
             ctx = replace(ctx, all_sum=local)
         ready = prepare(recipe, batch, ctx)
         value, metrics = policy_loss(plain, ready.batch, ready.ctx)
-        return Loss(value, ready.metrics | metrics)
+        together = ready.metrics | metrics
+        return Loss(value, logged(together) if ctx.states is None else together)
 
     return loss
 

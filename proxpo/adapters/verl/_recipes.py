@@ -211,7 +211,12 @@ def dry_run(recipe: Recipe, provided: set[str]) -> str:
         policy_loss(
             recipe.replace(aggregate=token_mean(), value=None),
             batch,
-            Context(denominators=count(batch), states={}, clock=NO_CLOCK),
+            Context(
+                denominators=count(batch),
+                states={},
+                clock=NO_CLOCK,
+                generator=torch.Generator().manual_seed(0),  # the run's draws stay as they are
+            ),
         )
     except ProxpoError as reason:
         return f"verl: {recipe.name}: {str(reason).removeprefix('verl: ')}"

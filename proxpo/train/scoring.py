@@ -402,8 +402,9 @@ def _whole_sequences(
         scored = model_logp(
             model, rows.input_ids, rows.token_mask, attention_mask=rows.attention_mask, **asked
         )
-    # A token's value belongs to the state before it.
-    return scored, states[0][:, -rows.mask.shape[1] - 1 : -1] if hidden else None
+    # A token's value belongs to the state before it. The last call is that of these rows: model_logp
+    # may run the model on a few positions first.
+    return scored, states[-1][:, -rows.mask.shape[1] - 1 : -1] if hidden else None
 
 
 def prompts_run_once(learner: Learner, model: Any, experience: Experience) -> bool:

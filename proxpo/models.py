@@ -137,14 +137,18 @@ def recompute_layers(policy: Policy, *, on: bool = True) -> None:
             f"model '{policy.name}' has no layers that can run again: "
             "model.gradient_checkpointing=false"
         )
-    if on:
-        policy.model.gradient_checkpointing_enable()
-    else:
-        policy.model.gradient_checkpointing_disable()
+    ending = "enable" if on else "disable"
+    names = (f"activation_checkpointing_{ending}", f"gradient_checkpointing_{ending}")
+    next(getattr(policy.model, name) for name in names if hasattr(policy.model, name))()
     for layer in layers:
         vars(layer).pop("forward", None)
         if on:
             layer.forward = partial(_run_again, layer.forward)
+
+
+def recomputes_layers(model: Any) -> bool:
+    """True where layers of the model run again in the backward pass."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _run_again(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -14,7 +14,7 @@ from proxpo.gradients._engine.padded_rows import PaddedRows
 from proxpo.logp._tile import Warp
 from proxpo.logp._token import scored_logp
 from proxpo.logp.head import HeadCall
-from proxpo.models import Policy
+from proxpo.models import Policy, recomputes_layers
 from proxpo.ops.shapes import Float, Int, Tensor
 from proxpo.replay.inputs import PassInputs
 from proxpo.replay.prefix import Prompts, Responses, states_of
@@ -143,7 +143,7 @@ def token_bytes(policy: Policy, *, compares: bool) -> int:
     hidden = shape.hidden_size
     inner = getattr(shape, "intermediate_size", None) or 4 * hidden
     kept = shape.num_hidden_layers * (32 * hidden + 6 * inner) * policy.dtype.itemsize
-    if getattr(policy.model, "is_gradient_checkpointing", False):
+    if recomputes_layers(policy.model):
         kept //= 10
     return kept * (2 if compares else 1)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from proxpo.models import recomputes_layers
 from proxpo.ops.shapes import Float, Int, Shaped, Tensor
 from proxpo.replay.sequences import Sequences
 from proxpo.sampler._lean import additive, attention, causal, places, run
@@ -72,7 +73,7 @@ def computes(model: nn.Module) -> bool:
     hooked = any(getattr(m, name) for m in model.modules() for name in _HOOKS)
     hooked |= any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     adapted = any(hasattr(m, "base_layer") for m in model.modules())
-    checkpointed = getattr(model, "is_gradient_checkpointing", False)
+    checkpointed = recomputes_layers(model)
     return not (half or dropout or hooked or adapted or checkpointed)
 
 

@@ -12,7 +12,13 @@ from torch import nn
 
 from proxpo.batch_file import save_step, saved_steps
 from proxpo.errors import ProxpoError
-from proxpo.models import Policy, load_policy, recompute_layers, save_policy
+from proxpo.models import (
+    Policy,
+    load_policy,
+    recompute_layers,
+    recomputes_layers,
+    save_policy,
+)
 from proxpo.ops.shapes import Tensor
 from proxpo.ops.streams import derive, generator
 from proxpo.replay.graphs import CudaRecorder, PolicyGraphs, unsuited
@@ -183,7 +189,7 @@ class LanguageJob(RolloutJob):
     @property
     def _recomputes(self) -> bool:
         """True where the layers run again in the backward pass."""
-        return bool(self.policy.model.is_gradient_checkpointing)
+        return recomputes_layers(self.policy.model)
 
     def load(self, parts: dict[str, Any], info: dict[str, Any]) -> None:
         super().load(parts, info)
@@ -335,7 +341,7 @@ def start_line(job: LanguageJob) -> str:
     else:
         size = min(train.micro_batch or most, most)
         parts.append(f"micro-batches of {plural(size, 'response')}" if size < most else "one pass")
-    if job.policy.model.is_gradient_checkpointing:
+    if recomputes_layers(job.policy.model):
         asked = config.model.gradient_checkpointing is True
         parts.append(
             "gradient checkpointing" + ("" if asked else ", without which a row would not fit")

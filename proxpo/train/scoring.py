@@ -402,8 +402,8 @@ def _whole_sequences(
         scored = model_logp(
             model, rows.input_ids, rows.token_mask, attention_mask=rows.attention_mask, **asked
         )
-    # A token's value belongs to the state before it. The last call is that of these rows: model_logp
-    # may run the model on a few positions first.
+    # The last call of the head is the one for these rows: model_logp may run the model on a few
+    # positions before. A token's value belongs to the state before it.
     return scored, states[-1][:, -rows.mask.shape[1] - 1 : -1] if hidden else None
 
 

@@ -67,7 +67,7 @@ SIGNED = {
 }
 SIGNED_IN_METHODS = {  # besides entropy_coef
     *("clip-cov.cov_low", "mdpo.tsallis", "rloo.reward_low", "rloo.reward_high"),
-    *("isopo.q", "isopo.r", "latentseek.threshold", "grpo.off_policy_threshold"),
+    *("isopo.p", "isopo.q", "isopo.r", "latentseek.threshold", "grpo.off_policy_threshold"),
 }
 REQUIRED = {"coef": 0.1, "max_lag": 2.0, "max_tokens": 4.0, "low": 0.3, "high": 0.6}
 

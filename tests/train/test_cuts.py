@@ -382,7 +382,7 @@ def policy_on_a_gpu(*, trained: int = 0, checkpointing: bool = False):
     model = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: shape),
         parameters=lambda: iter([weight]),
-        is_gradient_checkpointing=checkpointing,
+        modules=lambda: [SimpleNamespace(gradient_checkpointing=checkpointing)],
     )
     named = {"tokenizer": None, "eos_ids": [0], "pad_id": 0, "name": "smollm2", "context": 2048}
     return Policy(model=model, dtype=torch.bfloat16, **named)

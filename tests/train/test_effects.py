@@ -14,6 +14,7 @@ from train.train_runs import job_of, rows_of, sample
 
 from proxpo.batch_file import saved_steps
 from proxpo.errors import ProxpoError
+from proxpo.models import recomputes_layers
 from proxpo.train.config import explain, load_config
 from proxpo.train.language import LanguageJob as Job
 from proxpo.train.loop import train
@@ -169,12 +170,12 @@ def test_what_a_run_writes_follows_its_settings(tmp_path: Path) -> None:
 
 def test_what_a_job_is_built_of_follows_its_settings(tmp_path: Path) -> None:
     job = job_of(tmp_path, *TINY, "gradient_checkpointing=true", "reward_workers=1")
-    assert job.policy.model.is_gradient_checkpointing
+    assert recomputes_layers(job.policy.model)
     assert job.pool._size == 1
     with pytest.raises(ProxpoError, match="model"):
         job_of(tmp_path, *TINY, "model.name=/nowhere")
     other = job_of(tmp_path, *TINY)
-    assert not other.policy.model.is_gradient_checkpointing
+    assert not recomputes_layers(other.policy.model)
     assert other.pool._size == 2
     for one in (job, other):
         one.close()

@@ -34,7 +34,7 @@ from proxpo.stages import advantage as advantages
 from proxpo.stages import ratio as ratios
 from proxpo.stages import trust, weights
 from proxpo.stages.filter import reject
-from proxpo.types import Denominators
+from proxpo.types import Denominators, memory_name
 
 ALONE = 11  # the response without siblings of the batch with holes
 GUARDED_ONE = (torch.tensor(1.0, dtype=torch.float32) + 1e-6).double()
@@ -88,10 +88,25 @@ def agree(recipe: proxpo.Recipe, batch: proxpo.Batch, theirs: dict[str, Any], **
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_loss(verl, name):
     case = LOSSES[name]
-    generator = torch.Generator().manual_seed(11)
-    agree(
-        case.recipe(), make_batch(case.batch), verl[name], ctx=proxpo.Context(generator=generator)
-    )
+    batch = make_batch(case.batch)
+    if name.startswith("clip_cov"):
+        batch = batch.replace(token_draw=drawn_as_by_verl(batch))
+    agree(case.recipe(), batch, verl[name])
+
+
+def drawn_as_by_verl(batch: proxpo.Batch) -> torch.Tensor:
+    """Numbers that take the eligible tokens in the order of verl's random permutation of them."""
+    logp, mask = batch.logp, batch.mask
+    adv = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
+    adv, ratio = adv.expand_as(logp), (logp - batch.old_logp).exp()
+    cov = (adv - adv[mask].mean()) * (logp - logp[mask].mean())
+    clipped = -adv * ratio.clamp(0.9, 1.15) > -adv * ratio
+    eligible = (mask & ~clipped & (cov > 0.2) & (cov < 3.0)).nonzero()
+    order = torch.randperm(len(eligible), generator=torch.Generator().manual_seed(11))
+    drawn = torch.zeros_like(logp)
+    for place, number in enumerate(order):
+        drawn[tuple(eligible[number])] = 1 - (place + 1) / (len(order) + 1)
+    return drawn
 
 
 @pytest.mark.parametrize("agg", EXACT)
@@ -374,6 +389,7 @@ def test_adaptive_kl(verl, name):
         },
     )
     ready = prepare(recipe, make_batch(advantages=None))
-    seen = ready.metrics | {"reward/kl": tensor(case["kl"])}
+    own = memory_name("reward.kl_in_reward", "reward/kl")
+    seen = ready.metrics | {own: tensor(case["kl"])}
     state = recipe.update_state(recipe.init_state(), ready.batch, seen)
     close(state["reward.kl_in_reward"]["coef"], tensor(verl[f"controller {name}"]["value"]))

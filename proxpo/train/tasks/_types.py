@@ -164,13 +164,11 @@ class Task:
         return self.encode_prompts([prompt], tokenizer)[0]
 
     def encode_prompts(self, prompts: Sequence[str | Messages], tokenizer: Any) -> list[list[int]]:
-        """Token ids of each prompt; texts go to the tokenizer in one call, equal ones once."""
+        """Token ids of each prompt; all go to the tokenizer in one call, equal texts once."""
         texts = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
         ids = dict(zip(texts, _encode_texts(texts, tokenizer)))
-        return [
-            ids[prompt] if isinstance(prompt, str) else self._encode_chat(prompt, tokenizer)
-            for prompt in prompts
-        ]
+        chats = iter(self._encode_chats([p for p in prompts if not isinstance(p, str)], tokenizer))
+        return [ids[prompt] if isinstance(prompt, str) else next(chats) for prompt in prompts]
 
     @cached_property
     def held_out(self) -> frozenset[str]:
@@ -186,21 +184,21 @@ class Task:
             return 0
         return len(self.held_out.intersection(problem.question for problem in self.train))
 
-    def _encode_chat(self, messages: Messages, tokenizer: Any) -> list[int]:
+    def _encode_chats(self, chats: list[Messages], tokenizer: Any) -> list[list[int]]:
+        if not chats:
+            return []
         if not getattr(tokenizer, "chat_template", None):
             raise ProxpoError(
                 f"task {self.name} speaks in chat messages, but this model's tokenizer has no chat "
                 "template: take an instruct model, or text prompts (--set task.options.chat=false, "
                 "where the task has it)"
             )
-        return list(
-            tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **self.template,
-            )
+        return tokenizer.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **self.template,
         )
 
 
@@ -220,7 +218,10 @@ def fit_prompts(task: Task, tokenizer: Any, *, limit: int, drop: bool = False) -
     def fitting(problems: Sequence[Problem], split: str) -> Sequence[Problem]:
         if not isinstance(problems, list):
             return problems
-        lengths = [len(task.encode(problem, tokenizer)) for problem in problems]
+        encoded = task.encode_prompts([problem.prompt for problem in problems], tokenizer)
+        lengths = [len(ids) for ids in encoded]
+        if 0 in lengths:
+            task.encode(problems[lengths.index(0)], tokenizer)  # refuses it
         long = sum(length > limit for length in lengths)
         if long and not drop:
             raise ProxpoError(

@@ -120,7 +120,8 @@ def trainer(arm: str, args: argparse.Namespace, device: str) -> Updater:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     policy = Policy(model, None, [NEVER], 0, args.shape, 8192, dtype)
     recipe = at_length(config.make_recipe(), config.rollout.max_tokens)
-    return Updater(config, language._learner(config, policy, recipe, model))
+    longest = config.rollout.max_tokens
+    return Updater(config, language._learner(config, policy, recipe, model, longest=longest))
 
 
 def work_of(arm: str, args: argparse.Namespace, device: str) -> Callable[[], object]:

@@ -114,7 +114,7 @@ def _job(base, slug: str, settings: dict):
     """The shared model under another recipe, with an optimizer of its own."""
     config = replace(base.config, method=slug, recipe=settings)
     recipe = make_recipe(slug, settings)
-    learner = _learner(config, base.policy, recipe, base.initial)
+    learner = _learner(config, base.policy, recipe, base.initial, longest=config.rollout.max_tokens)
     return replace(base, config=config, learner=learner, step=0, past=[], waiting=[])
 
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from train.train_runs import job_of, options_of, sample
 
-from proxpo.logp import _kl
+from proxpo.logp import _kl, model_states
 from proxpo.ops.kl import kl_exact
 from proxpo.train.episodes import Episodes, play
 from proxpo.train.evaluate import distance
@@ -53,6 +53,8 @@ def widen(job) -> None:
     with torch.no_grad():
         for p in job.learner.trainable():
             p.add_(0.02 * torch.randn_like(p))
+    for model in (job.policy.model, job.initial):  # so that its map behind the head is known
+        model_states(model, torch.ones(1, 2, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool))
 
 
 def answers(job, repeats: int) -> Episodes:

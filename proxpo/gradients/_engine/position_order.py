@@ -1,14 +1,14 @@
 """Verifies once per model that its layers see the positions in the order of `sequences`.
 
 A layer that gets them in another order (rows sorted by length, rolled, tokens sorted by expert)
-would give the gradient of one sequence the weight of another, and shapes do not show it. So the
-first forward with several sequences is watched for operations that can move positions: sorts,
-rolls, flips, indices, parts put together. A model with any of them is run four times more without
-gradient: as it is, and with the embeddings of every second sequence changed (of every second pair,
-of every second four). What enters a layer must change at the positions of these sequences; where it
-changes elsewhere instead, the model is refused. Not seen: an order that leaves that micro-batch as
-it is, a product with a permutation matrix, sharded and compiled models. The forward then runs once
-more: what a caller takes from it by a hook (the states in front of the head) is of its last run.
+would give the gradient of one sequence the weight of another, and shapes do not show it. So
+before its first forward with several sequences a model is run without gradient and watched for
+operations that can move positions: sorts, rolls, flips, indices, parts put together. A model with
+any of them is run four times more: as it is, and with the embeddings of every second sequence
+changed (of every second pair, of every second four). What enters a layer must change at the
+positions of these sequences; where it changes elsewhere instead, the model is refused. Not seen: an
+order that leaves that micro-batch as it is, a product with a permutation matrix, sharded and
+compiled models.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -52,14 +52,13 @@ class OrderCheck:
             return call(*args, **kwargs)
         self.done = True
         before, moves = ReplayState(session, (args, kwargs)), _Moves(session)
-        with moves:
-            out = call(*args, **kwargs)
+        with torch.no_grad(), with_buffers(buffers_of(root)), moves:
+            call(*args, **kwargs)
+        before.restore()
         if moves.found:
-            before.restore()
             self._verify(root, call, session, args, kwargs)
-            before.restore()  # whoever keeps what the forward computes keeps that of the last one
-            out = call(*args, **kwargs)
-        return out
+        # The last run is the one with gradient: callers keep what they take from it by hooks.
+        return call(*args, **kwargs)
 
     @torch.no_grad()
     def _verify(

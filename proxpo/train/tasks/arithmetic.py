@@ -202,7 +202,8 @@ def _ordered(stream: int, sign: str, first: tuple[int, int], second: tuple[int, 
 
 
 def _digits(digits: int | Sequence) -> tuple[int, int]:
-    least, most = (digits, digits) if isinstance(digits, int) else (*digits, None, None)[:2]
+    given = digits if isinstance(digits, Sequence) else (digits, digits)
+    least, most = (*given, None, None)[:2]
     whole = isinstance(least, int) and isinstance(most, int)
     if not whole or not 1 <= least <= most <= 8:
         raise ProxpoError(
